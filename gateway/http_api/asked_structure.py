@@ -1,7 +1,7 @@
-"""Reads the structure that an answer must have, whichever API's or server's words ask for it.
+"""Parsing of requests for structured outputs, in the forms of all APIs and servers.
 
-A structure that is asked for is obeyed, or refused by its name: an answer without it would be another than was asked
-for. So a field that has no place in a format is refused, too.
+A structure is obeyed, or refused by its name, since ignoring it would change the answer. So an unknown field of a
+format is also refused.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pillion.gateway.http_api.structure_fields import FormatBody, ShapeBody, Str
 from pillion.gateway.request.validation import MAX_STRUCTURED_BYTES
 from pillion.types import StructuredOutputs
 
-# JSON needs at most six bytes for each character of a structure.
+# JSON needs at most six bytes per character of a structure.
 _MAX_RAW_BYTES = 6 * MAX_STRUCTURED_BYTES
-# A structure, and the client's names of its fields by the gateway's. None is free text.
+# A structure (None for free text), and the gateway's names of its fields -> the client's.
 AskedStructure = tuple[StructuredOutputs | None, Mapping[str, str]]
 _SHAPE = "sampling.structured_outputs"
-# Fields of other servers, and the field of StructuredOutputs that each of them sets.
+# Field of another server -> field of StructuredOutputs.
 _BY_NAME = {
     "json_schema": "json",
     "guided_json": "json",
@@ -38,10 +38,10 @@ _BY_NAME = {
 _FORMATS = ("response_format", "format", "output_format", "grammar")
 _HOLDERS = ("text", "output_config")
 _RAW = ("response_format", "format", "output_format", "grammar", "structured_outputs", "json_schema", "guided_json")
-# Every field that may ask for a structure.
+# All fields that may request a structure.
 ASKING = (*_RAW, *_HOLDERS, *_BY_NAME)
 _JSON_TYPES = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
-# Keywords of a schema without a type. One without any of them constrains nothing, or is no schema.
+# Keywords of a schema without a type. Without any of them it constrains nothing, or is no schema.
 _KEYWORDS = frozenset(
     {"$ref", "$schema", "$defs", "allOf", "anyOf", "oneOf", "const", "enum", "items", "properties", "required"}
 )
@@ -49,17 +49,19 @@ _WRAPPING = frozenset({"name", "schema", "strict", "description"})
 
 
 def read_structure(body: StructureBody) -> AskedStructure:
-    """Reads the structure that an answer must have, which at most one field asks for; returns it, and the client's
-    names of its fields by the gateway's. Raises ApiError."""
+    """Parse the structure of the answer, which at most one field may request. Raises ApiError.
+
+    Returns it, and the gateway's names of its fields -> the client's.
+    """
     asked = {field: (structure, names) for field, structure, names in _asked(body) if structure is not None}
     if len(asked) > 1:
         first, second = [*asked][:2]
-        raise refused(second, f"{first} asks for a structure already; send one of both")
+        raise refused(second, f"{first} also requests a structure; send only one")
     return next(iter(asked.values()), (None, {}))
 
 
 def _asked(body: StructureBody) -> Iterator[tuple[str, StructuredOutputs | None, Mapping[str, str]]]:
-    """Yields each field of a body that asks for a structure, with what it asks for."""
+    """Yield each field of a body that requests a structure, with that structure."""
     formats = {name: getattr(body, name) for name in _FORMATS}
     held = ((name, getattr(body, name)) for name in _HOLDERS)
     formats |= {f"{name}.format": holder.format for name, holder in held if holder is not None}
@@ -102,7 +104,7 @@ def _of_shape(raw: Raw) -> StructuredOutputs:
 
 
 def _of_format(raw: Raw, field: str) -> AskedStructure:
-    """Reads a format: an object with a type, a JSON schema, or the name of a type. Raises ApiError."""
+    """Parse a format: an object with a type, a JSON schema, or the name of a type. Raises ApiError."""
     if bytes(raw)[:1] == b'"':
         word = parse_field(raw, str, field)
         if word.lstrip()[:1] == "{":
@@ -113,7 +115,7 @@ def _of_format(raw: Raw, field: str) -> AskedStructure:
     fields: dict[str, Raw] = parse_field(raw, dict[str, Raw], field)
     if _is_schema(fields):
         return _json(raw, field, field)
-    # A field with no place in a format may be a constraint of another server's.
+    # Strict, since an unknown field of a format may be another server's constraint.
     form: FormatBody = read_noting(replace(current_reading(), strict=True), parse_field, raw, FormatBody, field)
     match form.type:
         case "text":
@@ -137,7 +139,7 @@ def _of_format(raw: Raw, field: str) -> AskedStructure:
 
 
 def _is_schema(fields: Mapping[str, Raw]) -> bool:
-    """Returns whether an object is itself a JSON schema, as Ollama's format is."""
+    """Return True if an object is itself a JSON schema, as in Ollama's format."""
     kind = bytes(fields.get("type", b""))
     if kind[:1] == b'"':
         return msgspec.json.decode(kind, type=str).lower() in _JSON_TYPES
@@ -148,7 +150,7 @@ def _of_json_format(form: FormatBody, field: str) -> AskedStructure:
     sent = {"json_schema": form.json_schema, "schema": form.schema, "value": form.value}
     schemas = [name for name, raw in sent.items() if given(raw)]
     if len(schemas) > 1:
-        raise refused(f"{field}.{schemas[1]}", f"{schemas[0]} is there too; send one of both")
+        raise refused(f"{field}.{schemas[1]}", f"{schemas[0]} is also set; send only one")
     if schemas:
         return _json(sent[schemas[0]], f"{field}.{schemas[0]}", field)
     if form.type == "json_schema":
@@ -158,16 +160,16 @@ def _of_json_format(form: FormatBody, field: str) -> AskedStructure:
 
 
 def _json(raw: Raw, path: str, field: str) -> AskedStructure:
-    """Returns the structure of the schema at ``path``, which the format ``field`` has. OpenAI's wrapping without a
-    schema is any JSON object."""
+    """Return the structure of the schema at ``path`` in the format ``field``. OpenAI's wrapping without a schema means
+    any JSON object."""
     schema, path = _schema(raw, path)
     structure = StructuredOutputs(json=schema) if schema else StructuredOutputs(json_object=True)
     return structure, {f"{_SHAPE}.json": path, _SHAPE: field}
 
 
 def _schema(raw: Raw, path: str) -> tuple[str, str]:
-    """Returns a JSON schema, without OpenAI's wrapping of name and strict, and its path; "" for a wrapping without a
-    schema. A schema may have been sent as its text. Raises ApiError."""
+    """Return a JSON schema, possibly sent as its text, without OpenAI's wrapping, and its path; "" for a wrapping
+    without a schema. Raises ApiError."""
     if bytes(raw)[:1] == b"{":
         fields = parse_field(raw, dict[str, Raw], path)
         if fields.keys() <= _WRAPPING and not fields.keys().isdisjoint(("name", "schema")):
@@ -181,7 +183,7 @@ def _schema(raw: Raw, path: str) -> tuple[str, str]:
 
 
 def _of_text(form: FormatBody, named: Mapping[str, str | None], kind: str, field: str) -> AskedStructure:
-    """Returns a structure that is a text, under one of the names that it may have in a format."""
+    """Return a structure that is a text, under one of its names in a format."""
     texts = {name: text for name, text in named.items() if text is not None}
     if given(form.value):
         texts["value"] = parse_field(form.value, str, f"{field}.value")
@@ -189,7 +191,7 @@ def _of_text(form: FormatBody, named: Mapping[str, str | None], kind: str, field
         raise refused(f"{field}.{next(iter(named))}", "this field is required", "missing_required_parameter")
     name, text = texts.popitem()
     if texts:
-        raise refused(f"{field}.{name}", f"{next(iter(texts))} is there too; send one of both")
+        raise refused(f"{field}.{name}", f"{next(iter(texts))} is also set; send only one")
     structure: Any = {kind: text}
     return StructuredOutputs(**structure), {f"{_SHAPE}.{kind}": f"{field}.{name}", _SHAPE: field}
 

@@ -1,18 +1,16 @@
-"""Reads a body as its type, judges its fields, and mends a body that its type does not take as it stands, so that it is
-answered where the answer is what its client asked for.
+"""Parsing and validation of bodies, with repairs of those that do not match their type although their meaning is clear.
 
-body --> counted --> read as its type --> judged --> served
-                      | not taken
-                      '--> mended, level by level, as its types say --> read again: what is wrong now is
-                                                                             its client's mistake
+body --> counted --> parsed as its type --> validated --> served
+                      | mismatch
+                      '--> repaired, level by level, as its types say --> parsed again: what is wrong now is
+                                                                                the client's mistake
 
-A body is read in two steps, so that a body that is too long is refused before it is parsed whole: its strings are
-counted first, and the lists and maps stay raw until each is counted.
+A body is parsed in two steps, so that one that is too long is refused before it is parsed as a whole: first its strings
+are counted, then lists and maps stay raw until each is counted.
 
-Mending leaves out fields that the type does not have, and notes their names for the answer's header; it leaves out
-nulls, because null for a field is its absence, and writes 4.0 as 4 where an integer stands. JSON that is passed on
-(Raw) is not looked into. Each level of a type reads the text below it once, and a type has few levels. The number of
-strings, which is checked first, bounds what is made.
+A repair drops fields that the type does not have, and notes their names for a response header; it drops nulls, because
+null means absent, and writes 4.0 as 4 for an integer. JSON that is passed on (Raw) is not changed. Each level of a type
+parses the text below it once, and a type has few levels. The number of strings, checked first, bounds the objects.
 """
 
 from __future__ import annotations
@@ -49,51 +47,49 @@ from pillion.gateway.tokens.tokenizer import check_wanted
 
 T = TypeVar("T")
 
-# This header of an answer names the fields of its request that had no effect, without the places in lists.
+# Response header that names the request's fields without effect, without list indexes.
 IGNORED_HEADER = "x-pillion-ignored"
-# The header names at most so many fields, each with the beginning of its path, and is no longer than this.
+# Limits of the header: fields, length of a field's path, and total length.
 MAX_IGNORED_NAMES = 64
 MAX_IGNORED_NAME_CHARS = 128
 MAX_IGNORED_HEADER_BYTES = 2048
-# This stands in the header's end where there are more fields than it names.
+# End of a header that does not name all fields.
 MORE_IGNORED = "..."
-# A name at the top of a body that has so many letters is taken for a misspelled one if one edit leads to a known name.
+# Min length of an unknown name at the top of a body to be refused if it is one edit away from a known name.
 MIN_NEAR_MISS_CHARS = 8
 UNKNOWN = "this field is not known here"
 REQUIRED = "this field is required"
-# Integers up to this are the same number as a float. A number as text has at most so many characters.
+# Largest integer that is exact as a float, and max length of a number as text.
 _MAX_EXACT_INTEGER = 2**53
 _MAX_NUMBER_CHARS = 32
-# This many characters are kept of each end of the parser's message; between them the message repeats what the client
-# sent.
+# Length to which both ends of the parser's message are truncated; in between it repeats the client's text.
 _MAX_ERROR_CHARS = 1000
-# A field that changes nothing may be this long.
+# Max size of a value to compare with harmless ones.
 _MAX_HARMLESS_BYTES = 64
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
 _NAMED = re.compile(r"field `([^`]*)`")
 _VALUE = re.compile(r"^Invalid (?:enum )?value '(.*)'$", re.DOTALL)
-# In a body with more escapes of surrogates, those of 131,072 emoji, halves of pairs are not looked for.
+# Max surrogate escapes (131,072 emoji) of a body in which unpaired ones are replaced.
 MAX_SURROGATES = 2**18
 _INDEX = re.compile(r"\[\d+\]")
-# A comma or a blank in a name would look like the end of it.
+# A comma or a space in a name would look like its end.
 _UNPRINTABLE = re.compile(r"[^!-+\--~]")
 _SURROGATES = re.compile(rb"\\u[dD](?:([89aAbB][0-9a-fA-F]{2}\\u[dD][c-fC-F])|[89a-fA-F])[0-9a-fA-F]{2}")
 _ITEM = re.compile(r"\[\d+\](?=`$)")
 _object_in = msgspec.json.Decoder(dict[str, Raw]).decode
 _objects_in = msgspec.json.Decoder(list[dict[str, Raw] | str]).decode
-# The number of strings bounds that of objects with a name in them. So where there may be more objects than that, none
-# without a name is taken.
+# The number of strings bounds that of nonempty objects, so in a body with more objects, empty ones are refused.
 _named_objects_in = msgspec.json.Decoder(list[Annotated[dict[str, Raw], msgspec.Meta(min_length=1)] | str]).decode
 
 
 @dataclass(slots=True)
 class BodyReading:
-    """Holds what the reading of one body is told and finds.
+    """Options and findings of the parsing of one body.
 
     Attributes:
-        strict: whether a field that no API documents is refused.
-        found: the names of the fields without effect that the body has, as the keys, at most MAX_IGNORED_NAMES.
-        more: whether the body has more of them.
+        strict: whether undocumented fields are refused.
+        found: names of the body's fields without effect (keys), at most MAX_IGNORED_NAMES.
+        more: whether there are further ones.
     """
 
     strict: bool = False
@@ -102,13 +98,13 @@ class BodyReading:
 
     @property
     def ignored(self) -> str:
-        """Gives the names of the fields without effect that the body has, as the header has them."""
+        """Value of the header with the fields without effect."""
         text = ", ".join(sorted(self.found))
         cut = text[:MAX_IGNORED_HEADER_BYTES].rpartition(", ")[0] if len(text) > MAX_IGNORED_HEADER_BYTES else text
         return f"{cut}, {MORE_IGNORED}" if self.more or cut != text else cut
 
     def note(self, name: str) -> None:
-        """Notes a field without effect; ``name`` is its path, in which the places in lists are left out."""
+        """Record a field without effect. List indexes in its path ``name`` are removed."""
         shown = _INDEX.sub("", name[: 2 * MAX_IGNORED_NAME_CHARS])
         if len(shown) > MAX_IGNORED_NAME_CHARS:
             shown = shown[:MAX_IGNORED_NAME_CHARS] + MORE_IGNORED
@@ -123,18 +119,17 @@ _reading: ContextVar[BodyReading | None] = ContextVar("reading", default=None)
 
 
 def current_reading() -> BodyReading:
-    """Returns the reading that is going on. Outside read_noting nobody looks at what has no effect, so a field that is
-    not known is refused there."""
+    """Return the active reading. Outside of read_noting there is no header, so undocumented fields are refused."""
     return _reading.get() or BodyReading(strict=True)
 
 
 def note_ignored(name: str) -> None:
-    """Notes that the body that is being read has a field without effect."""
+    """Record a field without effect in the active reading."""
     current_reading().note(name)
 
 
 def read_noting(reading: BodyReading, read: Callable[..., T], *arguments: Any) -> T:
-    """Returns ``read(*arguments)``, which reads a body, as ``reading`` says, and notes there what has no effect."""
+    """Return ``read(*arguments)``, which parses a body, with ``reading`` active."""
     before = _reading.set(reading)
     try:
         return read(*arguments)
@@ -143,7 +138,7 @@ def read_noting(reading: BodyReading, read: Callable[..., T], *arguments: Any) -
 
 
 def parse(body: bytes, kind: type[T]) -> T:
-    """Reads a body as ``kind``, its lists and maps still raw. Raises ApiError, naming the field."""
+    """Parse a body as ``kind``, with lists and maps still raw. Raises ApiError, naming the field."""
     if holds_too_many_strings(body):
         raise _too_many(kind, f"{MAX_STRINGS} texts, names of fields included")
     if holds_too_many_brackets(body):
@@ -157,15 +152,14 @@ def parse(body: bytes, kind: type[T]) -> T:
 
 
 def _too_many(kind: Any, what: str) -> ApiError:
-    """Makes the error of a body that holds too many texts or brackets: only a list can hold so many, and only the
-    prompt's list may be long, so the error names it."""
+    """Return the error of a body with too many strings or brackets, naming the only list that can be so long."""
     names = {field.name for field in msgspec.structs.fields(kind)}
     lists = ("messages", "input", "prompt", "tokens", "documents", "text_2", "lora_name")
     return refused(next(name for name in lists if name in names), f"the body holds more than {what}")
 
 
 def parse_field(raw: bytes | Raw, kind: Any, field: str) -> Any:
-    """Reads a raw field of a body, or with the name "" the body itself, as ``kind``: as it stands, or mended. Raises
+    """Parse a raw field of a body, or with the name "" the body itself, as ``kind``, repaired if necessary. Raises
     ApiError."""
     try:
         try:
@@ -179,13 +173,13 @@ def parse_field(raw: bytes | Raw, kind: Any, field: str) -> Any:
 
 
 def given(raw: Raw) -> bool:
-    """Returns whether a raw field was sent with a value other than null."""
+    """Return True if a raw field has a value other than null."""
     return memoryview(raw)[:5].tobytes() not in (b"", b"null")
 
 
 def _judge(parsed: Any, path: str) -> None:
-    """Raises ApiError for a field of ``parsed``, which the body has at ``path``, or of an object in it, that asks for
-    what is not supported. The fields that have no effect are noted."""
+    """Raise ApiError for unsupported fields of ``parsed``, at ``path``, and of its objects; record those without
+    effect."""
     if isinstance(parsed, list) and parsed and isinstance(parsed[0], msgspec.Struct):
         for n, one in enumerate(parsed):
             check_wanted()
@@ -231,37 +225,37 @@ def _changes_nothing(name: str, raw: Raw) -> bool:
 
 
 def harmless_values(name: str) -> tuple[Any, ...]:
-    """Returns the values of an unsupported field, or of one without effect, that ask for what happens anyhow."""
+    """Return the values of an unsupported field, or of one without effect, that request the default behavior."""
     return (*HARMLESS.get(name, ()), *(() if name in FALSE_ASKS else NOTHING))
 
 
 @cache
 def unsupported_fields(kind: type[Any]) -> Mapping[str, str]:
-    """Returns the names of the raw fields of a struct that are not read later, by their names in JSON."""
+    """Return a struct's raw fields that are not parsed later: name in JSON -> attribute."""
     raw = (f for f in msgspec.structs.fields(kind) if f.type is Raw and f.name not in READ_LATER)
     return {f.encode_name: f.name for f in raw}
 
 
 @cache
 def _required_fields(kind: type[Any]) -> tuple[tuple[str, str], ...]:
-    """Returns the required fields of a body's type, with their names in a body."""
+    """Return a struct's required fields: (attribute, name in JSON)."""
     return tuple((f.name, f.encode_name) for f in msgspec.structs.fields(kind) if f.required)
 
 
 @cache
 def _ignored_fields(kind: type[Any]) -> tuple[tuple[str, str], ...]:
-    """Returns the names of the fields of a struct that have no effect, each with its name in JSON."""
+    """Return a struct's fields without effect: (attribute, name in JSON)."""
     return tuple((f.name, f.encode_name) for f in msgspec.structs.fields(kind) if is_ignored(f))
 
 
 def is_ignored(field: msgspec.structs.FieldInfo) -> bool:
-    """Returns whether a field of a struct is accepted without effect."""
+    """Return True if a field of a struct is accepted without effect."""
     return IGNORED in getattr(field.type, "__metadata__", ())
 
 
 @cache
 def _nested_fields(kind: type[Any]) -> tuple[str, ...]:
-    """Returns the names of the fields of a struct that may hold structs."""
+    """Return the attributes of a struct that may contain structs."""
     return tuple(f.name for f in msgspec.inspect.type_info(kind).fields if _holds_structs(f.type))  # type: ignore[attr-defined]
 
 
@@ -277,7 +271,7 @@ def _holds_structs(kind: msgspec.inspect.Type) -> bool:
 
 
 def _unreadable(error: Exception, field: str) -> ApiError:
-    """Makes the error for a body that cannot be read: msgspec's message names what it expected, and where."""
+    """Convert a parser's exception to an ApiError that names the field; msgspec's message has its path."""
     if isinstance(error, UnicodeDecodeError):
         return ApiError(400, "the body is not valid UTF-8", param=field or None, code="invalid_json")
     if isinstance(error, RecursionError):
@@ -286,7 +280,7 @@ def _unreadable(error: Exception, field: str) -> ApiError:
         return ApiError(400, f"the body is not valid JSON: {error}", param=field or None, code="invalid_json")
     text = str(error)
     if len(text) > 2 * _MAX_ERROR_CHARS:
-        # The name of a field that a client sent may have megabytes, so the message is shortened.
+        # A field's name may have megabytes.
         text = text[:_MAX_ERROR_CHARS] + text[-_MAX_ERROR_CHARS:]
     found = _PATH.match(text)
     what, path = (found["what"], found["path"] or "") if found else (text, "")
@@ -306,8 +300,7 @@ def _unreadable(error: Exception, field: str) -> ApiError:
 
 
 def without_halves(body: bytes) -> bytes:
-    """Returns a body with U+FFFD in the place of each escape that is half of a surrogate pair, as other servers read
-    it. A body of more than MAX_SURROGATES such escapes stays as it is."""
+    """Replace unpaired surrogate escapes with U+FFFD, as other servers do, if there are at most MAX_SURROGATES."""
     escapes = body.count(b"\\ud") + body.count(b"\\uD")
     return _without_halves(body) if 0 < escapes <= MAX_SURROGATES else body
 
@@ -316,7 +309,7 @@ def _without_halves(body: bytes) -> bytes:
     mended, done = bytearray(body), 0
     for found in _SURROGATES.finditer(body):
         before = body[done : found.start()]
-        # After an odd number of backslashes the one that was found is no escape, and what would be its pair has none.
+        # After an odd number of backslashes the match is no escape, so its second half is unpaired.
         escaped = (len(before) - len(before.rstrip(b"\\"))) % 2
         if bool(found[1]) == bool(escaped):
             half = found.start() + 6 * escaped
@@ -326,8 +319,10 @@ def _without_halves(body: bytes) -> bytes:
 
 
 def mended(raw: bytes | Raw, kind: Any, path: str) -> bytes:
-    """Returns the JSON of a body, or of its field ``path``, as ``kind`` may take it. Raises ApiError for a field at the
-    top that is a near miss of a known one, and msgspec's errors for what is no JSON."""
+    """Return the JSON of a body, or of its field ``path``, repaired for ``kind``.
+
+    Raises ApiError for a field at the top that is a near miss of a known one, and msgspec's errors for invalid JSON.
+    """
     text = bytes(raw).lstrip()
     made = _mended(text, _shape(kind), path, current_reading())
     return text if made is text else msgspec.json.encode(made)
@@ -335,13 +330,13 @@ def mended(raw: bytes | Raw, kind: Any, path: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Holds what mending has to know of a field's type.
+    """What a repair needs of a field's type.
 
     Attributes:
-        structs: the structs that are taken, by their tags; one without a tag has the tag "".
-        tag_field: the name of the field that has the tag.
-        items: the shape of a list's items, None where no list is taken, or nothing in it can be mended.
-        whole: whether integers are taken, and no fractions.
+        structs: accepted structs by tag; "" for one without a tag.
+        tag_field: name of the field with the tag.
+        items: shape of a list's items; None without a list, or if no repair is possible in it.
+        whole: whether integers are accepted, but no fractions.
     """
 
     structs: Mapping[str, type[Any]]
@@ -351,7 +346,7 @@ class _Shape:
 
     @property
     def idle(self) -> bool:
-        """Says that nothing can be mended here."""
+        """True if no repair is possible."""
         return not (self.structs or self.items or self.whole)
 
 
@@ -386,12 +381,12 @@ def _shape_of(info: msgspec.inspect.Type) -> _Shape:
 
 @cache
 def _fields(kind: type[Any]) -> Mapping[str, _Shape]:
-    """Returns the shapes of a struct's fields, by their names in JSON."""
+    """Return the shapes of a struct's fields, by their names in JSON."""
     return {one.encode_name: _shape_of(one.type) for one in msgspec.inspect.type_info(kind).fields}  # type: ignore[attr-defined]
 
 
 def _mended(raw: Any, shape: _Shape, path: str, reading: BodyReading) -> Any:
-    """Returns ``raw`` where nothing is mended in it, else what encodes as the mended JSON."""
+    """Return ``raw`` itself without repairs, else an object that encodes as the repaired JSON."""
     first = memoryview(raw)[:1].tobytes() if not shape.idle else b""
     if first == b"{" and shape.structs:
         return _object(_object_in(raw), shape, path, reading)
@@ -407,7 +402,7 @@ def _list(raw: Any, items: _Shape, path: str, reading: BodyReading) -> Any:
         try:
             numbers = msgspec.json.decode(raw, type=list[float]) if items.whole else ()
         except msgspec.ValidationError:
-            # Other items are the client's mistake, which the second reading names.
+            # A wrong item; the second parse names it.
             return raw
         exact = all(number.is_integer() and abs(number) <= _MAX_EXACT_INTEGER for number in numbers)
         return list(map(int, numbers)) if numbers and exact else raw
@@ -416,21 +411,20 @@ def _list(raw: Any, items: _Shape, path: str, reading: BodyReading) -> Any:
         objects = read(raw)
     except msgspec.ValidationError as error:
         place = _ITEM.search(str(error))
-        raise refused(path + (place[0] if place else ""), "an object is needed here", "invalid_type") from None
+        raise refused(path + (place[0] if place else ""), "expected an object", "invalid_type") from None
     return [
         one if isinstance(one, str) else _object(one, items, f"{path}[{n}]", reading) for n, one in enumerate(objects)
     ]
 
 
 def _object(found: dict[str, Raw], shape: _Shape, path: str, reading: BodyReading) -> Any:
-    """Mends an object that is one of the structs of ``shape``."""
+    """Repair an object that is one of the structs of ``shape``."""
     check_wanted()
     tag = _text(found[shape.tag_field]) if shape.tag_field in found else ""
     if tag not in shape.structs and OTHER in shape.structs:
         fields = _fields(shape.structs[OTHER])  # type: ignore[arg-type]
         kept = {name: _mended(value, fields[name], path, reading) for name, value in found.items() if name in fields}
         return {**_without_nulls(kept), "sent_type": tag, shape.tag_field: OTHER}
-    # A single struct needs no tag.
     only = next(iter(shape.structs.values())) if len(shape.structs) == 1 and not tag else None
     kind = shape.structs.get(tag) or shape.structs.get("") or only
     if kind is None:
@@ -473,7 +467,7 @@ def _text(raw: Raw) -> str:
 
 
 def _whole(raw: Any) -> Any:
-    """Returns the integer that a number is, else ``raw``."""
+    """Return a number as an integer if it is one, else ``raw``."""
     text = bytes(raw)
     if len(text) > _MAX_NUMBER_CHARS or text.lstrip(b"-").isdigit():
         return raw
@@ -482,8 +476,8 @@ def _whole(raw: Any) -> Any:
 
 
 def _refuse_near_miss(name: str, known: Mapping[str, Any], reading: BodyReading) -> None:
-    """Raises ApiError for a name that is one edit away from a known one. Of many names only those are compared that
-    the header still has room for."""
+    """Raise ApiError for a name that is one edit away from a known one. Names beyond the header's limits are not
+    compared."""
     if MIN_NEAR_MISS_CHARS <= len(name) <= MAX_IGNORED_NAME_CHARS and not reading.more:
         near = next((one for one in known if is_one_edit(name, one)), None)
         if near is not None:
@@ -491,7 +485,7 @@ def _refuse_near_miss(name: str, known: Mapping[str, Any], reading: BodyReading)
 
 
 def _with_own_names(found: dict[str, Raw], known: Mapping[str, Any]) -> dict[str, Raw]:
-    """Returns the fields of a body, with the body's own names for those that it has under another API's."""
+    """Rename fields with another API's name to the body's name."""
     renamed: dict[str, str] = {}
     for names in SAME_FIELDS:
         own = next((name for name in names if name in known), "")
@@ -502,8 +496,8 @@ def _with_own_names(found: dict[str, Raw], known: Mapping[str, Any]) -> dict[str
 
 
 def _refuse_structure(name: str, value: Raw) -> None:
-    """Raises ApiError for an unknown field of a body that asks for a structure of the answer, or holds one that does:
-    ignored, it would make the answer another one."""
+    """Raise ApiError for an unknown field that requests a structure or contains such a field, since ignoring it would
+    change the answer."""
     spelled = _plain(name)
     fields = {name: value}
     if spelled in CARRIERS and bytes(value)[:1] == b"{":
@@ -511,7 +505,7 @@ def _refuse_structure(name: str, value: Raw) -> None:
     for path, sent in fields.items():
         asks = bytes(sent) not in (b"null", b"false", b'""', b"[]", b"{}")
         if asks and _plain(path.rpartition(".")[2]) in OTHER_SPELLINGS:
-            text = "this name of the answer's structure is not known here; send response_format, at the top of the body"
+            text = "this name of the answer's structure is unknown here; send response_format, at the top of the body"
             raise refused(path[: 2 * MAX_IGNORED_NAME_CHARS], text, "unknown_parameter")
 
 
@@ -520,8 +514,7 @@ def _plain(name: str) -> str:
 
 
 def is_one_edit(name: str, other: str) -> bool:
-    """Returns whether one letter more, less or other, or two neighbours that have changed places, make ``other`` of
-    ``name``."""
+    """Return True if the names differ by one letter inserted, removed or replaced, or by two neighbors swapped."""
     if abs(len(name) - len(other)) > 1 or name == other:
         return False
     same = next((n for n, (a, b) in enumerate(zip(name, other, strict=False)) if a != b), min(len(name), len(other)))

@@ -1,17 +1,16 @@
-"""Handles one HTTP call: its id, its bounded body, its response, and what happens when its client goes away.
+"""One HTTP call: its id, its bounded body, its response, and disconnects.
 
 headers --> request id, body (bounded in size and time) --> work --> answer, whole or in pieces
                                                              |
-                                              client gone ---+--> the work is cancelled (I8)
+                                           disconnect -------+--> the work is cancelled (I8)
 
-Calls that pages of other origins make a browser send without asking first are refused here. A browser asks (a
-preflight, which the port answers by --allowed-origins) before it sends JSON, a DELETE or a key for a page of another
-origin. It sends a form, a plain text or an empty body at once: the page cannot read the answer, but the call is made.
-So a call that changes something and needs no preflight has to come from no browser, from a page of this port, or from a
-page that --allowed-origins names. These are told apart by headers that browsers write themselves and pages cannot
-change, as Go's http.CrossOriginProtection does it: by Sec-Fetch-Site, and where that is missing, on plain HTTP, by
-whether the Origin is the Host that was asked. A page whose own name has become this machine's address (DNS rebinding)
-chooses both, so before that the Host must be one of the port's own names, wherever these are known.
+Cross-origin writes that a browser sends without a preflight are refused here. Browsers send a preflight, answered by
+--allowed-origins, before they send JSON, a DELETE or a key for a page of another origin. They send a form, plain text
+or an empty body at once: the page cannot read the answer, but the call is made. So a call that changes something and
+needs no preflight must come from a non-browser, from a page of this port, or from an origin in --allowed-origins. This
+is decided, as in Go's http.CrossOriginProtection, by headers that pages cannot change: Sec-Fetch-Site, or without it,
+on plain HTTP, whether Origin equals Host. A page whose name was rebound to this machine's address (DNS rebinding)
+controls both, so the Host must first be one of the port's names, if they are known.
 """
 
 from __future__ import annotations
@@ -43,16 +42,16 @@ from pillion.observability import telemetry
 
 log = logging.getLogger("pillion.gateway")
 
-# All bodies that are being read have at most this many bytes, as thousands of clients may send one at the same time.
+# Max size of all bodies being read, which thousands of clients may send at the same time.
 MAX_BODIES_BYTES = 16 * MAX_BODY_BYTES
-# A client that says that it waits for longer than this is taken to wait for any time.
+# Read timeouts of clients above this count as none.
 MAX_PATIENCE_S = 7 * 24 * 3600.0
-# Path and headers together have at most this many bytes.
+# Max size of path and headers together.
 MAX_HEADER_BYTES = 32 * 2**10
-# A body that takes longer than this to arrive is refused, because it holds a connection for nothing.
+# Max time of a body's arrival, since it occupies a connection.
 BODY_TIMEOUT_S = 60.0
 JSON_TYPE = b"application/json"
-# An answer with one of these statuses may come before the call's body has been read.
+# Statuses of errors that may be sent before the body has been read.
 _UNREAD = (401, 403, 405, 408, 413, 415, 421, 431)
 
 Api = TypeVar("Api")
@@ -60,20 +59,23 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class HttpCall:
-    """Represents one call. Its response carries ``request_id``, which is a label and never an address: the client's own
-    where it can stand in a header. Ids in the response are made of ``answer_id``, which is never the same again.
+    """One HTTP call.
 
-    ``tenant`` is the sender, on the pages that need a key. Errors are written in ``error_form``. The response also has
-    the headers ``notes``.
+    Attributes:
+        request_id: label on the response: the client's if it is a valid header value. Never used as a key.
+        answer_id: unique id, from which ids in the response are derived.
+        tenant: the sender, on pages that need a key.
+        error_form: format of errors.
+        notes: additional headers of the response.
     """
 
-    # This counts the bytes of all bodies that this process is reading.
+    # Size of all bodies that this process is reading.
     bodies_bytes = 0
-    # So many of them are this call's.
+    # This call's share of it.
     _body_bytes = 0
     tenant = OPEN
     started = _reading = _streams = False
-    # Once events have begun, this writes an error as an event, from its body; None: as the API's errors say.
+    # Converts an error's body to an event of a stream that has started; None for error_form's.
     error_event: Callable[[bytes], bytes] | None = None
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, error_form: ErrorForm = OPENAI_ERRORS) -> None:
@@ -89,13 +91,12 @@ class HttpCall:
             self.header_bytes += len(name) + len(value)
         self.parameters = scope.get("path_params", {})
         self._query = bytes(scope["query_string"])
-        # What is refused, or had no effect, leaves a trace under this name of the API.
+        # Name of the API in records of refusals and of fields without effect.
         self.api = self.path
         self._refusals: Refusals | None = scope.get("pillion.refusals")
         self.answer_id = new_answer_id()
-        # The response gets these headers beside those of its kind.
         self.notes: Headers = []
-        # What the call's body has without effect.
+        # Fields of the body without effect.
         self.reading = BodyReading()
 
     @property
@@ -103,13 +104,15 @@ class HttpCall:
         return request_label(self.header(b"x-request-id"), self.answer_id)
 
     def trace_parent(self) -> otel_context.Context | None:
-        """Returns the client's trace context, None where it sends none."""
+        """Return the client's trace context, or None."""
         header = self.header(b"traceparent")
         return telemetry.from_traceparent(header) if header else None
 
     async def body(self) -> bytes:
-        """Reads the whole body, which must be JSON by its header: inflated, and without images that no model sees.
-        Raises ApiError before more than MAX_BODY_BYTES are kept."""
+        """Read the whole body, which must be JSON by its header: decompressed, and without images that no model sees.
+
+        Raises ApiError before more than MAX_BODY_BYTES are stored.
+        """
         kind = self._headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if kind != JSON_TYPE:
             raise ApiError(415, "the body must be sent as Content-Type: application/json")
@@ -128,26 +131,25 @@ class HttpCall:
             self._body_bytes = 0
 
     def query(self, *known: str) -> dict[str, str]:
-        """Returns the parameters after the path's "?". Raises ApiError for a parameter that is not one of ``known``, or
-        comes twice."""
+        """Return the query parameters. Raises ApiError for one that is not in ``known`` or is repeated."""
         try:
             found = parse_qs(self._query.decode("ascii"), keep_blank_values=True, max_num_fields=16)
         except ValueError:
-            raise ApiError(400, "the path's parameters cannot be read", code="invalid_value") from None
+            raise ApiError(400, "the query parameters cannot be parsed", code="invalid_value") from None
         for name, values in found.items():
             if name not in known or len(values) > 1:
-                raise refused(name[:100], "this parameter is not known here, or comes twice", "unknown_parameter")
+                raise refused(name[:100], "this parameter is unknown here, or repeated", "unknown_parameter")
         return {name: values[0] for name, values in found.items()}
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yields a body of any kind as it comes, which may be long: each piece has BODY_TIMEOUT_S. Raises ApiError."""
+        """Yield a body of any kind and size as it arrives, with BODY_TIMEOUT_S for each piece. Raises ApiError."""
         self._reading = True
         while True:
             try:
                 async with asyncio.timeout(BODY_TIMEOUT_S):
                     message = await self._receive()
             except TimeoutError:
-                raise ApiError(408, f"nothing more of the body came for {BODY_TIMEOUT_S:g} s") from None
+                raise ApiError(408, f"no bytes of the body arrived for {BODY_TIMEOUT_S:g} s") from None
             if message["type"] != "http.request":
                 raise ClientGone
             if not message.get("more_body", False):
@@ -157,7 +159,7 @@ class HttpCall:
                 return
 
     async def while_connected(self, work: Awaitable[None]) -> None:
-        """Awaits ``work``, which is cancelled at once when the call's client goes away (I8)."""
+        """Await ``work``, which is cancelled when the client disconnects (I8)."""
         task = asyncio.current_task()
         assert task is not None
         gone = False
@@ -182,14 +184,14 @@ class HttpCall:
     async def answer(
         self, status: int, body: bytes, headers: Headers | None = None, *, content_type: bytes = JSON_TYPE
     ) -> None:
-        """Sends a whole response to the call."""
+        """Send a whole response."""
         length = (b"content-length", b"%d" % len(body))
         await self.start(status, [(b"content-type", content_type), length, *(headers or [])])
         await self._send({"type": "http.response.body", "body": body})
 
     async def fail(self, error: ApiError) -> None:
-        """Sends an error: as the response, or as the last event of a stream that has begun. Where the call's body was
-        not read, the connection is closed."""
+        """Send an error: as the response, or as the last event of a stream that has started. If the body was not read,
+        the connection is closed."""
         if self._refusals is not None:
             reason, parent = error.code or error.kind, self.trace_parent()
             self._refusals.refused(
@@ -203,7 +205,7 @@ class HttpCall:
         await self.answer(status, body, [*error.headers(), *close])
 
     async def start_events(self) -> None:
-        """Begins a response of server-sent events, unless it has begun."""
+        """Start a response of server-sent events, unless it has started."""
         if self._streams:
             return
         await self.start(
@@ -211,27 +213,26 @@ class HttpCall:
             [
                 (b"content-type", b"text/event-stream; charset=utf-8"),
                 (b"cache-control", b"no-cache"),
-                # Proxies that buffer would hold tokens back.
+                # Disable buffering in nginx.
                 (b"x-accel-buffering", b"no"),
             ],
         )
         self._streams = True
 
     def write(self, events: bytes, last: bool = False) -> Awaitable[None]:
-        """Writes some events to the client in one write. The result must be awaited, which takes long if the client
-        reads slowly."""
+        """Write some events to the client in one write. Awaiting the result takes long for a client that reads
+        slowly."""
         return self._send({"type": "http.response.body", "body": events, "more_body": not last})
 
     async def start(self, status: int, headers: Headers) -> None:
-        """Begins a response whose body the caller writes next."""
+        """Start a response whose body the caller writes next."""
         label = self.request_id.encode()
         labels = [(name, label) for name in self.error_form.id_headers]
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self.notes, *labels]})
         self.started = True
 
     async def _read(self, reader: BodyReader) -> bytes:
-        """Reads the call's body with ``reader``, and counts its bytes, until it is whole or too large. What takes more
-        than some microseconds is done on a thread."""
+        """Read the body until it is complete or too large; steps of more than some microseconds run on a thread."""
         while True:
             message = await self._receive()
             if message["type"] != "http.request":
@@ -251,38 +252,35 @@ class HttpCall:
                 raise ApiError(429, text, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_ms=1000)
 
     def caller(self, status: int = 200) -> Caller:
-        """Returns who calls what. With the status 401 nobody knows whose call it is."""
+        """Return the caller for records of refusals; unknown with status 401."""
         return Caller(self.api, STRANGERS if status == 401 else self.tenant.name, self.header(b"user-agent"))
 
     def credentials(self) -> str:
-        """Gives the sender's credentials as an Authorization header has them; Anthropic's clients may send a key in a
-        header of its own."""
+        """Return the credentials as an Authorization header; Anthropic's clients may send the key as x-api-key."""
         key = self.header(b"x-api-key")
         return self.header(b"authorization") or (f"Bearer {key}" if key else "")
 
     @property
     def patience_s(self) -> float | None:
-        """Gives the seconds for which the client waits for the next bytes, as OpenAI's SDKs say with each call; None
-        where it does not say."""
+        """Client's read timeout in seconds, which OpenAI's SDKs send with each call; None if not sent."""
         with contextlib.suppress(ValueError):
             seconds = float(self.header(b"x-stainless-read-timeout") or self.header(b"x-stainless-timeout"))
             return seconds if 0 < seconds <= MAX_PATIENCE_S else None
         return None
 
     def header(self, name: bytes) -> str:
-        """Returns a header's value, "" where there is none."""
+        """Return a header's value, or ""."""
         return self._headers.get(name, b"").decode("latin-1")
 
 
 class ClientGone(Exception):  # noqa: N818
-    """Says that the client went away before its request was whole."""
+    """Raised if the client disconnects before its request is complete."""
 
 
 def reads_body(
     handler: Callable[[Api, HttpCall, bytes], Coroutine[Any, Any, None]],
 ) -> Callable[[Api, HttpCall], Coroutine[Any, Any, None]]:
-    """Makes a page's handler of a method that takes the call's body, which is JSON, as well. What it does is cancelled
-    when the call's client goes away (I8)."""
+    """Wrap a handler that also takes the call's JSON body; it is cancelled when the client disconnects (I8)."""
 
     @wraps(handler)
     async def reading(api: Api, call: HttpCall) -> None:
@@ -293,19 +291,18 @@ def reads_body(
 
 @dataclass(frozen=True, eq=False)
 class Endpoint:
-    """Represents an ASGI application around a handler of calls; an exception of the handler is sent as an error.
+    """ASGI application of a handler; the handler's exceptions are sent as errors.
 
     Attributes:
-        method: the only method that is allowed; GET allows HEAD too, "" allows any.
+        method: the only allowed method; GET includes HEAD, "" allows any.
         handler: answers a call.
-        tenant_of: finds the tenant by the Authorization header, before a body is read; None says that the page is open
-            to everybody, and so has to be given.
-        body: the type that the handler reads a body as, for the API's description.
-        error_form: how the page's errors are written.
-        body_type: the body's content type, for the API's description.
-        example: a body, for the API's description. A test sends it.
-        in_batches: whether the handler answers with what a model generates, so that a line of a batch may be its call.
-        statuses: errors of a page without a key that other such pages do not have, for the API's description.
+        tenant_of: returns the tenant by the Authorization header, before a body is read; None for a page without a key.
+        body: type that the handler parses a body as, for the OpenAPI document.
+        error_form: format of the page's errors.
+        body_type: the body's content type, for the OpenAPI document.
+        example: a body, for the OpenAPI document. A test sends it.
+        in_batches: whether a batch may contain this call, i.e. the answer is generated by a model.
+        statuses: further errors of a page without a key, for the OpenAPI document.
     """
 
     method: str
@@ -320,14 +317,14 @@ class Endpoint:
 
     @property
     def needs_key(self) -> bool:
-        """Says whether the page needs an API key where API keys are in use."""
+        """True if the page needs an API key when API keys are configured."""
         return self.tenant_of is not None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> Any:
         await self.answer(HttpCall(scope, receive, send, self.error_form))
 
     async def answer(self, call: HttpCall) -> None:
-        """Answers a call, with an error where the handler raises one."""
+        """Answer a call; an exception of the handler becomes an error response."""
         try:
             if self.method not in ("", "GET" if call.method == "HEAD" else call.method):
                 raise ApiError(405, f"{call.path} takes {self.method}", code="method_not_allowed")
@@ -336,14 +333,14 @@ class Endpoint:
             if self.tenant_of is not None:
                 call.tenant = self.tenant_of(call.credentials())
             await self.handler(call)
-        except Exception as error:  # noqa: BLE001  (each call has an answer, whatever failed)
+        except Exception as error:  # noqa: BLE001  (every call needs an answer)
             await _answer_error(call, error)
 
 
 async def _answer_error(call: HttpCall, error: Exception) -> None:
-    """Answers a call whose handler has raised an error."""
+    """Send the error response for an exception of a handler."""
     if isinstance(error, ClientGone):
-        log.debug("the client of request %s went away while it sent it", call.request_id)
+        log.debug("the client of request %s disconnected while sending it", call.request_id)
     elif isinstance(error, ApiError):
         await call.fail(error)
     elif isinstance(error, PillionError):
@@ -351,14 +348,13 @@ async def _answer_error(call: HttpCall, error: Exception) -> None:
     else:
         log.error("request %s failed", call.request_id, exc_info=error)
         if call.started:
-            # The connection is cut in the middle of the response, which shows the client that the response is not
-            # whole.
+            # Only an abort of the connection can signal that the response is incomplete.
             raise error
         await call.fail(from_pillion(Internal(DEFECT), {}))
 
 
 class Methods:
-    """Represents an ASGI application of a path that takes several methods, each with an endpoint of its own."""
+    """ASGI application of a path with several methods, each with an endpoint."""
 
     def __init__(self, *endpoints: Endpoint) -> None:
         self.endpoints: Sequence[Endpoint] = endpoints
@@ -369,21 +365,23 @@ class Methods:
         await next((one for one in self.endpoints if one.method == method), other)(scope, receive, send)
 
 
-# Calls with these methods change nothing, or a browser asks before it sends them for a foreign page.
+# Methods that change nothing, and methods for which browsers send a preflight.
 _SAFE = ("GET", "HEAD", "OPTIONS")
 _ASKED_FIRST = ("DELETE", "PUT", "PATCH")
 
 
 def is_foreign_write(method: str, headers: Mapping[bytes, bytes], allowed: Collection[str]) -> bool:
-    """Returns whether a browser may have sent this call for a page of an origin that is not ``allowed``, without asking
-    first. ``headers`` have names in small letters."""
+    """Return True if a browser may have sent this call without a preflight for a page of an origin not in ``allowed``.
+
+    Names of ``headers`` are in lower case.
+    """
     kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
     unasked = method not in _SAFE and method not in _ASKED_FIRST and kind != JSON_TYPE
     return unasked and _is_foreign(headers, allowed)
 
 
 def _is_foreign(headers: Mapping[bytes, bytes], allowed: Collection[str]) -> bool:
-    """Returns whether a browser may have sent a call for a page of an origin that is not ``allowed``."""
+    """Return True if a browser may have sent a call for a page of an origin not in ``allowed``."""
     origin, site = headers.get(b"origin", b"").decode("latin-1"), headers.get(b"sec-fetch-site", b"")
     if site in (b"same-origin", b"none") or (not site and not origin):
         return False
@@ -397,7 +395,7 @@ def _is_foreign(headers: Mapping[bytes, bytes], allowed: Collection[str]) -> boo
 
 
 def host_name(host: str) -> str:
-    """Returns the name in a Host header, in small letters and without its port; "" for an address and for none."""
+    """Return the name in a Host header, in lower case without port; "" for an IP address or no header."""
     name = re.sub(r":[0-9]*$", "", host)
     for address in (host, name):
         with contextlib.suppress(ValueError):
@@ -407,9 +405,8 @@ def host_name(host: str) -> str:
 
 
 class OwnPagesWrite:
-    """Represents an ASGI application that passes calls on to ``app``, except those for names that are not among its
-    ``hosts`` (None: any name), and writes that foreign pages make a browser send. The path of a POST may end with a
-    slash."""
+    """ASGI application that forwards calls to ``app``, except cross-origin writes, and calls for names not in ``hosts``
+    (None: any name). A trailing slash in the path of a POST is removed."""
 
     def __init__(
         self,
@@ -424,22 +421,24 @@ class OwnPagesWrite:
         self._allowed = frozenset(allowed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> Any:
-        # Where a header comes twice the first one counts, as everywhere on the port.
+        # Of repeated headers the first one counts, as in HttpCall.
         known = dict(reversed(scope["headers"])) if scope["type"] == "http" else {}
         scope = {**scope, "pillion.refusals": self._refusals}
         if scope.get("method") == "POST":
-            # A redirect would lose the body at some clients.
+            # A redirect would lose the body with some clients.
             scope["path"] = scope["path"].rstrip("/") or "/"
         name = host_name(known.get(b"host", b"").decode("latin-1"))
         error = None
         if self._hosts is not None and name and name not in self._hosts and not name.endswith(".localhost"):
             error = _misdirected(name)
         elif known and is_foreign_write(scope["method"], known, self._allowed):
-            text = "a browser sent this for a page of another origin; --allowed-origins names those that may"
+            text = "a browser sent this for a page of another origin; allow it with --allowed-origins"
             error = ApiError(403, text, kind="permission_error", code="cross_origin")
         await (self._app(scope, receive, send) if error is None else HttpCall(scope, receive, send).fail(error))
 
 
 def _misdirected(name: str) -> ApiError:
-    text = f"this port is not asked as {name[:100]!r}; --allowed-hosts names others than localhost and addresses"
+    text = (
+        f"{name[:100]!r} is not a host name of this port; besides localhost and addresses, --allowed-hosts adds names"
+    )
     return ApiError(421, text, code="misdirected_request")

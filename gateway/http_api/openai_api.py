@@ -1,5 +1,4 @@
-"""Serves OpenAI's completions and vLLM's two endpoints for tokens; calls for a model's answers go through
-ModelCalls."""
+"""OpenAI's completions and vLLM's two tokenizer endpoints; ModelCalls generates the answers."""
 
 from __future__ import annotations
 
@@ -34,17 +33,17 @@ from pillion.gateway.http_api.openai_requests import (
 )
 from pillion.types import GenerateRequest
 
-# A token's id, and its text, cost this much in an answer, when an answer is compared with LOOP_BYTES.
+# Approximate sizes of a token's id and text in an answer, for comparison with LOOP_BYTES.
 TOKEN_ID_BYTES = 1
 TOKEN_STRING_BYTES = 8
 
-# The API's description shows these examples of bodies.
+# Examples in the OpenAPI document.
 CHAT_EXAMPLE = {"model": "demo", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
 _PROMPT = {"model": "demo", "prompt": "The capital of France is"}
 
 
 def openai_routes(calls: ModelCalls) -> list[Route]:
-    """Returns the pages of OpenAI's API for the table of the HTTP port."""
+    """Return the routes of OpenAI's API."""
     api, tenant_of = OpenAIApi(calls), calls.gateway.tenant_of
     chat, text = CHAT_EXAMPLE | {"max_tokens": 32}, _PROMPT | {"max_tokens": 16}
     ids = {"model": "demo", "tokens": [1, 2, 3]}
@@ -60,8 +59,8 @@ def openai_routes(calls: ModelCalls) -> list[Route]:
 
 
 class OpenAIApi:
-    """Handles the calls of OpenAI's API; :class:`pillion.gateway.http_api.http_call.Endpoint` turns what the handlers
-    raise into responses."""
+    """Handlers of OpenAI's API. :class:`pillion.gateway.http_api.http_call.Endpoint` converts their exceptions to
+    responses."""
 
     def __init__(self, calls: ModelCalls) -> None:
         self._calls = calls
@@ -69,18 +68,18 @@ class OpenAIApi:
 
     @reads_body
     async def completions(self, call: HttpCall, raw: bytes) -> None:
-        """Generates the continuation of a prompt, or of several."""
+        """Generate the continuation of one or several prompts."""
         read = partial(completion_request, most_ids=self._gateway.longest_tokens)
         await self._calls.answer(call, raw, read, self._new_writer)
 
     @reads_body
     async def chat(self, call: HttpCall, raw: bytes) -> None:
-        """Answers a conversation with the assistant's next message."""
+        """Generate the assistant's next message of a conversation."""
         await self._calls.answer(call, raw, chat_request, self._new_writer)
 
     @reads_body
     async def tokenize(self, call: HttpCall, raw: bytes) -> None:
-        """Gives the token ids of a prompt or of a conversation as they would be computed."""
+        """Return the token ids of a prompt or a conversation, as they would be computed."""
         body, request = await self._calls.read(call, tokenize_request, raw)
         entry = await self._calls.entry(body.model, call.tenant)
         try:
@@ -95,7 +94,7 @@ class OpenAIApi:
 
     @reads_body
     async def detokenize(self, call: HttpCall, raw: bytes) -> None:
-        """Gives the text of token ids."""
+        """Return the text of token ids."""
         body = await self._calls.read(call, parse, raw, DetokenizeBody)
         entry = await self._calls.entry(body.model, call.tenant)
         most = entry.limits.max_model_len_tokens
@@ -104,13 +103,13 @@ class OpenAIApi:
         await call.answer(200, msgspec.json.encode({"prompt": text}))
 
     async def _prompt_text(self, request: GenerateRequest, entry: ModelEntry, tenant: Tenant) -> str:
-        """Returns the prompt's text, for an answer that begins with its prompt."""
+        """Return the prompt's text, for an answer with echo."""
         token_ids = request.token_ids
         if request.sampling.truncate_prompt_tokens is not None:
             token_ids = await self._gateway.prompt_ids(request, entry, tenant)
         if not token_ids:
             return request.text
-        # The model is found by its own name, because the adapter's may have gone since the call came.
+        # By the base model's name: the adapter may have been removed since.
         return await self._gateway.text_of(entry.limits.name, token_ids, tenant)
 
     async def _new_writer(
@@ -137,7 +136,7 @@ class OpenAIApi:
 
 
 def _tokenized(tokens: tuple[int, ...], texts: TokenTexts | None, longest: int) -> bytes:
-    """Writes the answer of /tokenize, with the text of each token where there are ``texts``."""
+    """Return the answer of /tokenize, with the text of each token if ``texts`` is given."""
     strings = None if texts is None else [texts.text_of(token) for token in tokens]
     answer = {"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": strings}
     return msgspec.json.encode(answer)

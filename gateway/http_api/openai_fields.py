@@ -1,14 +1,14 @@
-"""Defines the fields of OpenAI's requests, with those that vLLM adds.
+"""Fields of OpenAI's requests, with vLLM's additions.
 
-A field's type says what becomes of it, in the bodies of all APIs and in the objects within them:
+A field's type decides how it is handled, in the bodies of all APIs and in the objects within them:
 
-Ignored[...]  it is accepted without effect, because it cannot change the answer; a header of the answer names it
-Raw           it is refused by its name, because ignoring it would change the answer; a value that asks for what happens
-              anyhow is let through, and clients do send such values
-any other     it is carried out; the bare Raw fields of READ_LATER are, too
+Ignored[...]  accepted without effect, because it cannot change the answer; a response header names it
+Raw           refused by name, because ignoring it would change the answer; values that request the default behavior are
+              accepted, since clients send them
+any other     supported; so are the bare Raw fields of READ_LATER
 
-A field that no body has needs no declaration: it has no effect, and the header names it (body_reading.py). So only
-fields are declared that are carried out, that an API documents, or that have to be refused.
+An unknown field needs no declaration: it has no effect, and the header names it (body_reading.py). So only fields are
+declared that are supported, that an API documents, or that must be refused.
 """
 
 from __future__ import annotations
@@ -24,13 +24,12 @@ from pillion.gateway.http_api.structure_fields import ShapeBody, StructureBody
 from pillion.gateway.http_api.tool_fields import ToolBody, ToolChoice
 from pillion.types import SAMPLING_OPTIONS
 
-# Larger integers have no use in a body, and their digits alone could be megabytes.
+# Larger integers are useless in a body, and may have megabytes of digits.
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 def sampling_body(api: str) -> Any:
-    """Makes a struct of the sampling values that the bodies of one API (``api``) have, all of which may be left
-    out."""
+    """Create a struct with the sampling fields of the API ``api``, all optional."""
     mine = ((name, one) for name, one in SAMPLING_OPTIONS.items() if api in one.apis)
     values = [(name, (Int if one.whole else float) | None, None) for name, one in mine]
     return msgspec.defstruct("SamplingBody", values, bases=(StructureBody,), kw_only=True, forbid_unknown_fields=True)
@@ -39,7 +38,7 @@ def sampling_body(api: str) -> Any:
 if TYPE_CHECKING:
 
     class CompletionSampling(StructureBody, kw_only=True):
-        """Holds the sampling values of chats and completions; the code reads these by name."""
+        """Sampling fields of chats and completions that code accesses by name."""
 
         min_tokens: int | None = None
         n: int | None = None
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
         truncate_prompt_tokens: int | None = None
 
     class ResponsesSampling(StructureBody, kw_only=True):
-        """Holds the sampling values of a response; the code reads these by name."""
+        """Sampling fields of Responses that code accesses by name."""
 
         temperature: float | None = None
         top_p: float | None = None
@@ -57,19 +56,19 @@ else:
     CompletionSampling, ResponsesSampling = sampling_body("completions"), sampling_body("responses")
 
 
-# These are the efforts of reasoning that OpenAI names, and those that models' templates know besides.
+# OpenAI's reasoning efforts, and further ones of models' templates.
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_LABEL_CHARS = 512
 Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL_CHARS)]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """Sets options of a stream.
+    """Options of a stream.
 
     Attributes:
-        include_usage: whether one more event, with the usage, is sent at the end.
-        continuous_usage_stats: whether the usage so far is sent with every event, as vLLM does.
-        include_obfuscation: nothing is added to events.
+        include_usage: whether to send a last event with the usage.
+        continuous_usage_stats: whether each event has the usage so far, as in vLLM.
+        include_obfuscation: events are not padded.
     """
 
     include_usage: bool | None = None
@@ -78,33 +77,33 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class UsageOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """Asks for the usage, as OpenRouter has it. An answer that is no stream always has it.
+    """Request for the usage, in OpenRouter's form. An answer without stream always has it.
 
     Attributes:
-        include: whether a stream ends with one more event, with the usage, as include_usage asks for.
+        include: whether to send a last event with the usage, like include_usage.
     """
 
     include: bool | None = None
 
 
 class _CommonBody(CompletionSampling, forbid_unknown_fields=True, kw_only=True):
-    """Sets the fields of both kinds of completion; SamplingParams describes those of sampling.
+    """Fields of both kinds of completion; SamplingParams describes the sampling fields.
 
     Attributes:
-        model: the served model's name; may be left out where one model is served.
-        stream: whether the answer is sent as server-sent events while it grows.
+        model: name of the served model; may be omitted if only one is served.
+        stream: whether to send the answer as server-sent events while it is generated.
         stream_options: options of that stream.
-        timings: whether to report where the prompt's tokens and the request's time went, beside the usage, as the SDK's
-            Timings has it; in a stream it comes with the last event. It needs a request of one prompt.
-        priority: smaller is more urgent, from -100 to 100; default 0. A tenant needs a permission to be below 0.
-        prompt_logprobs: number of alternatives that are reported with the log probabilities of the prompt's tokens, as
-            vLLM does; it does not go with stream.
+        timings: whether to report the sources of the prompt's tokens and the request's times, as the SDK's Timings,
+            with the usage or a stream's last event. Needs a single prompt.
+        priority: smaller is more urgent, from -100 to 100; default 0. Below 0 needs a permission of the tenant.
+        prompt_logprobs: number of alternatives reported with the log probabilities of the prompt's tokens, as in vLLM;
+            not with stream.
         cache_salt: only requests with the same salt share cached prefixes.
-        kv_hints: vLLM's envelope of hints; KV is evicted in the pool's own order.
-        return_token_ids: whether the answer has the ids of its own tokens and of the prompt's, as vLLM's has.
-        return_tokens_as_token_ids: whether log probabilities name a token "token_id:" with its id.
-        usage: whether the usage is wanted, in OpenRouter's words.
-        user, metadata: labels; nothing is stored.
+        kv_hints: vLLM's hints about KV; the pool's eviction order does not use them.
+        return_token_ids: whether to return the token ids of answer and prompt, as vLLM does.
+        return_tokens_as_token_ids: whether log probabilities name tokens as "token_id:" and the id.
+        usage: whether to report the usage, in OpenRouter's form.
+        user, metadata: labels; not stored.
         service_tier: all requests are of one tier; see priority.
         store: nothing is stored.
     """
@@ -136,15 +135,14 @@ class _CommonBody(CompletionSampling, forbid_unknown_fields=True, kw_only=True):
 
 
 class CompletionBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
-    """Describes the body of POST /v1/completions.
+    """Body of POST /v1/completions.
 
     Attributes:
-        prompt: a text, token ids, or a list of either; each prompt gets answers of its own.
-        max_tokens: most tokens to generate; default 16. With 0 nothing is generated, for log probabilities of the
-            prompt.
-        echo: whether each answer begins with its prompt.
-        logprobs: number of alternatives that are reported with the log probabilities of the answer's tokens; with echo
-            also with those of the prompt's.
+        prompt: a text, token ids, or a list of either; each prompt gets separate answers.
+        max_tokens: max tokens to generate; default 16. 0 generates nothing, for log probabilities of the prompt.
+        echo: whether each answer starts with its prompt.
+        logprobs: number of alternatives reported with the log probabilities of the answer's tokens; with echo also with
+            those of the prompt's.
     """
 
     prompt: Raw
@@ -153,11 +151,11 @@ class CompletionBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
 
 
 class ThinkingSwitch(msgspec.Struct, forbid_unknown_fields=True):
-    """Says whether a model thinks before it answers, as other servers have it.
+    """Whether a model thinks before it answers, as in other servers.
 
     Attributes:
         type: "enabled", "disabled", or "adaptive", which leaves it to the model.
-        budget_tokens: how long it may think; nothing is cut.
+        budget_tokens: not enforced.
     """
 
     type: Literal["enabled", "disabled", "adaptive"] = "enabled"
@@ -165,32 +163,31 @@ class ThinkingSwitch(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ChatBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
-    """Describes the body of POST /v1/chat/completions.
+    """Body of POST /v1/chat/completions.
 
     Attributes:
         messages: the conversation, oldest message first.
-        max_completion_tokens: most tokens to generate; default: what the context has left.
+        max_completion_tokens: max tokens to generate; default: the rest of the context.
         max_tokens: the older name of max_completion_tokens.
         logprobs: whether to report log probabilities of the answer's tokens.
-        top_logprobs: number of alternatives that are reported with each token.
+        top_logprobs: number of alternatives reported with each token.
         chat_template_kwargs: further variables of the model's chat template, such as enable_thinking; at most 16 KiB.
         chat_template_args: another name of chat_template_kwargs.
-        enable_thinking: a variable of the template that some models know.
-        thinking: sets the variables enable_thinking and thinking of the template.
-        reasoning_effort: a variable of the template that some models know.
-        include_reasoning: false leaves out what the model thought; log probabilities and token ids, which tell it, too.
-        separate_reasoning: false leaves what the model thought in the content, between <think> and </think>.
-        echo: whether each answer begins with the last message, where that is the assistant's, as vLLM does.
-        safety_identifier: a label; nothing is stored.
+        enable_thinking: a variable of some models' templates.
+        thinking: sets the template's variables enable_thinking and thinking.
+        reasoning_effort: a variable of some models' templates.
+        include_reasoning: false omits reasoning, and log probabilities and token ids, which would reveal it.
+        separate_reasoning: false leaves reasoning in the content, between <think> and </think>.
+        echo: whether each answer starts with the last message if that is the assistant's, as in vLLM.
+        safety_identifier: a label; not stored.
         prompt_cache_key: prefixes are found by their tokens, wherever they were computed; cache_salt separates them.
-        prompt_cache_retention, prompt_cache_options: prefixes stay as long as there is room for them.
-        prediction: a guess of the answer; guesses change only how fast it comes.
-        audio, web_search_options: options of what no answer here has.
-        verbosity: a wish for a longer or shorter answer; no model's template knows it, so say it in a message.
+        prompt_cache_retention, prompt_cache_options: prefixes are cached until they are evicted.
+        prediction: an expected answer, which would only change the speed.
+        audio, web_search_options: answers have no audio and no search results.
+        verbosity: no model's template has it; describe the wanted length in a message.
         tools: functions and custom tools that the model may call, at most 128.
-        tool_choice: "auto" (the default), "none", "required", the one tool that has to be called, or the tools that may
-            be called.
-        parallel_tool_calls: whether one answer may call several tools; default true.
+        tool_choice: "auto" (the default), "none", "required", the tool to call, or the allowed tools.
+        parallel_tool_calls: whether one answer may have several calls; default true.
     """
 
     messages: Raw
@@ -221,10 +218,10 @@ class ChatBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
 
 
 class ThoughtPart(msgspec.Struct, forbid_unknown_fields=True):
-    """Holds a part of what an assistant thought, as Mistral's server writes it.
+    """A part of an assistant's reasoning, in Mistral's form.
 
     Attributes:
-        type: it has no effect.
+        type: without effect.
         text: the text.
     """
 
@@ -233,20 +230,20 @@ class ThoughtPart(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
-    """Holds a part of a message's content, of any type, in a chat or in an item of Responses.
+    """A part of a message's content, of any type, in a chat or in an item of Responses.
 
     Attributes:
         type: "text", "input_text", "output_text", "refusal" or "thinking", and Anthropic's "tool_use" of an assistant
-            and "tool_result" of a user. Of other types an image or the like in a user's message is refused, and so is
-            what has no text in the last one.
+            and "tool_result" of a user. Of other types, an image or the like in a user's message is refused, and so is
+            any part without text in the last one.
         text: the text.
-        refusal: a text as well.
-        thinking: what the assistant thought; most templates leave it out.
+        refusal: a text.
+        thinking: the assistant's reasoning; most templates omit it.
         id, name, input: id, tool and arguments of a "tool_use".
         tool_use_id, content, is_error: a "tool_result": the call's id, a text or parts, and whether the tool failed.
-        image_url, input_audio, file, file_id, detail: what the model cannot see; of an image in what a tool gave back
-            it is told.
-        logprobs, annotations: what stood beside an earlier answer's text.
+        image_url, input_audio, file, file_id, detail: not visible to the model, which reads a note for an image in a
+            tool's result.
+        logprobs, annotations: metadata of an earlier answer.
     """
 
     type: str = "text"
@@ -269,12 +266,11 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
-    """Describes a function as it was called.
+    """A function call.
 
     Attributes:
         name: the function's name.
-        arguments: a JSON object, as text or as it is. What is no object, as of a call that was cut short, is the
-            model's to read.
+        arguments: a JSON object, or its text. Anything else, e.g. of a truncated call, is passed to the model as it is.
     """
 
     name: str
@@ -282,7 +278,7 @@ class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CalledCustom(msgspec.Struct, forbid_unknown_fields=True):
-    """Describes a custom tool as it was called.
+    """A call of a custom tool.
 
     Attributes:
         name: the tool's name.
@@ -294,10 +290,10 @@ class CalledCustom(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CallBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Describes a call that a message of the assistant made.
+    """A tool call in a message of the assistant.
 
     Attributes:
-        id: the id that the message with its result names; without one, results belong to calls in their order.
+        id: the id that the call's result names; without ids, results belong to calls in their order.
         type: "function", the default, or "custom".
         function: name and arguments.
         custom: name and input of a custom tool.
@@ -310,20 +306,20 @@ class CallBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Holds one message of a conversation; an assistant's may be sent back as it was received.
+    """One message of a conversation; an assistant's may be sent back unchanged.
 
     Attributes:
         role: "system", "developer", "user", "assistant" or "tool"; "function" is an older name of "tool". The model's
-            own template may know more.
-        content: a text, or parts that are joined by line ends. All but the last message may do without.
-        tool_calls: calls that a message of the assistant made.
-        function_call: an older form of such a call.
-        tool_call_id: the call that a message of role "tool" brings the result of.
-        name: who speaks.
-        reasoning_content: what the assistant thought; most templates leave it out.
+            template may have further ones.
+        content: a text, or parts that are joined by newlines. Required in the last message only.
+        tool_calls: calls of the assistant.
+        function_call: the older form of a call.
+        tool_call_id: the call that a message of role "tool" answers.
+        name: the author's name.
+        reasoning_content: the assistant's reasoning; most templates omit it.
         reasoning: another name of reasoning_content.
         refusal: the text of an answer without content.
-        annotations, audio: what stood beside an earlier answer's text.
+        annotations, audio: metadata of an earlier answer.
     """
 
     role: str
@@ -340,16 +336,16 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Describes the body of POST /tokenize, as vLLM has it: a prompt, or messages.
+    """Body of POST /tokenize, as in vLLM: a prompt, or messages.
 
     Attributes:
-        model: the served model's name; may be left out where one model is served.
+        model: name of the served model; may be omitted if only one is served.
         prompt: a text.
         messages: a conversation.
         tools: functions that the model may call, at most 128.
         chat_template_kwargs: further variables of the model's chat template, such as enable_thinking; at most 16 KiB.
-        return_token_strs: whether the text of each token is given too.
-        add_special_tokens: whether the tokenizer's own beginning of a text is added to a prompt; default: true.
+        return_token_strs: whether to return the text of each token.
+        add_special_tokens: whether the tokenizer adds its special tokens to a prompt; default: true.
     """
 
     model: str = ""
@@ -364,10 +360,10 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Describes the body of POST /detokenize, as vLLM has it.
+    """Body of POST /detokenize, as in vLLM.
 
     Attributes:
-        model: the served model's name; may be left out where one model is served.
+        model: name of the served model; may be omitted if only one is served.
         tokens: the ids.
     """
 
@@ -375,17 +371,16 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tokens: Raw
 
 
-# These fields, by body, would make the answer another one if they had no effect. INSTEAD says what a client misses, or
-# sends in their place, and HARMLESS has the values of them that are let through. vLLM's fields that are no part of its
-# API any more, or change only how fast an answer comes (early_stopping, kv_transfer_params, mm_processor_kwargs), are
-# fields that nobody knows.
+# Unsupported fields that would change the answer, by body. INSTEAD has the alternatives, HARMLESS the values that are
+# accepted. vLLM's former fields, and those that only change the speed (early_stopping, kv_transfer_params,
+# mm_processor_kwargs), are treated as unknown.
 _UNSUPPORTED = {
     CompletionBody: "use_beam_search add_special_tokens suffix",
     ChatBody: "use_beam_search chat_template documents function_call functions modalities moderation",
     TokenizeBody: "chat_template",
 }
-# These values of unsupported fields, and of fields without effect, ask for what happens anyhow, as null does. So do
-# those of NOTHING, except of the fields of FALSE_ASKS.
+# Values of unsupported fields and of fields without effect that request the default behavior, as null does. So do those
+# of NOTHING, except for the fields of FALSE_ASKS.
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
     "allowed_callers": (["direct"],),
@@ -400,8 +395,8 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "verbosity": ("medium",),
 }
-# Names of one field at several APIs and servers. A body takes each of them as its own, which comes first of those that
-# it has.
+# Names of the same field in several APIs and servers. A body accepts each of them for its own name, which is the first
+# of them that it has.
 SAME_FIELDS = (
     ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "n_predict", "num_predict"),
     ("stop", "stop_sequences"),
@@ -410,16 +405,16 @@ SAME_FIELDS = (
 FALSE_ASKS = frozenset({"add_special_tokens", "normalize"})
 NOTHING: tuple[Any, ...] = (False, "", [])
 _WHOLE = "nothing is stored here: send the whole conversation as input, whose beginning is cached"
-# For refused fields and types of items, this says what a client sends in their place.
+# Refused field or item type -> what to send instead.
 INSTEAD: Mapping[str, str] = {
-    "add_special_tokens": "a text begins as its tokenizer says; send token ids for another beginning",
+    "add_special_tokens": "the tokenizer adds its special tokens to a text; send token ids to avoid it",
     "chat_template": "the model's own template is used, or that of --chat-template",
-    "documents": "write them into a message; templates are not given documents",
-    "function_call": "OpenAI has taken this name away; send tool_choice",
-    "functions": "OpenAI has taken this name away; send tools",
+    "documents": "write them into a message; templates do not receive documents",
+    "function_call": "OpenAI has removed this name; send tool_choice",
+    "functions": "OpenAI has removed this name; send tools",
     "modalities": "answers are texts",
-    "moderation": "nothing is moderated here",
-    "suffix": "a text is continued at its end, and not filled in",
+    "moderation": "there is no moderation here",
+    "suffix": "a text is continued at its end, not filled in",
     "use_beam_search": "answers are sampled; there are no beams",
     "previous_response_id": _WHOLE,
     "conversation": _WHOLE,
@@ -427,7 +422,7 @@ INSTEAD: Mapping[str, str] = {
     "thread": "nothing is stored here: send the whole conversation as messages",
     "background": "nothing is stored here: read the answer as a stream, or send it as a batch (/v1/batches)",
 }
-# These fields are read in the second step, as these types; every other field that is bare Raw is not supported.
+# Types of fields that are parsed in the second step; every other bare Raw field is unsupported.
 READ_LATER: Mapping[str, Any] = {
     "prompt": str | list[str | Int | list[Int]],
     "input": str | list[str | Int | list[Int]],
@@ -448,10 +443,10 @@ READ_LATER: Mapping[str, Any] = {
 
 
 def _with_unsupported(kind: Any, names: str) -> type[msgspec.Struct]:
-    """Returns the body's type with its unsupported fields, which are read raw."""
+    """Return the body's type with its unsupported fields, as raw ones."""
     fields = [(name, Raw, Raw()) for name in names.split()]
     return msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True, forbid_unknown_fields=True)
 
 
-# The JSON of a call is parsed as these types, which also know the unsupported fields.
+# Types that bodies are parsed as: those with the unsupported fields.
 READ_AS: Mapping[Any, type[Any]] = {kind: _with_unsupported(kind, names) for kind, names in _UNSUPPORTED.items()}

@@ -1,6 +1,4 @@
-"""Writes log probabilities in OpenAI's two forms: an entry for each token for conversations, a list for each field for
-completions.
-"""
+"""Log probabilities in OpenAI's two forms: one entry per token for chats, one list per field for completions."""
 
 from __future__ import annotations
 
@@ -11,23 +9,23 @@ from typing import Any
 from pillion.gateway.tokens.answer_text import Spellings
 from pillion.types import TokenLogprob
 
-# JSON has no infinity; OpenAI uses this number for a token that is as good as impossible.
+# OpenAI's value for a token of probability almost 0, since JSON has no infinity.
 LEAST_LOGPROB = -9999.0
 
 
 class TokenTexts:
-    """Finds the bytes and texts of a model's tokens. With ``by_ids``, a token's text is "token_id:" and its id, as vLLM
-    writes it, because several tokens may have one text."""
+    """Bytes and texts of a model's tokens. With ``by_ids``, a token's text is "token_id:" and its id, as in vLLM, since
+    several tokens may have the same text."""
 
     def __init__(self, spellings: Spellings, *, by_ids: bool = False) -> None:
-        # This function returns a token's own bytes, which may be a part of a character.
+        # Token id -> bytes, which may be part of a character.
         self.bytes_of = spellings.own_bytes
-        # This function says whether a token is no special one.
+        # Token id -> False for special tokens.
         self.is_text = spellings.is_text
         self._by_ids = by_ids
 
     def text_of(self, token_id: int) -> str:
-        """Returns the token's text; bytes that are no whole characters are written as OpenAI does, ``bytes:\\xe2``."""
+        """Return the token's text; incomplete characters are escaped as OpenAI does: ``bytes:\\xe2``."""
         if self._by_ids:
             return f"token_id:{token_id}"
         raw = self.bytes_of(token_id)
@@ -37,7 +35,7 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def chat(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """Returns log probabilities for a conversation: one entry for each token, each with its alternatives."""
+        """Return log probabilities for a chat: one entry per token, with its alternatives."""
         content = [
             {
                 **self._entry(one.token_id, one.logprob),
@@ -48,14 +46,14 @@ class TokenTexts:
         return {"content": content, "refusal": None}
 
     def prompt(self, logprobs: Sequence[TokenLogprob], most: int) -> list[dict[str, Any] | None]:
-        """Returns log probabilities of a prompt in vLLM's form: null for its first token, then each token and its
-        ``most`` likeliest alternatives, by id."""
+        """Return log probabilities of a prompt in vLLM's form: null for its first token, then per token itself and its
+        ``most`` best alternatives, by id."""
         return [None, *(self._ranked(one, most) for one in logprobs)]
 
     def _ranked(self, one: TokenLogprob, most: int) -> dict[str, Any]:
         tops = enumerate(zip(one.top_ids[:most], one.top_logprobs[:most], strict=True), 1)
         ranked = [(one.token_id, one.logprob, one.rank), *((top, value, rank) for rank, (top, value) in tops)]
-        # A prompt's own token goes first, with its own rank, and is not listed again among the likeliest.
+        # The prompt's token goes first, with its rank, and is not repeated.
         return {
             str(token_id): {
                 "logprob": _finite(logprob),
@@ -68,9 +66,10 @@ class TokenTexts:
     def completion(
         self, logprobs: Sequence[TokenLogprob], place: TextPlace, first_token: int | None = None
     ) -> dict[str, Any]:
-        """Returns log probabilities of a completion's next tokens, one list for each field; ``place`` is where they
-        begin in its text, and moves on. ``first_token``, of an echoed prompt, goes before them and has no log
-        probability."""
+        """Return log probabilities of a completion's next tokens, one list per field, and advance ``place``.
+
+        ``first_token``, of an echoed prompt, precedes them and has no log probability.
+        """
         tokens, offsets, tops = [], [], []
         values: list[float | None] = [_finite(one.logprob) for one in logprobs]
         if first_token is not None:
@@ -82,7 +81,7 @@ class TokenTexts:
             tokens.append(text)
             offsets.append(place.pass_by(one.token_id))
             alternatives = zip(one.top_ids, one.top_logprobs, strict=True)
-            # The answer's token itself is always among the alternatives, so there may be one more than was asked for.
+            # The answer's token is always included, so there may be one more than requested.
             tops.append(
                 {self.text_of(top): _finite(value) for top, value in alternatives} | {text: _finite(one.logprob)}
             )
@@ -100,13 +99,13 @@ class TokenTexts:
 
 
 class TextPlace:
-    """Finds where each of the tokens of a text begins in it, in characters.
+    """Offset of each token in a text, in characters.
 
     Args:
         tokens: the texts of the tokens.
-        echoed: the prompt with which the text begins; "" where it begins with none.
-        prompt_tokens: so many of the tokens are the echoed prompt's.
-        shows_specials: whether special tokens of the answer stand in the text.
+        echoed: the prompt that the text starts with, or "".
+        prompt_tokens: number of the echoed prompt's tokens.
+        shows_specials: whether the text contains special tokens of the answer.
     """
 
     def __init__(self, tokens: TokenTexts, echoed: str, prompt_tokens: int, shows_specials: bool) -> None:
@@ -118,14 +117,13 @@ class TextPlace:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def pass_by(self, token_id: int) -> int:
-        """Returns where the text's next token begins. A token that brings the rest of a character begins where the
-        character does."""
+        """Return the offset of the next token. A token with the rest of a character has the character's offset."""
         begin, text = self._offset, self._utf8.decode(self._tokens.bytes_of(token_id))
         is_text = self._tokens.is_text(token_id)
         if not self._left:
             self._offset += len(text) if is_text or self._shows_specials else 0
             return begin
-        # What the tokenizer has put before a prompt is not in it: a beginning-of-text token, and a space.
+        # The tokenizer may have put a BOS token and a space before the prompt.
         bare = text.removeprefix(" ")
         if self._echoed.startswith(text, begin):
             self._offset += len(text)
@@ -139,5 +137,5 @@ class TextPlace:
 
 
 def _finite(logprob: float) -> float:
-    """Returns ``logprob``, or LEAST_LOGPROB where it is less or NaN."""
+    """Return ``logprob``, or LEAST_LOGPROB if it is less or NaN."""
     return logprob if logprob >= LEAST_LOGPROB else LEAST_LOGPROB

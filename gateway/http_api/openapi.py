@@ -1,8 +1,8 @@
-"""Describes the HTTP API as an OpenAPI document.
+"""The HTTP API as an OpenAPI document.
 
-routes, and the types that bodies are read as --describe--> /openapi.json --docs_page.page--> /docs, without scripts
+routes, and the types of bodies --describe--> /openapi.json --docs_page.page--> /docs, without scripts
 
-The meaning of a field stands in one place: the docstring of its body, or of the type that it is read as.
+A field is described once, in the docstring of its body or of the type that it is parsed as.
 """
 
 from __future__ import annotations
@@ -25,42 +25,41 @@ from pillion.types import ChatOptions, SamplingParams
 
 REF = "#/components/schemas/"
 _ABOUT = (
-    "OpenAI's API with vLLM's additions to it, and what stands beside it at the same port. A field that stands in no"
-    " type has no effect, and null for a field is its absence. The answer's header x-pillion-ignored names what had no"
-    " effect. Refused are fields that would make the answer another one if they were ignored, and, at a body's top, a"
-    " name that one edit makes a known one."
+    "OpenAI's API with vLLM's additions, and further endpoints of the same port. Unknown fields have no effect, and"
+    " null means absent. The response header x-pillion-ignored names the fields that had no effect. Fields whose"
+    " omission would change the answer are refused, and so is, at the top of a body, a name that is one edit away from a"
+    " known one."
 )
-# Each field's policy stands in the document under this name: one of the values below.
+# Key of a field's policy in the document; one of the values below.
 POLICY = "x-pillion-policy"
 CARRIED_OUT, NO_EFFECT, REFUSED = "carried out", "no effect", "refused"
-_HARMLESS = "Asks for what is not supported here; taken with the value that changes nothing."
+_HARMLESS = "Requests an unsupported feature; accepted with a value that changes nothing."
 _ERRORS = {
-    400: "A field is wrong, misspelled or refused; the message begins with its name.",
-    401: "An API key is needed, or this one is not known.",
-    403: "This key may not do this, or a browser asked for a page of another origin.",
-    404: "The model, or what the path names, is not here.",
-    408: "The body came too slowly.",
+    400: "A field is wrong, misspelled or refused; the message starts with its name.",
+    401: "An API key is missing or unknown.",
+    403: "The key lacks a permission, or a browser sent the call for a page of another origin.",
+    404: "The model, or the resource in the path, does not exist.",
+    408: "The body arrived too slowly.",
     413: "The body is too large.",
-    415: "The body is of another type.",
-    429: "A bound or a quota is met; Retry-After says when to come again.",
+    415: "The body has another content type.",
+    429: "A limit or a quota is reached; retry after Retry-After.",
     431: "Path and headers are too large.",
-    500: "Something in the gateway or a worker failed.",
-    503: "What the call needs does not run now.",
+    500: "An internal error of the gateway or a worker.",
+    503: "A component that the call needs is not running.",
 }
-# These errors may be the answer of any page, of pages that need a key, and of pages that read a body.
+# Errors of all pages, of pages that need a key, and of pages with a body.
 _OF_ALL, _OF_KEYS, _OF_BODIES = (431, 500), (400, 401, 403, 404, 429, 503), (408, 413, 415)
 
 
 def describe(routes: Sequence[Route], root_path: str = "") -> dict[str, Any]:
-    """Makes the OpenAPI 3.1 document of ``routes``, whose applications are Endpoints, or Methods of several, below the
-    path ``root_path`` of a proxy."""
+    """Return the OpenAPI 3.1 document of ``routes``, whose applications are Endpoints or Methods."""
     paths: dict[str, Any] = {}
     bodies: list[Any] = []
     errors: dict[str, Any] = {}
     taken: set[str] = set()
     for route, endpoint in _endpoints(routes):
         path, name = route.path_format, endpoint.handler.__name__
-        # One handler may answer at several paths, and an operation's id stands for one of them.
+        # Operation ids are unique, but a handler may have several paths.
         name = f"{name}_{re.sub('[^A-Za-z0-9]+', '_', path).strip('_')}" if name in taken else name
         taken.add(name)
         operation: dict[str, Any] = {"summary": _summary(endpoint.handler), "operationId": name}
@@ -85,7 +84,7 @@ def describe(routes: Sequence[Route], root_path: str = "") -> dict[str, Any]:
                 content[endpoint.body_type]["example"] = endpoint.example
             operation["requestBody"] = {"required": True, "content": content}
         paths.setdefault(path, {})[endpoint.method.lower()] = operation
-    key = {"type": "http", "scheme": "bearer", "description": "Needed where the gateway runs with --api-keys."}
+    key = {"type": "http", "scheme": "bearer", "description": "Required if the gateway runs with --api-keys."}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Pillion", "version": VERSION, "description": _ABOUT},
@@ -96,7 +95,7 @@ def describe(routes: Sequence[Route], root_path: str = "") -> dict[str, Any]:
 
 
 def _schemas(bodies: list[Any]) -> dict[str, Any]:
-    """Returns the schemas of bodies, and of the objects within them, by name."""
+    """Return the schemas of bodies, and of the objects within them, by name."""
     found: dict[str, Any] = {}
     waiting = list(bodies)
     while waiting:
@@ -107,15 +106,17 @@ def _schemas(bodies: list[Any]) -> dict[str, Any]:
 
 
 def _object(kind: Any, met: list[Any]) -> dict[str, Any]:
-    """Returns the schema of a struct; the structs in it are added to ``met``. A raw field is shown with the type that
-    it is read as later; of an unsupported field only the values that change nothing are shown."""
+    """Return the schema of a struct, and append the structs in it to ``met``.
+
+    A raw field has the type that it is parsed as later; an unsupported one only the values that change nothing.
+    """
     config = kind.__struct_config__
     meanings = _meanings(ChatOptions) | _meanings(SamplingParams)
     for base in reversed(kind.__mro__):
         meanings |= _meanings(base)
     properties: dict[str, Any] = {}
     if config.tag is not None:
-        properties[config.tag_field] = {"enum": [config.tag], "description": "What this object is."}
+        properties[config.tag_field] = {"enum": [config.tag], "description": "Type of the object."}
     for field in msgspec.structs.fields(kind):
         found = _schema(READ_LATER.get(field.name, field.type) if field.type is Raw else field.type, met)
         policy = NO_EFFECT if is_ignored(field) else CARRIED_OUT
@@ -138,7 +139,7 @@ def _object(kind: Any, met: list[Any]) -> dict[str, Any]:
 
 
 def _schema(kind: Any, met: list[Any]) -> dict[str, Any]:
-    """Returns the schema of a field's type. Structs are added to ``met``, and the schema refers to them by name."""
+    """Return the schema of a field's type. Structs are referred to by name, and appended to ``met``."""
     known = msgspec.inspect.type_info(kind) if not isinstance(kind, msgspec.inspect.Type) else kind
     match known:
         case msgspec.inspect.StructType(tag=tag) if tag == OTHER:
@@ -179,12 +180,12 @@ def _json(name: str, kind: str = "application/json") -> dict[str, Any]:
 
 
 def _summary(described: Any) -> str:
-    """Returns the first paragraph of a docstring, in one line."""
+    """Return the first paragraph of a docstring, in one line."""
     return " ".join((inspect.getdoc(described) or "").partition("\n\n")[0].split())
 
 
 def _meanings(kind: type) -> dict[str, str]:
-    """Returns what a class's own docstring says about its attributes, by name."""
+    """Return the descriptions of a class's attributes, by name, from its own docstring."""
     section = inspect.cleandoc(kind.__dict__.get("__doc__") or "").partition("Attributes:\n")[2]
     entries = re.findall(r"^    ([\w, ]+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
     return {name: " ".join(text.split()) for names, text in entries for name in names.split(", ")}

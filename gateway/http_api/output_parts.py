@@ -1,6 +1,6 @@
-"""Cuts one answer into parts, in the order in which they begin: reasoning, texts, and calls of tools. Sans-IO (I9).
+"""Parts of one answer in the order of their start: reasoning, texts, and tool calls. Sans-IO (I9).
 
-The parts become Anthropic's content blocks, and the output items of OpenAI's responses.
+They become Anthropic's content blocks and the output items of OpenAI's Responses.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pillion.types import Delta, TokenLogprob, ToolCallDelta
 
 
 class PartKind(Enum):
-    """Names what a part of an answer is."""
+    """Kind of a part of an answer."""
 
     REASONING = 0
     TEXT = 1
@@ -22,8 +22,7 @@ class PartKind(Enum):
 
 @dataclass(slots=True)
 class OutputPart:
-    """Holds one part of an answer, whose parts ``index`` counts. Only calls have ``call_id`` and ``name``, and only
-    texts have ``logprobs``."""
+    """Part number ``index`` of an answer. Only calls have ``call_id`` and ``name``, and only texts ``logprobs``."""
 
     kind: PartKind
     index: int
@@ -34,31 +33,33 @@ class OutputPart:
 
     @property
     def text(self) -> str:
-        """Gives the part's whole text so far; for a call, its arguments."""
+        """The part's text so far; for a call, its arguments."""
         return "".join(self.texts)
 
 
 class OutputParts:
-    """Cuts the deltas of one answer into parts. A part ends where the next one begins.
+    """Splitter of one answer's deltas into parts. A part ends where the next one starts.
 
     Attributes:
-        all: the answer's parts so far; the last one grows.
+        all: parts so far; the last one is incomplete.
     """
 
     def __init__(self) -> None:
         self.all: list[OutputPart] = []
-        # Where the last part is a call, this is its number among the answer's calls.
+        # Index of the last part's call among the answer's calls, -1 for other kinds.
         self._call = -1
 
     @property
     def has_calls(self) -> bool:
-        """Says whether the answer calls a tool."""
+        """True if the answer has a tool call."""
         return any(part.kind is PartKind.CALL for part in self.all)
 
     def take(self, delta: Delta) -> Iterator[tuple[OutputPart, str, bool]]:
-        """Yields the next texts of parts, each with its part, and whether the part begins with it. A delta may be made
-        of several that waited: the call that has begun goes on first, and further calls come after reasoning and
-        content."""
+        """Yield (part, next text, whether the part starts with it).
+
+        A delta may be merged from several: the current call continues first, and further calls come after reasoning
+        and content.
+        """
         growing = self._call
         for call in delta.tool_calls:
             if call.index == growing:
@@ -72,8 +73,7 @@ class OutputParts:
                 yield self._grown(PartKind.CALL, call.arguments, call)
 
     def further_text(self, delta: Delta) -> bool:
-        """Returns whether ``delta`` only brings further text of the last part, as nearly every delta does; the text is
-        added to the part."""
+        """Add ``delta`` to the last part and return True if it only has further text of it (the common case)."""
         if delta.finish_reason or delta.reasoning or delta.tool_calls:
             return False
         if not self.all or self.all[-1].kind is not PartKind.TEXT:

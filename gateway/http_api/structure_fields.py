@@ -1,4 +1,4 @@
-"""Defines the fields by which a body of any API asks for the structure of an answer; asked_structure.py reads them."""
+"""Fields of any API's body that request structured outputs; asked_structure.py parses them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from pillion.gateway.http_api.json_objects import AnyJson, Ignored, JsonObject, 
 
 
 class FormatBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Describes the structure of an answer as an object, in the words of OpenAI, Anthropic, vLLM, llama.cpp or TGI.
+    """Structure of an answer as an object, in the form of OpenAI, Anthropic, vLLM, llama.cpp or TGI.
 
     Attributes:
         type: "text", "json_object" or "json", "json_schema", "regex", "grammar", or "structural_tag".
-        json_schema: the schema, within OpenAI's wrapping of name, schema and strict or without it.
-        schema, value: the schema, as other servers have it; the value of a "regex" or a "grammar" is its text.
+        json_schema: the schema, with or without OpenAI's wrapping of name, schema and strict.
+        schema, value: the schema, as in other servers; the value of a "regex" or a "grammar" is its text.
         pattern, regex: the expression of a "regex".
-        grammar: a grammar in Lark's notation, or in GBNF's.
+        grammar: a grammar in Lark's or GBNF's syntax.
         structures: the begin, schema and end of each part of a "structural_tag".
-        triggers: texts after which one of the structures has to follow.
-        format: the newer notation of structures and triggers, which nests.
-        name: the schema's name; the answer does not depend on it.
-        description: what the schema is for; the model does not see it.
-        strict: every answer fits the whole schema, also without it.
+        triggers: texts after which one of the structures must follow.
+        format: the newer, nested form of structures and triggers.
+        name: the schema's name; without influence on the answer.
+        description: the schema's purpose; not passed to the model.
+        strict: every answer matches the whole schema, also without it.
     """
 
     type: str = ""
@@ -42,12 +42,12 @@ class FormatBody(msgspec.Struct, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-# A format is read from its raw JSON: an object as FormatBody describes it, a JSON schema, or the name of a type.
+# Parsed from raw JSON: an object like FormatBody, a JSON schema, or the name of a type.
 AnyFormat = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": ["object", "string", "null"]})]
 
 
 class FormatHolder(msgspec.Struct, forbid_unknown_fields=True):
-    """Holds a format as the options of an answer in another API do.
+    """A format inside the options of an answer, as in other APIs.
 
     Attributes:
         format: the structure of the answer.
@@ -57,26 +57,26 @@ class FormatHolder(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TextConfig(FormatHolder, forbid_unknown_fields=True):
-    """Sets options of the answer's text, as Responses has them.
+    """Options of the answer's text, as in Responses.
 
     Attributes:
-        verbosity: a wish for a longer or shorter answer; no model's template has it, so say it in the instructions.
+        verbosity: no model's template has it; describe the wanted length in the instructions.
     """
 
     verbosity: Ignored[Raw] = Raw()
 
 
 class ShapeBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Sets the structure of the answer in vLLM's words; exactly one field is given.
+    """Structure of the answer in vLLM's form; exactly one field is set.
 
     Attributes:
         json: a JSON schema, or its text.
-        regex: a regular expression that the whole answer matches.
-        choice: texts of which the answer is one.
-        grammar: a grammar in Lark's notation, or in GBNF's.
-        json_object: whether any JSON object will do.
-        structural_tag: free text with parts of a given structure, as text.
-        disable_any_whitespace, whitespace_pattern: JSON is written as Python's json writes it.
+        regex: a regular expression that matches the whole answer.
+        choice: possible answers.
+        grammar: a grammar in Lark's or GBNF's syntax.
+        json_object: whether the answer is any JSON object.
+        structural_tag: free text with structured parts, as text.
+        disable_any_whitespace, whitespace_pattern: whitespace in JSON is that of Python's json.
     """
 
     json: JsonShape = Raw()
@@ -91,19 +91,19 @@ class ShapeBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructureBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Asks for the structure of an answer; one field at most is given. The fields are those of all APIs, in each body.
+    """Requests for a structure of the answer; at most one is set. Each body has the fields of all APIs.
 
     Attributes:
-        response_format: the structure of the answer, in OpenAI's words or in those of other servers.
-        format: other name of response_format: Ollama's, whose value is a JSON schema or "json".
-        output_format: other name of response_format: Anthropic's.
-        text: has the format as Responses does.
-        output_config: has the format as Messages does.
-        structured_outputs: the structure of the answer, in vLLM's words.
-        json_schema: a JSON schema, as llama.cpp and SGLang have it.
-        regex: an expression that the whole answer matches, as SGLang has it.
-        grammar: a grammar in Lark's notation or GBNF's, as llama.cpp has it, or TGI's object of type and value.
-        ebnf: other name of grammar: SGLang's.
+        response_format: the structure of the answer, in OpenAI's or other servers' form.
+        format: Ollama's name of response_format: a JSON schema or "json".
+        output_format: Anthropic's name of response_format.
+        text: contains the format in Responses.
+        output_config: contains the format in Messages.
+        structured_outputs: the structure of the answer, in vLLM's form.
+        json_schema: a JSON schema, as in llama.cpp and SGLang.
+        regex: an expression that matches the whole answer, as in SGLang.
+        grammar: a grammar in Lark's or GBNF's syntax, as in llama.cpp, or TGI's object of type and value.
+        ebnf: SGLang's name of grammar.
         guided_json, guided_regex, guided_choice, guided_grammar: older names of the fields of structured_outputs.
     """
 
@@ -123,8 +123,8 @@ class StructureBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     guided_grammar: str | None = None
 
 
-# Further spellings by which servers ask for a structure, in small letters without "_" and "-". A field of such a name
-# is refused, and so is one in an object that holds a server's own fields.
+# Further names of structure fields in other servers, in lower case without "_" and "-". A field with such a name is
+# refused, at the top of a body or in an object of CARRIERS.
 OTHER_SPELLINGS = frozenset(
     {
         *("responseformat", "responseschema", "responsejsonschema", "outputschema", "schema", "jsonmode"),

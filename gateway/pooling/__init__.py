@@ -1,21 +1,21 @@
-"""Makes vectors (embeddings) and labels of texts, and scores of pairs of texts: a prompt that generates nothing and
-ends with the vector of its last token, or with logits after it.
+"""Vectors (embeddings) and labels of texts, and scores of pairs of texts: a prompt that generates nothing and ends with
+the vector of its last token, or with logits after it.
 
-Open first: vectors.py, which makes the vectors and scores of a call as the checkpoint says.
+Start with vectors.py, which computes a call's vectors and scores as the checkpoint specifies.
 
-    vectors.py         vectors of texts, cut and normalized, their labels, and scores of pairs
-    text_call.py       the texts of one call, as requests of the gateway: read, then run
-    text_bodies.py     what the bodies of all pages have in common
-    pooling_rows.py    which rows of a text make its vector
-    pooling_files.py   what a checkpoint's sentence-transformers files say: pooling, normalization, prompts
-    label_forms.py     how a classifier's labels are called, and how logits become probabilities
-    pair_forms.py      how a checkpoint scores pairs: by cosines, by a head with a label, by two tokens
-    pooling_pages.py   the pages of the HTTP port
-    embeddings_form.py the bodies of /v1/embeddings, in OpenAI's form
-    classify_form.py   those of /v1/classify, in vLLM's form
-    rerank_forms.py    those of /v1/rerank and /v1/score, in the forms of vLLM, Jina and Cohere
+    vectors.py         vectors of texts, truncated and normalized, their labels, and scores of pairs
+    text_call.py       the texts of one call as requests of the gateway: validated, then run
+    text_bodies.py     fields that the bodies of all pages share
+    pooling_rows.py    rows of a text that its vector is pooled from
+    pooling_files.py   a checkpoint's sentence-transformers files: pooling, normalization, prompts
+    label_forms.py     names of a classifier's labels, and the activation of its logits
+    pair_forms.py      scoring of pairs: by cosines, by a head with one label, by two tokens
+    pooling_pages.py   routes and handlers of the HTTP port
+    embeddings_form.py bodies of /v1/embeddings, in OpenAI's format
+    classify_form.py   bodies of /v1/classify, in vLLM's format
+    rerank_forms.py    bodies of /v1/rerank and /v1/score, in the formats of vLLM, Jina and Cohere
     text_servicer.py   gRPC's Embed and Score
 
-The vector itself is a row of a worker's step (``StepBatch.pooled``), a prefill worker's where there is one; planning,
-prefix hits, replays, quotas and priorities are those of every request.
+The vector is a row of a worker's step (``StepBatch.pooled``), a prefill worker's if there is one. Planning, prefix
+hits, replays, quotas and priorities are those of all requests.
 """

@@ -1,4 +1,4 @@
-"""Reads and writes the bodies of /classify and /v1/classify, in vLLM's form."""
+"""Bodies of /classify and /v1/classify, in vLLM's format."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pillion.types import GenerateRequest
 
 
 class ClassifyBody(TextsBody, forbid_unknown_fields=True, kw_only=True):
-    """Describes the body of POST /v1/classify.
+    """Body of POST /v1/classify.
 
     Attributes:
         input: a text, token ids, or a list of either, at most 2,048; each gets a label.
-        use_activation: whether the values are probabilities; default true. False gives logits.
+        use_activation: whether to return probabilities (default true) or logits.
     """
 
     input: Raw
@@ -27,13 +27,13 @@ class ClassifyBody(TextsBody, forbid_unknown_fields=True, kw_only=True):
 def read_classify(
     raw: bytes, request_id: str, most_ids: int
 ) -> tuple[ClassifyBody, Mapping[str, str], list[GenerateRequest]]:
-    """Reads a body. Returns it, the client's names of its texts, and their requests. Raises ApiError."""
+    """Parse a body. Returns it, the client's names of its texts, and their requests. Raises ApiError."""
     body = parse(raw, ClassifyBody)
     return body, *requests_of(body.input, most_ids, body.shared(request_id))
 
 
 def write_labels(answer_id: str, found: LabelledTexts) -> bytes:
-    """Writes what a classifier says of the texts of a call."""
+    """Encode the labels of a call's texts."""
     data = [
         {
             "index": n,

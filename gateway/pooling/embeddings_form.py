@@ -1,4 +1,4 @@
-"""Reads and writes the bodies of /v1/embeddings, in OpenAI's form."""
+"""Bodies of /v1/embeddings, in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ Encoding = Literal["float", "base64"]
 
 
 class EmbeddingsBody(TextsBody, forbid_unknown_fields=True, kw_only=True):
-    """Describes the body of POST /v1/embeddings.
+    """Body of POST /v1/embeddings.
 
     Attributes:
         input: a text, token ids, or a list of either, at most 2,048; each gets a vector.
-        messages: a conversation in place of input, as vLLM takes it; the chat template makes its text.
-        add_generation_prompt: whether that text ends where the assistant's next message begins; default: false.
-        continue_final_message: whether that text ends within the last message.
+        messages: a conversation instead of input, as in vLLM, converted to a text by the chat template.
+        add_generation_prompt: whether that text ends with the start of the assistant's message; default: false.
+        continue_final_message: whether that text ends inside the last message.
         chat_template_kwargs: further variables of the model's chat template; at most 16 KiB.
-        encoding_format: "float", or "base64" of float32 values, least significant byte first; default "float".
-        dimensions: how many values of each vector are wanted, from its first one on; default: all.
-        prompt_name: which of the checkpoint's prompts stands before each text; default: the one that the checkpoint
-            names, and "" for none.
-        normalize: the checkpoint says whether a vector is normalized.
+        encoding_format: "float", or "base64" of float32 values, little-endian; default "float".
+        dimensions: number of leading values of each vector to return; default: all.
+        prompt_name: the checkpoint's prompt before each text; default: the one that the checkpoint names; "" for none.
+        normalize: the checkpoint decides whether vectors are normalized.
     """
 
     input: Raw = Raw()
@@ -51,10 +50,10 @@ class EmbeddingsBody(TextsBody, forbid_unknown_fields=True, kw_only=True):
 def read_embeddings(
     raw: bytes, request_id: str, most_ids: int
 ) -> tuple[EmbeddingsBody, Mapping[str, str], list[GenerateRequest]]:
-    """Reads a body. Returns it, the client's names of its texts, and their requests. Raises ApiError."""
+    """Parse a body. Returns it, the client's names of its texts, and their requests. Raises ApiError."""
     body = parse(raw, EmbeddingsBody)
     if given(body.input) == given(body.messages):
-        raise refused("input", "exactly one of input and messages is needed", "missing_required_parameter")
+        raise refused("input", "exactly one of input and messages is required", "missing_required_parameter")
     shared = body.shared(request_id)
     if not given(body.messages):
         return body, *requests_of(body.input, most_ids, shared)
@@ -68,7 +67,7 @@ def read_embeddings(
 
 
 def write_vectors(found: EmbeddedTexts, encoding: Encoding) -> bytes:
-    """Writes the vectors of a call's texts."""
+    """Encode the vectors of a call's texts."""
 
     def value(n: int) -> Any:
         vector = found.vectors[n]

@@ -1,12 +1,12 @@
-"""Says what a classifier's labels are called, and how its logits become probabilities.
+"""Names of a classifier's labels, and the activation of its logits.
 
     problem_type                    a label's probability
     single_label_classification     softmax over all labels; with one label its sigmoid
     multi_label_classification      the label's own sigmoid
-    regression                      none: the logit itself is the value
-    (not said)                      as single_label_classification
+    regression                      none: the value is the logit
+    (absent)                        as single_label_classification
 
-That is how vLLM reads config.json, whose `id2label` names the labels.
+As in vLLM, from config.json, whose `id2label` names the labels.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_LABEL_CHARS = 512
 
 
 class Activation(enum.Enum):
-    """Says how logits become values, by the name that config.json has for it."""
+    """Function from logits to values, by its name in config.json."""
 
     SOFTMAX = "single_label_classification"
     SIGMOID = "multi_label_classification"
@@ -38,12 +38,12 @@ class Activation(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class LabelForm:
-    """Describes a classifier.
+    """A classifier.
 
     Attributes:
-        labels: the names of its labels, in the order of its logits; none for a model that is no classifier.
-        activation: how its logits become probabilities.
-        rows: what a request's row is: the logits of all labels.
+        labels: names in the order of the logits; none for a model that is no classifier.
+        activation: function from logits to probabilities.
+        rows: rows whose logits of all labels are computed.
     """
 
     labels: tuple[str, ...] = ()
@@ -51,10 +51,10 @@ class LabelForm:
     rows: PoolingRows = LAST_ROW
 
     def values(self, row: Vector, activated: bool) -> Vector:
-        """Returns the probabilities [labels] of a row of logits, or these themselves. Raises Internal for a row of
-        another length than there are labels."""
+        """Return the probabilities [labels] of a row of logits, or the row itself. Raises Internal for a row of another
+        length."""
         if len(row) != len(self.labels):
-            raise Internal(f"a worker of another version gave {len(row)} numbers for {len(self.labels)} labels")
+            raise Internal(f"a worker of another version returned {len(row)} numbers for {len(self.labels)} labels")
         if not activated or self.activation is Activation.NONE:
             return row
         if self.activation is Activation.SIGMOID or len(row) == 1:
@@ -66,7 +66,7 @@ class LabelForm:
 
 
 def sigmoid(logit: float) -> float:
-    """Returns 1 / (1 + exp(-logit)), which is computed so that nothing overflows."""
+    """Return 1 / (1 + exp(-logit)) without overflow."""
     if logit >= 0:
         return 1.0 / (1.0 + math.exp(-logit))
     grown = math.exp(logit)
@@ -74,12 +74,12 @@ def sigmoid(logit: float) -> float:
 
 
 def read_label_form(folder: Path) -> LabelForm:
-    """Reads the config.json of a model's folder. Raises ConfigError for a model that is no classifier, and, by its
-    name, for what is not supported."""
+    """Read the config.json of a model's folder. Raises ConfigError for a model that is no classifier, and for
+    unsupported settings, by name."""
     config, path = read_json(folder / "config.json", {}), folder / "config.json"
     count = labels_of(config)
     if not count:
-        raise ConfigError(f"{path}: its architecture has no head that tells labels apart")
+        raise ConfigError(f"{path}: its architecture has no classification head")
     named = config.get("problem_type") or Activation.SOFTMAX.value
     if named not in [one.value for one in Activation]:
         raise ConfigError(f"{path}: problem_type {named!r} is not supported")
@@ -87,8 +87,8 @@ def read_label_form(folder: Path) -> LabelForm:
 
 
 def label_rows(config: Mapping[str, Any]) -> PoolingRows:
-    """Returns which positions of a text a classifier reads its labels from: the first token or the mean of all in an
-    encoder, and in a decoder the last token that is no padding."""
+    """Return the rows of a text that a classifier uses: an encoder's first token or the mean of all, a decoder's last
+    token that is not padding."""
     if is_encoder(config):
         return PoolingRows(pooling=Pooling.MEAN if config.get("classifier_pooling") == "mean" else Pooling.CLS)
     padding = config.get("pad_token_id")
@@ -96,9 +96,9 @@ def label_rows(config: Mapping[str, Any]) -> PoolingRows:
 
 
 def _names(path: Path, named: Any, count: int) -> tuple[str, ...]:
-    """Returns the labels' names: those of id2label, and transformers' own for labels that it does not name."""
+    """Return the labels' names: those of id2label, else transformers' default."""
     known = named if isinstance(named, dict) else {}
     names = [known.get(str(number), f"LABEL_{number}") for number in range(count)]
     if not all(isinstance(name, str) and len(name) <= MAX_LABEL_CHARS for name in names):
-        raise ConfigError(f"{path}: id2label has names that are no texts of at most {MAX_LABEL_CHARS} characters")
+        raise ConfigError(f"{path}: id2label has names that are not texts of at most {MAX_LABEL_CHARS} characters")
     return tuple(names)

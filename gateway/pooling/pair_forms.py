@@ -1,17 +1,17 @@
-"""Says how a checkpoint makes the score of a pair of texts, a query and a document.
+"""How a checkpoint computes the score of a pair of texts, a query and a document.
 
-    kind      what a request's row is                     the score
+    kind      a request's row                             the score
     COSINE    the vector of one of the two texts          the cosine of both vectors
-    LABELS    the logits of a classification head, [1]    the logit as a probability, as activation_fn has it
-    TOKENS    the logits of a true and a false token      how much larger the true one is, likewise
+    LABELS    the logits of a classification head, [1]    the logit, activated as activation_fn says
+    TOKENS    the logits of a true and a false token      the difference of the logits, likewise
 
-Both of the latter kinds read a pair as one text. A chat template that has the roles "query" and "document" makes it, as
-sentence-transformers and vLLM have such templates; without one, a head reads the two texts one after the other, and a
-Qwen3-Reranker, whose own template knows no such roles, gets the text of its model card.
+For LABELS and TOKENS a pair is one text. A chat template with the roles "query" and "document" formats it, as in
+sentence-transformers and vLLM. Without one, a head reads the concatenated texts, and a Qwen3-Reranker, whose template
+does not have these roles, the text of its model card.
 
     config.json                        ForSequenceClassification: LABELS; classifier_from_token, vLLM's: TOKENS
     modules.json, 1_LogitScore         sentence-transformers' form of TOKENS
-    config_sentence_transformers.json  activation_fn; the prompt that stands for the instruction
+    config_sentence_transformers.json  activation_fn; the prompt used as instruction
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pillion.gateway.pooling.pooling_rows import LAST_ROW, PoolingRows
 from pillion.gateway.tokens.tokenizer import ModelTokenizer
 from pillion.types import ChatMessage, ChatOptions, GenerateRequest
 
-# The published Qwen3-Reranker checkpoints are plain Qwen3ForCausalLM; nothing but their names says what they are.
+# The published Qwen3-Reranker checkpoints are plain Qwen3ForCausalLM; only their names identify them.
 _RERANKER, _QWEN3 = "reranker", "qwen3"
 _YES, _NO = "yes", "no"
 QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -47,14 +47,14 @@ _QWEN3_TEXT = (
 
 @dataclass(frozen=True, slots=True)
 class TextPair:
-    """Holds two texts that are scored together: what is asked, and what may answer it."""
+    """A query and a document to score together."""
 
     query: str
     document: str
 
 
 class ScoreKind(enum.Enum):
-    """Says what the row of a request is from which a score is made."""
+    """Kind of the row that a score is computed from."""
 
     COSINE = "cosine"
     LABELS = "labels"
@@ -62,7 +62,7 @@ class ScoreKind(enum.Enum):
 
 
 class PairText(enum.Enum):
-    """Says how a pair becomes one text."""
+    """How a pair becomes one text."""
 
     TEMPLATE = "template"
     JOINED = "joined"
@@ -72,16 +72,16 @@ class PairText(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PairForm:
-    """Describes how a checkpoint scores pairs.
+    """How a checkpoint scores pairs.
 
     Attributes:
-        kind: what a request's row is.
-        text: how a pair becomes one text; it does not matter for COSINE.
-        rows: what a request's row is, for LABELS and TOKENS: for these, the logits of the true token and, where the
-            checkpoint has one, of the false one.
-        activated: whether a score is the logit's probability (its sigmoid), and not the logit.
-        instruction: what the model is told to look for; "" for what its template has.
-        max_tokens: the most tokens of a pair that is read as one text; None: as many as the model takes.
+        kind: kind of a request's row.
+        text: how a pair becomes one text; unused for COSINE.
+        rows: rows for LABELS and TOKENS: for TOKENS, the logits of the true token and, if the checkpoint has one, of
+            the false one.
+        activated: whether a score is the sigmoid of the logit, not the logit.
+        instruction: the reranker's instruction; "" for its template's default.
+        max_tokens: max tokens of a pair that is one text; None for the model's limit.
     """
 
     kind: ScoreKind = ScoreKind.COSINE
@@ -92,16 +92,16 @@ class PairForm:
     max_tokens: int | None = None
 
     def told(self, instruction: str | None) -> PairForm:
-        """Returns the form with another instruction; None changes nothing. Raises InvalidRequest where there is no
-        place for one."""
+        """Return the form with another instruction, if not None. Raises InvalidRequest if the form has no place for
+        one."""
         if instruction is None:
             return self
         if self.text in (PairText.JOINED, PairText.PAIR):
-            raise InvalidRequest.of(FieldViolation("instruction", "the model has no place for one before a pair"))
+            raise InvalidRequest.of(FieldViolation("instruction", "the model takes no instruction"))
         return replace(self, instruction=instruction)
 
     def request(self, pair: TextPair, shared: GenerateRequest) -> GenerateRequest:
-        """Returns the request of a pair that is read as one text; ``shared`` has all else."""
+        """Return the request of a pair that is one text; ``shared`` has all other fields."""
         if self.text is PairText.JOINED:
             return replace(shared, text=pair.query + pair.document)
         if self.text is PairText.QWEN3:
@@ -116,28 +116,30 @@ class PairForm:
         return replace(shared, messages=(ChatMessage("system", self.instruction), *messages), chat=chat)
 
     def score(self, row: Vector) -> float:
-        """Returns the score of a pair by its row. Raises Internal for a row of another length than the form has."""
+        """Return the score of a pair by its row. Raises Internal for a row of another length."""
         if len(row) != max(len(self.rows.logits_of), 1):
-            raise Internal(f"a worker of another version gave {len(row)} numbers for a score")
+            raise Internal(f"a worker of another version returned {len(row)} numbers for a score")
         logit = float(row[0]) - (float(row[1]) if len(row) > 1 else 0.0)
         return sigmoid(logit) if self.activated else logit
 
 
 def cosine(one: Vector, other: Vector) -> float:
-    """Returns the cosine of two vectors, summed up in float64; 0 where one of them is nothing but zeros."""
+    """Return the cosine of two vectors, computed in float64; 0 if one of them is zero."""
     left, right = one.astype(np.float64), other.astype(np.float64)
     length = math.sqrt(float(left @ left) * float(right @ right))
     return float(left @ right) / length if length else 0.0
 
 
 def named_reranker(name: str) -> bool:
-    """Returns whether a model's name says that it is a reranker. The configs of Qwen3's rerankers do not say it."""
+    """Return True if a model's name contains "reranker"; the configs of Qwen3's rerankers do not identify them."""
     return _RERANKER in name.lower()
 
 
 def read_pair_form(folder: Path, tokenizer: ModelTokenizer, reranker: bool) -> PairForm:
-    """Reads how the checkpoint in a folder scores pairs; ``reranker`` says whether it is a reranker by its name. Raises
-    ConfigError, by its name, for what is not supported."""
+    """Read how the checkpoint in a folder scores pairs. Raises ConfigError for unsupported settings, by name.
+
+    ``reranker``: whether its name says that it is a reranker.
+    """
     config = read_json(folder / "config.json", {})
     own = read_json(folder / "config_sentence_transformers.json", {})
     text = PairText.TEMPLATE if _knows_pairs(tokenizer.chat_template) else PairText.JOINED
@@ -153,7 +155,7 @@ def read_pair_form(folder: Path, tokenizer: ModelTokenizer, reranker: bool) -> P
     if labels := labels_of(config):
         if labels != 1:
             raise ConfigError(
-                f"{folder / 'config.json'}: a head with {labels} labels; a score needs one, /v1/classify any number"
+                f"{folder / 'config.json'}: its head has {labels} labels, a score needs one; use /v1/classify"
             )
         return replace(form, kind=ScoreKind.LABELS, rows=label_rows(config))
     ids = _score_tokens(folder, config, tokenizer, reranker)
@@ -161,19 +163,19 @@ def read_pair_form(folder: Path, tokenizer: ModelTokenizer, reranker: bool) -> P
         return PairForm()
     if text is PairText.JOINED:
         if config.get("model_type") != _QWEN3:
-            raise ConfigError(f"{folder}: its chat template has no roles query and document; --chat-template gives one")
+            raise ConfigError(f"{folder}: its chat template has no roles query and document; use --chat-template")
         text = PairText.QWEN3
     return replace(form, kind=ScoreKind.TOKENS, text=text, rows=PoolingRows(logits_of=ids))
 
 
 def _knows_pairs(template: str) -> bool:
-    """Returns whether a chat template has the roles of a pair."""
+    """Return True if a chat template has the roles of a pair."""
     mark = '"' if '"query"' in template else "'"
     return all(f"{mark}{role}{mark}" in template for role in ("query", "document"))
 
 
 def _score_tokens(folder: Path, config: Any, tokenizer: ModelTokenizer, reranker: bool) -> tuple[int, ...]:
-    """Returns the ids of the true and perhaps the false token; () for a checkpoint that scores no pairs by tokens."""
+    """Return the ids of the true token and, if any, the false one; () for a checkpoint without them."""
     if (folder / "modules.json").is_file():
         modules = list(modules_of(folder))
         if [kind for kind, _ in modules] != ["Transformer", "LogitScore"]:
@@ -183,7 +185,7 @@ def _score_tokens(folder: Path, config: Any, tokenizer: ModelTokenizer, reranker
         ids = [found.get("true_token_id"), found.get("false_token_id")]
         ids = ids[:1] if ids[1] is None else ids
         if not all(type(one) is int and 0 <= one < tokenizer.codec.get_vocab_size() for one in ids):
-            raise ConfigError(f"{path}: true_token_id and false_token_id name no tokens of the vocabulary")
+            raise ConfigError(f"{path}: true_token_id and false_token_id are not tokens of the vocabulary")
         return tuple(ids)
     words = config.get("classifier_from_token")
     if words is None and config.get("model_type") == _QWEN3 and reranker:
@@ -196,12 +198,12 @@ def _score_tokens(folder: Path, config: Any, tokenizer: ModelTokenizer, reranker
         )
     ids = [tokenizer.codec.token_to_id(str(word)) for word in reversed(words)]
     if None in ids:
-        raise ConfigError(f"{folder / 'config.json'}: classifier_from_token names {words!r}, which are no tokens")
+        raise ConfigError(f"{folder / 'config.json'}: classifier_from_token names {words!r}, which are not tokens")
     return tuple(ids)
 
 
 def _activated(folder: Path, own: Any, config: Any) -> bool:
-    """Returns whether scores are probabilities. Raises ConfigError for another function of logits."""
+    """Return whether scores are activated. Raises ConfigError for an unsupported activation."""
     of_config = config.get("sentence_transformers")
     old = config.get("sbert_ce_default_activation_function")
     named = own.get("activation_fn") or old or (of_config.get("activation_fn") if isinstance(of_config, dict) else None)

@@ -1,14 +1,14 @@
-"""Reads how a checkpoint wants its vectors made, from the files that sentence-transformers writes beside the weights.
+"""How a checkpoint computes vectors, from the files that sentence-transformers writes beside the weights.
 
-    modules.json                       the modules that a text passes: Transformer, Pooling, perhaps Normalize
-    1_Pooling/config.json              which rows become one vector: the last token's, the first one's, or all
-    config_sentence_transformers.json  prompts by name, and which of them is the default
-    sentence_bert_config.json          whether a text is a message for the chat template; of old, the longest text
-    tokenizer_config.json              the longest text, which is kept here since the sixth version
-    config.json                        how many values a vector has
+    modules.json                       the modules: Transformer, Pooling, perhaps Normalize
+    1_Pooling/config.json              the rows to pool: the last token's, the first one's, or all
+    config_sentence_transformers.json  prompts by name, and the name of the default one
+    sentence_bert_config.json          whether texts become messages for the chat template; in old versions, max length
+    tokenizer_config.json              max length of a text, since version 6
+    config.json                        width of a vector
 
-A checkpoint without modules.json has the vector of its last token, an encoder the mean of its rows, normalized. What is
-not supported is refused by its name, because the vectors would be others than the model was trained for.
+Without modules.json the vector is that of the last token, for an encoder the mean of all rows, normalized. Unsupported
+settings are refused by name, because the vectors would not be those that the model was trained for.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from pillion.errors import ConfigError
 from pillion.gateway.pooling.pooling_rows import Pooling
 
 Vector = npt.NDArray[np.float32]
-# A file that describes pooling is no larger than this.
 MAX_FILE_BYTES = 2**20
 _MODE = "pooling_mode_"
-# The keys of a pooling that say which rows count, by the names of modes in newer files.
+# Keys of older pooling files -> modes of newer ones.
 _MODES = {
     "cls_token": "cls",
     "mean_tokens": "mean",
@@ -39,30 +38,30 @@ _MODES = {
     "weightedmean_tokens": "weightedmean",
     "lasttoken": "lasttoken",
 }
-# Older files of the same content have these names; the first one that is there counts.
+# Names of older files with the same content; the first one found is used.
 _TEXT_FILES = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-# Tokenizers whose length nobody has set have 10^30 for it.
+# Lengths above this mean no limit: tokenizers without one have 10^30.
 _NO_LENGTH_TOKENS = 10**9
-# Keys of sentence_bert_config.json that change texts in ways that are not supported.
+# Keys of sentence_bert_config.json that transform texts in unsupported ways.
 _REFUSED = ("do_lower_case", "query_expansion", "processing_kwargs")
 
 
 @dataclass(frozen=True, slots=True)
 class VectorForm:
-    """Says of which rows a vector is made, what is made of it, and what stands before texts.
+    """How vectors are computed from texts.
 
     Attributes:
         pooling: the rows whose mean is the vector.
-        normalized: whether vectors have the length 1.
-        prompts: texts that may stand before a text, by name.
-        default_prompt: the name of the one that does where a call names none; "" for none.
-        max_tokens: the most tokens of a text; None: as many as the model takes.
-        width: how many values a vector has; None where config.json does not say it.
-        as_messages: whether a text is a user's message, which the chat template makes the model's text of; a prompt
-            then is the system's message before it.
+        normalized: whether vectors have length 1.
+        prompts: texts to prepend to a text, by name.
+        default_prompt: name of the prompt for calls that name none; "" for none.
+        max_tokens: max tokens of a text; None for the model's limit.
+        width: values per vector; None if config.json does not specify it.
+        as_messages: whether a text becomes a user message for the chat template, and a prompt the system message before
+            it.
     """
 
     normalized: bool = True
@@ -75,12 +74,12 @@ class VectorForm:
 
 
 def read_vector_form(folder: Path) -> VectorForm:
-    """Reads the files of a model's folder. Raises ConfigError for files that are damaged, and, by its name, for what is
-    not supported."""
+    """Read the files of a model's folder. Raises ConfigError for damaged files, and for unsupported settings, by
+    name."""
     config = read_json(folder / "config.json", {})
     width = _width(config)
     if labels_of(config):
-        raise ConfigError(f"{folder / 'config.json'}: a {config['architectures'][0]} tells labels apart")
+        raise ConfigError(f"{folder / 'config.json'}: a {config['architectures'][0]} is a classifier")
     if not (folder / "modules.json").is_file():
         return VectorForm(width=width, pooling=Pooling.MEAN if is_encoder(config) else Pooling.LAST)
     modules = list(modules_of(folder))
@@ -102,23 +101,24 @@ def read_vector_form(folder: Path) -> VectorForm:
 
 
 def prompts_of(folder: Path, own: Mapping[str, Any]) -> tuple[Mapping[str, str], str]:
-    """Returns the prompts by name that config_sentence_transformers.json, read as ``own``, has, and the name of the
-    default one, "" for none. Raises ConfigError for prompts that are damaged."""
+    """Return the prompts by name, and the default one's name or "".
+
+    ``own`` is config_sentence_transformers.json. Raises ConfigError for damaged prompts.
+    """
     prompts, default = own.get("prompts") or {}, own.get("default_prompt_name") or ""
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
-        raise ConfigError(f"{folder / 'config_sentence_transformers.json'}: prompts are no texts by name")
+        raise ConfigError(f"{folder / 'config_sentence_transformers.json'}: prompts is not an object of texts")
     if default and default not in prompts:
         raise ConfigError(f"{folder / 'config_sentence_transformers.json'}: there is no prompt {default!r}")
     return prompts, default
 
 
 def modules_of(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yields the kind and the folder of each module. Its type is the name of a class of Python, of which only the last
-    part is read."""
+    """Yield the kind and folder of each module. The kind is the last part of its type, a Python class name."""
     path = folder / "modules.json"
     listed = read_json(path, [])
     if not isinstance(listed, list):
-        raise ConfigError(f"{path} is no list of modules")
+        raise ConfigError(f"{path} is not a list of modules")
     for module in listed:
         kind, place = (str(module.get(key, "")) for key in ("type", "path")) if isinstance(module, dict) else ("", "")
         if not kind or Path(place).is_absolute() or ".." in Path(place).parts:
@@ -127,14 +127,16 @@ def modules_of(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def _texts(folder: Path) -> tuple[int | None, bool]:
-    """Returns the most tokens of a text, None where no file names a bound, and whether texts are messages. ``folder``
-    is that of the module Transformer."""
+    """Return the max tokens of a text, None without a limit, and whether texts become messages.
+
+    ``folder`` is that of the module Transformer.
+    """
     path = next((path for name in _TEXT_FILES if (path := folder / name).is_file()), folder / _TEXT_FILES[0])
     found = read_json(path, {})
     for key in _REFUSED:
         if found.get(key):
             raise ConfigError(f"{path}: {key} is not supported")
-    # Without this key, which newer files have, texts are no messages, whatever the tokenizer has.
+    # Without this key, which newer files have, texts are not messages, even with a chat template.
     kinds = found.get("modality_config") or {"text": {}}
     if not isinstance(kinds, dict) or not {"text", "message"} & kinds.keys():
         raise ConfigError(f"{path}: modality_config names no text")
@@ -142,8 +144,8 @@ def _texts(folder: Path) -> tuple[int | None, bool]:
 
 
 def tokenizer_bound(folder: Path) -> int | None:
-    """Returns the most tokens of a text by tokenizer_config.json, which sentence-transformers cuts texts and pairs of
-    texts to; None where the file names no bound. Raises ConfigError for a bound that is no number of tokens."""
+    """Return the max tokens of a text or pair in tokenizer_config.json, None without a limit. Raises ConfigError for a
+    damaged limit."""
     path = folder / "tokenizer_config.json"
     found = read_json(path, {})
     most = found.get("model_max_length")
@@ -155,7 +157,7 @@ def tokenizer_bound(folder: Path) -> int | None:
 def _count(path: Path, found: Mapping[str, Any], key: str) -> int | None:
     most = found.get(key)
     if most is not None and (type(most) is not int or most < 1):
-        raise ConfigError(f"{path}: {key} {most!r} is no number of tokens")
+        raise ConfigError(f"{path}: {key} {most!r} is not a number of tokens")
     return most
 
 
@@ -166,10 +168,9 @@ def _width(config: Mapping[str, Any]) -> int | None:
 
 
 def _pooling(path: Path) -> tuple[Pooling, bool]:
-    """Returns the rows that a pooling takes, and whether those of a prompt before the text are among them. Raises
-    ConfigError for rows that are not supported."""
+    """Return the rows to pool, and whether a prompt's rows are included. Raises ConfigError for an unsupported mode."""
     if not path.is_file():
-        raise ConfigError(f"{path} is missing, and modules.json names it; --tokenizer gives a folder without it")
+        raise ConfigError(f"{path}, named by modules.json, is missing; --tokenizer can name another folder")
     found = read_json(path, {})
     modes = [name for key, name in _MODES.items() if found.get(_MODE + key)]
     named = found.get("pooling_mode")
@@ -181,8 +182,8 @@ def _pooling(path: Path) -> tuple[Pooling, bool]:
 
 
 def read_json(path: Path, absent: Any) -> Any:
-    """Reads a file in JSON of the same kind as ``absent``, which is returned where it is missing. Raises ConfigError
-    for a file that is damaged."""
+    """Read a JSON file of the same type as ``absent``, which is returned if it is missing. Raises ConfigError for a
+    damaged file."""
     if not path.is_file():
         return absent
     if path.stat().st_size > MAX_FILE_BYTES:
@@ -190,7 +191,7 @@ def read_json(path: Path, absent: Any) -> Any:
     try:
         found = msgspec.json.decode(path.read_bytes())
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from None
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(found, type(absent)):
-        raise ConfigError(f"{path} holds no JSON {'object' if isinstance(absent, dict) else 'list'}")
+        raise ConfigError(f"{path} is not a JSON {'object' if isinstance(absent, dict) else 'list'}")
     return found

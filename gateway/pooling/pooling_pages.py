@@ -1,5 +1,4 @@
-"""Serves the pages of vectors, labels and scores. The module of each form reads their bodies and writes their
-answers."""
+"""Endpoints of vectors, labels and scores. The module of each form parses and writes their bodies."""
 
 from __future__ import annotations
 
@@ -28,9 +27,9 @@ from pillion.gateway.pooling.rerank_forms import (
 from pillion.gateway.pooling.text_bodies import TextsBody
 from pillion.gateway.pooling.vectors import GatewayVectors, ScoredPairs
 
-# A value of a vector, or a probability, takes about so many bytes in an answer.
+# Approximate size of a vector's value or a probability in an answer.
 VALUE_BYTES = 12
-# So many take a score and the JSON around it.
+# Approximate size of a score with its JSON.
 SCORE_BYTES = 64
 _EMBEDDINGS_EXAMPLE = {"model": "demo", "input": ["The sea", "The land"]}
 _CLASSIFY_EXAMPLE = {"model": "demo", "input": ["The sea is blue.", "The land is dry."]}
@@ -41,7 +40,7 @@ T = TypeVar("T")
 
 
 def pooling_routes(calls: ModelCalls, vectors: GatewayVectors) -> list[Route]:
-    """Returns all pages of vectors, labels and scores for the table of the HTTP port."""
+    """Return the routes of vectors, labels and scores."""
     api, tenant_of = PoolingApi(calls, vectors), calls.gateway.tenant_of
     pages: list[tuple[tuple[str, ...], Callable[[HttpCall], Awaitable[None]], type, Mapping[str, Any]]] = [
         (("/v1/embeddings",), api.embeddings, EmbeddingsBody, _EMBEDDINGS_EXAMPLE),
@@ -58,8 +57,8 @@ def pooling_routes(calls: ModelCalls, vectors: GatewayVectors) -> list[Route]:
 
 
 class PoolingApi:
-    """Handles the calls for vectors, labels and scores; :class:`pillion.gateway.http_api.http_call.Endpoint` turns what
-    the handlers raise into responses."""
+    """Handlers of vectors, labels and scores. :class:`pillion.gateway.http_api.http_call.Endpoint` converts their
+    exceptions to responses."""
 
     def __init__(self, calls: ModelCalls, vectors: GatewayVectors) -> None:
         self._calls = calls
@@ -68,7 +67,7 @@ class PoolingApi:
 
     @reads_body
     async def embeddings(self, call: HttpCall, raw: bytes) -> None:
-        """Makes the vectors of texts."""
+        """Compute the vectors of texts."""
         most_ids = self._gateway.longest_tokens
         body, names, requests = await self._calls.read(call, read_embeddings, raw, call.request_id, most_ids)
         embed = partial(self._vectors.embed, requests, dimensions=body.dimensions, prompt_name=body.prompt_name)
@@ -78,7 +77,7 @@ class PoolingApi:
 
     @reads_body
     async def classify(self, call: HttpCall, raw: bytes) -> None:
-        """Tells the labels of texts apart."""
+        """Classify texts."""
         most_ids = self._gateway.longest_tokens
         body, names, requests = await self._calls.read(call, read_classify, raw, call.request_id, most_ids)
         classify = partial(self._vectors.classify, requests, activated=body.use_activation is not False)
@@ -88,17 +87,17 @@ class PoolingApi:
 
     @reads_body
     async def rerank(self, call: HttpCall, raw: bytes) -> None:
-        """Answers a call that orders documents, in vLLM's and Jina's form."""
+        """Rank documents, in vLLM's and Jina's format."""
         await self._score(call, raw, read_rerank, partial(write_rerank, f"rerank-{call.answer_id}"))
 
     @reads_body
     async def rerank_of_cohere(self, call: HttpCall, raw: bytes) -> None:
-        """Answers a call that orders documents, in the form of Cohere's second version."""
+        """Rank documents, in the format of Cohere's version 2."""
         await self._score(call, raw, read_rerank, partial(write_cohere, f"rerank-{call.answer_id}"))
 
     @reads_body
     async def score(self, call: HttpCall, raw: bytes) -> None:
-        """Answers a call that scores pairs, in vLLM's form."""
+        """Score pairs of texts, in vLLM's format."""
         await self._score(call, raw, read_score, partial(write_score, f"score-{call.answer_id}"))
 
     async def _score(
@@ -124,8 +123,10 @@ class PoolingApi:
     async def _computed(
         self, call: HttpCall, body: TextsBody, names: Mapping[str, str], compute: Callable[..., Awaitable[T]]
     ) -> T:
-        """Returns what ``compute`` makes of a call's texts, with the arguments that each use of the vectors takes.
-        ``names`` are the client's names of the texts, by the gateway's. Raises ApiError."""
+        """Return the result of ``compute``, called with the arguments that all calls share.
+
+        ``names`` are the gateway's names of texts -> the client's. Raises ApiError.
+        """
         entry = await self._calls.entry(body.model, call.tenant)
         try:
             return await compute(
@@ -139,5 +140,5 @@ class PoolingApi:
             raise from_pillion(error, names) from None
 
     async def _answer(self, call: HttpCall, size_bytes: int, write: Callable[..., bytes], *written: Any) -> None:
-        """Sends an answer of about so many bytes."""
+        """Encode and send an answer of about ``size_bytes``."""
         await call.answer(200, await self._gateway.off_loop(call.tenant, size_bytes, write, *written))

@@ -1,4 +1,4 @@
-"""Which rows of a text make its vector, by the model's configuration."""
+"""Rows of a text that its vector is pooled from, by the model's configuration."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pillion.types import PoolingParams
 
 
 class Pooling(StrEnum):
-    """Names the rows whose mean is the vector of a text, as sentence-transformers does: that of its first token, all of
-    them, or that of its last token."""
+    """Rows whose mean is the vector of a text, by sentence-transformers' names: the first token's, all, or the last
+    token's."""
 
     CLS = "cls"
     MEAN = "mean"
@@ -23,8 +23,8 @@ class PoolingRows:
 
     Attributes:
         pooling: the rows whose mean is the vector.
-        logits_of: the tokens whose logits after the last token are the vector; () for the hidden state itself.
-        padding_id: a token that does not count as the last one, in classifiers; None where each counts.
+        logits_of: tokens whose logits after the last token are the vector; () for the hidden state.
+        padding_id: padding token, which is skipped to find the last token, in classifiers; None to skip none.
     """
 
     pooling: Pooling = Pooling.LAST
@@ -33,11 +33,11 @@ class PoolingRows:
 
     @property
     def uses_prefixes(self) -> bool:
-        """Says whether cached prefixes are used: they have no rows but the last token's."""
+        """True if cached prefixes can be used, which have no rows."""
         return self.pooling is Pooling.LAST
 
     def params(self, prompt: tuple[int, ...], second_from: int = 0) -> PoolingParams:
-        """Return the parameters for a prompt; ``second_from`` is that of PoolingParams."""
+        """Return the parameters for a prompt; ``second_from`` as in PoolingParams."""
         return PoolingParams(rows=self._positions(prompt), logits_of=self.logits_of, second_from=second_from)
 
     def _positions(self, prompt: tuple[int, ...]) -> range | None:
@@ -49,10 +49,9 @@ class PoolingRows:
         last = len(prompt) - 1
         while last > 0 and prompt[last] == self.padding_id:
             last -= 1
-        # A text of padding alone has the row of its first token; transformers takes that one, too.
+        # All padding: use the first token's row, as transformers does.
         last = 0 if prompt[last] == self.padding_id else last
         return None if last == len(prompt) - 1 else range(last, last + 1)
 
 
-# The vector of a text is by default that of its last token.
 LAST_ROW = PoolingRows()

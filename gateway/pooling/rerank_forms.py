@@ -1,8 +1,8 @@
-"""Reads and writes the bodies of /rerank and /score, in the forms of vLLM, Jina and Cohere.
+"""Bodies of /rerank and /score, in the formats of vLLM, Jina and Cohere.
 
-/rerank, /v1/rerank    vLLM's and Jina's: a query and documents; the best first, each with its text
-/v2/rerank             Cohere's second version: the same without the texts
-/score, /v1/score      vLLM's: texts and texts, 1:1, 1:N or N:N; a score for each pair in order
+/rerank, /v1/rerank    vLLM's and Jina's: a query and documents; the best first, with their texts
+/v2/rerank             Cohere's version 2: the same without the texts
+/score, /v1/score      vLLM's: texts and texts, 1:1, 1:N or N:N; a score per pair in order
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from pillion.gateway.pooling.text_call import MAX_TEXTS
 from pillion.gateway.pooling.vectors import ScoredPairs
 from pillion.types import GenerateRequest
 
-# Cohere's clients read this version of the API in each answer.
+# API version that Cohere's clients read in each answer.
 COHERE_VERSION = "2"
 
-# These fields hold the first texts and the second ones of pairs, in the names that vLLM has had for them.
+# Fields with the first and second texts of pairs, by all of vLLM's names.
 SCORED_FIELDS = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
 
 B = TypeVar("B", bound="PairsBody")
 
 
 class DocumentBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Describes a document that is an object.
+    """A document as an object.
 
     Attributes:
         text: its text.
@@ -43,11 +43,11 @@ class DocumentBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class PairsBody(TextsBody, forbid_unknown_fields=True, kw_only=True):
-    """Describes the fields that the bodies of both kinds of pages have.
+    """Fields of the bodies of both kinds of endpoints.
 
     Attributes:
-        max_tokens_per_doc: documents are cut to so many tokens; 0, the default, cuts none.
-        instruction: what a reranker is told to look for; default: what its checkpoint says.
+        max_tokens_per_doc: max tokens of a document, which is truncated; default 0: no limit.
+        instruction: a reranker's instruction; default: the checkpoint's.
     """
 
     max_tokens_per_doc: Int = 0
@@ -55,13 +55,13 @@ class PairsBody(TextsBody, forbid_unknown_fields=True, kw_only=True):
 
 
 class RerankBody(PairsBody, forbid_unknown_fields=True, kw_only=True):
-    """Describes the body of POST /v1/rerank.
+    """Body of POST /v1/rerank.
 
     Attributes:
         query: a text.
         documents: texts, or objects with a text, at most 2,048.
-        top_n: how many of the best are given; default, and 0: all.
-        return_documents: whether the answer has the documents' texts; default: true, at /v2/rerank false.
+        top_n: number of best documents to return; default, and 0: all.
+        return_documents: whether to return the documents' texts; default: true, at /v2/rerank false.
         rank_fields: a document is ranked by its text.
     """
 
@@ -73,12 +73,12 @@ class RerankBody(PairsBody, forbid_unknown_fields=True, kw_only=True):
 
 
 class ScoreBody(PairsBody, forbid_unknown_fields=True, kw_only=True):
-    """Describes the body of POST /v1/score.
+    """Body of POST /v1/score.
 
     Attributes:
-        text_1, data_1, queries: a text, or as many as there are to compare it with; vLLM's names of one thing.
-        text_2, data_2, documents, items: a text, or up to 2,048; likewise. text_2 goes with text_1, data_2 with data_1,
-            documents and items with queries.
+        text_1, data_1, queries: a text, or one per second text; vLLM's names of the same field.
+        text_2, data_2, documents, items: a text, or up to 2,048. text_2 goes with text_1, data_2 with data_1, documents
+            and items with queries.
     """
 
     text_1: str | list[str] | None = None
@@ -92,7 +92,7 @@ class ScoreBody(PairsBody, forbid_unknown_fields=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class AskedPairs:
-    """Holds a parsed call: its pairs, what all of their requests share, and the client's names of fields."""
+    """A parsed call: its pairs, the fields that their requests share, and the client's names of fields."""
 
     body: PairsBody
     pairs: tuple[TextPair, ...]
@@ -101,7 +101,7 @@ class AskedPairs:
 
 
 def read_rerank(raw: bytes, request_id: str) -> AskedPairs:
-    """Reads the body of a call that orders documents. Raises ApiError."""
+    """Parse the body of a call that ranks documents. Raises ApiError."""
     body = _read(raw, RerankBody)
     if body.top_n is not None and body.top_n < 0:
         raise refused("top_n", f"{body.top_n} is less than 0")
@@ -115,17 +115,17 @@ def read_rerank(raw: bytes, request_id: str) -> AskedPairs:
 
 
 def read_score(raw: bytes, request_id: str) -> AskedPairs:
-    """Reads the body of a call that scores pairs. Raises ApiError."""
+    """Parse the body of a call that scores pairs. Raises ApiError."""
     body = _read(raw, ScoreBody)
     sent = {name for pair in SCORED_FIELDS for name in pair if getattr(body, name) is not None}
     one, other = max(SCORED_FIELDS, key=lambda pair: len(sent & {*pair}))
     if sent != {one, other}:
         wrong = next((name for name in (one, other) if name not in sent), min(sent - {one, other}, default=one))
         listed = ", or ".join(" and ".join(pair) for pair in SCORED_FIELDS)
-        raise refused(wrong, f"two fields are needed, {listed}", "missing_required_parameter")
+        raise refused(wrong, f"two fields are required, {listed}", "missing_required_parameter")
     first, second = _texts(getattr(body, one), one), _texts(getattr(body, other), other)
     if len(first) not in (1, len(second)):
-        raise refused(one, f"{len(first)} texts and {len(second)} of {other}; 1:1, 1:N or N:N are needed")
+        raise refused(one, f"{len(first)} texts and {len(second)} of {other}; expected 1:1, 1:N or N:N")
     asked = list(first.items()) if len(first) == len(second) else list(first.items()) * len(second)
     names: dict[str, str] = {}
     for n, ((query, _), document) in enumerate(zip(asked, second, strict=True)):
@@ -142,11 +142,11 @@ def _read(raw: bytes, kind: type[B]) -> B:
 
 
 def _texts(sent: str | Sequence[str | DocumentBody], name: str) -> dict[str, str]:
-    """Returns each text of the field ``name``, a text or several, by its own field's name. Raises ApiError."""
+    """Return the texts of the field ``name``, by their fields' names. Raises ApiError."""
     if isinstance(sent, str):
         return {name: _filled(sent, name)}
     if not 1 <= len(sent) <= MAX_TEXTS:
-        raise refused(name, f"{len(sent)} texts; from 1 to {MAX_TEXTS}")
+        raise refused(name, f"{len(sent)} texts; expected 1 to {MAX_TEXTS}")
     texts = [one if isinstance(one, str) else one.text for one in sent]
     return {(field := f"{name}[{n}]"): _filled(text, field) for n, text in enumerate(texts)}
 
@@ -158,7 +158,7 @@ def _filled(text: str, field: str) -> str:
 
 
 def _ranked(asked: AskedPairs, found: ScoredPairs, with_texts: bool) -> list[dict[str, Any]]:
-    """Returns the best documents, the best first; documents of the same score stay in their order."""
+    """Return the best documents, best first; documents of equal score keep their order."""
     body = asked.body
     assert isinstance(body, RerankBody)
     shown = with_texts if body.return_documents is None else body.return_documents
@@ -171,19 +171,18 @@ def _ranked(asked: AskedPairs, found: ScoredPairs, with_texts: bool) -> list[dic
 
 
 def _usage(found: ScoredPairs) -> dict[str, Any]:
-    """Returns the tokens of a call, which has no answer's."""
     return {"prompt_tokens": found.usage.prompt_tokens, "total_tokens": found.usage.prompt_tokens}
 
 
 def write_rerank(answer_id: str, asked: AskedPairs, found: ScoredPairs) -> bytes:
-    """Writes the best documents, in vLLM's and Jina's form."""
+    """Encode the best documents, in vLLM's and Jina's format."""
     results = _ranked(asked, found, with_texts=True)
     answer = {"id": answer_id, "model": found.model, "usage": _usage(found), "results": results}
     return msgspec.json.encode(answer)
 
 
 def write_cohere(answer_id: str, asked: AskedPairs, found: ScoredPairs) -> bytes:
-    """Writes the best documents, in the form of Cohere's second version."""
+    """Encode the best documents, in the format of Cohere's version 2."""
     meta = {
         "api_version": {"version": COHERE_VERSION, "is_experimental": False},
         "billed_units": {"search_units": 1},
@@ -195,6 +194,6 @@ def write_cohere(answer_id: str, asked: AskedPairs, found: ScoredPairs) -> bytes
 
 
 def write_score(answer_id: str, asked: AskedPairs, found: ScoredPairs) -> bytes:
-    """Writes a score for each pair."""
+    """Encode a score per pair."""
     data = [{"index": n, "object": "score", "score": score} for n, score in enumerate(found.scores)]
     return write_list(answer_id, found.model, data, found.usage)

@@ -1,4 +1,4 @@
-"""Reads and writes what the bodies of all pages of texts have in common."""
+"""Fields and answers that all pages of texts share."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from pillion.types import GenerateRequest, Usage
 
 
 class TextsBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Describes the fields that the bodies of all pages of texts have.
+    """Fields of the bodies of all pages of texts.
 
     Attributes:
-        model: the served model's name; may be left out where one model is served.
-        truncate_prompt_tokens: texts are cut to so many tokens, -1 to as many as the model takes; where query and
-            document are one text, the document is cut. Default: what is too long is refused.
+        model: name of the served model; may be omitted if only one is served.
+        truncate_prompt_tokens: max tokens of a text, which is truncated; -1 for the model's limit. If query and
+            document are one text, the document is truncated. Default: a text that is too long is refused.
         priority: smaller is more urgent.
         cache_salt: only requests with the same salt share cached prefixes.
-        user: a label; nothing is stored.
+        user: a label; not stored.
     """
 
     model: str = ""
@@ -36,16 +36,17 @@ class TextsBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     user: Ignored[Raw] = Raw()
 
     def shared(self, request_id: str) -> GenerateRequest:
-        """Returns a request without a text, with the model, salt, id and priority that the requests of all texts of
-        this body have."""
+        """Return a request without a text, with the model, salt, id and priority of all requests of this body."""
         return GenerateRequest(
             model=self.model, cache_salt=self.cache_salt or "", request_id=request_id, priority=self.priority
         )
 
 
 def requests_of(sent: Raw, most_ids: int, shared: GenerateRequest) -> tuple[Mapping[str, str], list[GenerateRequest]]:
-    """Returns the client's names of the texts of the field ``input``, by the gateway's names, and their requests:
-    ``shared`` with a text or its token ids. Raises ApiError."""
+    """Parse the field ``input``. Raises ApiError.
+
+    Returns the gateway's names of its texts -> the client's, and their requests: ``shared`` with a text or token ids.
+    """
     prompts = read_prompts(sent, most_ids, "input", MAX_TEXTS)
     requests = [
         replace(shared, text=prompt) if isinstance(prompt, str) else replace(shared, token_ids=prompt)
@@ -55,7 +56,7 @@ def requests_of(sent: Raw, most_ids: int, shared: GenerateRequest) -> tuple[Mapp
 
 
 def write_list(answer_id: str, model: str, data: Sequence[Mapping[str, Any]], usage: Usage) -> bytes:
-    """Writes an answer as vLLM does: a list with an id, a time, and the usage with no tokens of an answer."""
+    """Encode an answer as vLLM does: a list with an id, a time, and a usage without completion tokens."""
     answer = {
         "id": answer_id,
         "object": "list",
@@ -68,7 +69,7 @@ def write_list(answer_id: str, model: str, data: Sequence[Mapping[str, Any]], us
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:
-    """Returns the tokens of a call that generates none, with those that were found."""
+    """Return the usage of a call that generates no tokens."""
     return {
         "prompt_tokens": usage.prompt_tokens,
         "total_tokens": usage.prompt_tokens,

@@ -1,12 +1,12 @@
-"""Runs the texts of one call as requests of the gateway that generate nothing and end with a row of numbers each.
+"""Texts of one call as requests of the gateway that generate nothing and end with a row of numbers each.
 
-requests --checked, tokenized once, cut--> ids of all texts --in order, a few at a time--> a row of each, the usage
+requests --validated, tokenized once, truncated--> ids of all texts --in order, a few at a time--> rows, the usage
 
-Every text is read before the first one runs, so a wrong one is refused before anything is computed. A request that
-loses its worker is replayed by the gateway as any other, and its row comes once, with its end.
+All texts are validated before the first one runs, so a wrong one is refused before anything is computed. A request that
+loses its worker is replayed by the gateway like any other; its row comes once, with its end.
 
-A text that begins as an earlier one does waits until that one has ended; its blocks are in the pool then. The earliest
-text with the longest common beginning is chosen, so texts that follow one text run side by side.
+A text with the prefix of an earlier one waits until that one has finished, since its blocks are in the pool then. It
+waits for the earliest text with the longest common prefix, so texts that follow the same one run concurrently.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from pillion.gateway.tokens.tokenizer import TOKEN_BYTES
 from pillion.rules.weighted_limit import WeightedLimit
 from pillion.types import ChatOptions, GenerateRequest, SamplingParams, Usage
 
-# This cut keeps as many tokens of each text as the model takes, as vLLM's truncate_prompt_tokens has it.
+# Truncate to the model's limit, as vLLM's truncate_prompt_tokens does.
 CUT_TO_MODEL = -1
-# A call has at most this many texts, or pairs of texts.
+# Texts, or pairs of texts, per call.
 MAX_TEXTS = 2048
-# So many texts of a call are in the gateway at once: enough to fill steps, and few beside the streams of others.
+# Texts of a call in the gateway at once: enough to fill steps, and few beside the streams of others.
 MAX_TEXTS_AT_ONCE = 32
-# The tokens of these texts fill at most so many steps of the workers, so that another client's prompt waits behind no
-# more of one call than that. With one step, the workers would idle between two texts.
+# Max steps of the workers that the texts in the gateway fill, which bounds the wait of another client's prompt. With
+# one step, the workers would idle between two texts.
 MAX_STEPS_AT_ONCE = 4
-# The tokens of texts under way have this bound where a worker does not say how many tokens its steps compute.
+# Limit of the tokens in the gateway if a worker does not report its tokens per step.
 NO_BOUND_TOKENS = 1 << 62
-# So many texts of a call are with the tokenizer's threads at once.
+# Texts of a call in the tokenizer's threads at once.
 MAX_TOKENIZED_AT_ONCE = 4
-# The gateway calls the fields of a text by these names.
+# Gateway's names of a text's fields.
 _OF_TEXT = ("text", "token_ids", "messages")
 _PROMPT_ONLY = SamplingParams(max_tokens=0)
 _NO_CHAT = ChatOptions()
@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class TextRows:
-    """Holds a row of numbers for each text in order, its token ids, and the tokens of all."""
+    """A row of numbers per text in order, the token ids, and the total usage."""
 
     rows: list[Vector]
     token_ids: list[tuple[int, ...]]
@@ -64,13 +64,13 @@ class TextRows:
 
 @dataclass(slots=True)
 class TextCall:
-    """Represents one call for rows of texts.
+    """One call for rows of texts.
 
     Attributes:
-        most_tokens: the most tokens of a text that the checkpoint takes.
-        cut_tokens: texts are cut to so many tokens; CUT_TO_MODEL stands for ``most_tokens``, None cuts none.
+        most_tokens: max tokens of a text for this checkpoint.
+        cut_tokens: number of tokens to truncate texts to; CUT_TO_MODEL means ``most_tokens``, None no truncation.
         deadline: monotonic seconds; None for no limit.
-        pooled: what the texts' rows are.
+        pooled: rows to compute.
     """
 
     gateway: Gateway
@@ -86,23 +86,26 @@ class TextCall:
         if self.cut_tokens == CUT_TO_MODEL:
             self.cut_tokens = self.most_tokens
         if self.cut_tokens is not None and not 1 <= self.cut_tokens <= self.most_tokens:
-            text = (
-                f"{self.cut_tokens} is not in [1, {self.most_tokens}], and not {CUT_TO_MODEL}, which cuts to the most"
-            )
+            text = f"{self.cut_tokens} is not in [1, {self.most_tokens}], nor {CUT_TO_MODEL}, which means the maximum"
             raise InvalidRequest.of(FieldViolation("truncate_prompt_tokens", text))
 
     async def rows(
         self, requests: Sequence[GenerateRequest], names: Sequence[str], seconds: Sequence[int] = ()
     ) -> TextRows:
-        """Returns the row of each text. ``names`` are the fields of the texts, with which errors begin; ``seconds`` are
-        where the second texts of pairs begin. Raises what Gateway.generate raises, for the first text that fails; the
-        others are cancelled."""
+        """Return the row of each text.
+
+        Args:
+            names: fields of the texts, for errors.
+            seconds: positions of pairs' second texts.
+
+        Raises what Gateway.generate raises, for the first text that fails; the others are cancelled.
+        """
         asked = await self.read(requests, names)
         ids = [request.token_ids for request in asked]
         served = await self.gateway.cluster.served_soon(self.model.limits.name, self.model.fingerprint)
         waited: list[int | None] = [None] * len(ids)
         if self.gateway.caches_prefixes and self.pooled.uses_prefixes:
-            # Which texts wait for which is found by a look at every token, which takes a thread for long lists.
+            # Compares every token, so long lists need a thread.
             size_bytes = TOKEN_BYTES * sum(map(len, ids))
             waited = await self.gateway.off_loop(self.tenant, size_bytes, leaders, ids, served.block_size)
         ended = [asyncio.Event() for _ in asked]
@@ -134,8 +137,8 @@ class TextCall:
         return TextRows([task.result() for task in tasks], ids, usage)
 
     async def read(self, requests: Sequence[GenerateRequest], names: Sequence[str]) -> list[GenerateRequest]:
-        """Returns the requests with the ids of their texts in place of these, checked and cut. Raises InvalidRequest
-        for the first text that is wrong or too long, which it names."""
+        """Return the requests with token ids instead of texts, validated and truncated. Raises InvalidRequest, naming
+        the first text that is wrong or too long."""
         asked = [replace(request, sampling=_PROMPT_ONLY) for request in requests]
         for name, request in zip(names, asked, strict=True):
             await _named(name, self.gateway.check(request, self.tenant))
@@ -149,7 +152,7 @@ class TextCall:
         return await in_turns([read_one(name, request) for name, request in zip(names, asked, strict=True)])
 
     async def ids_of(self, request: GenerateRequest) -> tuple[int, ...]:
-        """Returns the ids of a text or a conversation, cut where it is longer than the call wants."""
+        """Return the ids of a text or a conversation, truncated as the call requests."""
         keep, tenant = self.cut_tokens, self.tenant or OPEN
         if keep is None:
             return await self.whole_ids(request)
@@ -162,13 +165,13 @@ class TextCall:
         return await self.gateway.on_thread(tenant, len(request.text), encode, request.text, keep)
 
     async def whole_ids(self, request: GenerateRequest) -> tuple[int, ...]:
-        """Returns the ids of a text that is not cut."""
+        """Return the ids of a text without truncation."""
         return await self.gateway.prompt_ids(request, self.model, self.tenant or OPEN)
 
     async def _start(self, request: GenerateRequest, second: int, quota: CountedCall) -> RequestRunner:
         left_s = None if self.deadline is None else self.deadline - time.monotonic()
         if left_s is not None and left_s <= 0:
-            raise DeadlineExceeded("the call's deadline passed before all of its texts had begun")
+            raise DeadlineExceeded("the call's deadline passed before all of its texts had started")
         return await self.gateway.generate(
             request,
             tenant=self.tenant,
@@ -181,19 +184,21 @@ class TextCall:
         )
 
     def _at_once(self, texts: Sequence[Sequence[int]]) -> int:
-        """Returns how many texts are in the gateway at once: no more than its bounds, and the tenant's, let in."""
+        """Return the max number of texts in the gateway at once, within its limits and the tenant's."""
         longest = max(map(len, texts))
         return min(MAX_TEXTS_AT_ONCE, self.gateway.admission.most_at_once(self.tenant or OPEN, longest))
 
 
 def as_ids(request: GenerateRequest, token_ids: tuple[int, ...]) -> GenerateRequest:
-    """Returns the request of a text that has been tokenized."""
+    """Replace a request's text with its token ids."""
     return replace(request, text="", messages=(), chat=_NO_CHAT, token_ids=token_ids)
 
 
 async def in_turns(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Runs coroutines that tokenize the texts of a call, at most MAX_TOKENIZED_AT_ONCE at a time, and returns their
-    results in order. Raises the first error, which cancels the others."""
+    """Run coroutines that tokenize texts, at most MAX_TOKENIZED_AT_ONCE at a time; return their results in order.
+
+    Raises the first error, which cancels the others.
+    """
     turns = asyncio.Semaphore(MAX_TOKENIZED_AT_ONCE)
 
     async def one(work: Coroutine[Any, Any, T]) -> T:
@@ -206,23 +211,23 @@ async def in_turns(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     finally:
-        # A coroutine that had no turn was never awaited, of which Python would warn.
+        # Close those that were never awaited, to avoid Python's warning.
         for work in works:
             work.close()
     return [task.result() for task in tasks]
 
 
 async def _row_of(runner: RequestRunner) -> Vector:
-    """Waits for a request's end. Raises PillionError."""
+    """Return the row of a request after its end. Raises PillionError."""
     async for _ in runner:
         pass
     if not runner.vector:
-        raise Internal("a worker of an older version gave no vector")
+        raise Internal("a worker of an older version returned no vector")
     return np.frombuffer(runner.vector, "<f4").astype(np.float32)
 
 
 async def _named(name: str, work: Awaitable[T]) -> T:
-    """Awaits what is done for one text. What it raises says which text that is."""
+    """Await work for one text, and add the text's name to its errors."""
     try:
         return await work
     except InvalidRequest as error:
@@ -233,7 +238,7 @@ async def _named(name: str, work: Awaitable[T]) -> T:
 
 
 def _at(name: str, error: InvalidRequest) -> InvalidRequest:
-    """Returns an error whose fields begin with the text's name, where they are the text's."""
+    """Prefix an error's fields with the text's name, if they are the text's."""
     named = []
     for one in error.violations:
         begins = next((field for field in _OF_TEXT if one.field.startswith(field)), "")
@@ -242,15 +247,17 @@ def _at(name: str, error: InvalidRequest) -> InvalidRequest:
 
 
 def leaders(texts: Sequence[Sequence[int]], block_tokens: int) -> list[int | None]:
-    """Returns for each text the number of the one that it waits for, which is an earlier one; None where it shares no
-    whole block with any. A text finds blocks that end before its last token, as the last token is always computed."""
-    # A node of the trie is a number; its owner is the earliest text that passes it. The root is node 0.
+    """Return for each text the index of the earlier one that it waits for, None if it shares no whole block with any.
+
+    A hit excludes a text's last token, which is always computed.
+    """
+    # Trie: nodes are numbers, the root is 0; a node's owner is the earliest text that passes it.
     nodes: dict[tuple[int, tuple[int, ...]], int] = {}
     owners: list[int] = []
     found: list[int | None] = []
     for number, ids in enumerate(texts):
         node, leader = 0, None
-        # A text's last whole block is never committed where it is also its end.
+        # A block that ends with the text is excluded.
         for start in range(0, len(ids) - block_tokens, block_tokens):
             step = node, tuple(ids[start : start + block_tokens])
             if step in nodes:

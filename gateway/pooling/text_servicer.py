@@ -1,4 +1,4 @@
-"""Serves the gRPC calls Embed and Score."""
+"""Handlers of the gRPC calls Embed and Score."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from pillion.observability import telemetry
 from pillion.types import GenerateRequest
 from pillion.v1 import common_pb2, gateway_pb2
 
-# A value of a vector and a token's id take at most so many bytes in an answer.
+# Max sizes of a vector's value and a token's id in an answer.
 VALUE_BYTES, ID_BYTES = 4, 5
 
 
 def text_calls(gateway: Gateway, vectors: GatewayVectors) -> Mapping[str, GrpcCall]:
-    """Returns the gRPC calls about vectors and scores by their names. The end of a call cancels what is left of its
-    texts."""
+    """Return the gRPC calls of vectors and scores, by name. The end of a call cancels its remaining texts."""
 
     async def embed(request: bytes, context: Any) -> gateway_pb2.EmbedResponse:
         tenant = caller(gateway, context)
@@ -41,7 +40,7 @@ def text_calls(gateway: Gateway, vectors: GatewayVectors) -> Mapping[str, GrpcCa
         size_bytes = sum(VALUE_BYTES * len(vector) for vector in found.vectors)
         size_bytes += sum(ID_BYTES * len(ids) for ids in found.token_ids)
         if size_bytes > MAX_MESSAGE_BYTES:
-            text = f"their vectors have {size_bytes} bytes, and a message at most {MAX_MESSAGE_BYTES}; send fewer"
+            text = f"their vectors have {size_bytes} bytes, above the message limit of {MAX_MESSAGE_BYTES}; send fewer"
             raise InvalidRequest.of(FieldViolation("inputs", text))
         label = texts[0].request_id
         return await gateway.off_loop(tenant, size_bytes, _written, found, label)
@@ -70,25 +69,25 @@ def text_calls(gateway: Gateway, vectors: GatewayVectors) -> Mapping[str, GrpcCa
 
 
 def _read_embed(raw: bytes) -> tuple[gateway_pb2.EmbedRequest, list[GenerateRequest]]:
-    """Reads a serialized EmbedRequest, and the requests of its texts. Raises InvalidRequest."""
+    """Parse a serialized EmbedRequest, and its texts' requests. Raises InvalidRequest."""
     check_texts_message(raw)
     asked = parsed(raw, gateway_pb2.EmbedRequest)
     shared = _shared(asked)
     for number, one in enumerate(asked.inputs):
         if bool(one.text) is bool(one.token_ids):
-            raise InvalidRequest.of(FieldViolation(f"inputs[{number}]", "it needs one of text and token_ids"))
+            raise InvalidRequest.of(FieldViolation(f"inputs[{number}]", "needs one of text and token_ids"))
     return asked, [replace(shared, text=one.text, token_ids=tuple(one.token_ids)) for one in asked.inputs]
 
 
 def _read_score(raw: bytes) -> tuple[gateway_pb2.ScoreRequest, list[TextPair], GenerateRequest]:
-    """Reads a serialized ScoreRequest, and its pairs. Raises InvalidRequest."""
+    """Parse a serialized ScoreRequest, and its pairs. Raises InvalidRequest."""
     check_texts_message(raw)
     asked = parsed(raw, gateway_pb2.ScoreRequest)
     queries, documents = list(asked.queries), list(asked.documents)
     if not 1 <= len(documents) <= MAX_TEXTS:
-        raise InvalidRequest.of(FieldViolation("documents", f"{len(documents)} texts; from 1 to {MAX_TEXTS}"))
+        raise InvalidRequest.of(FieldViolation("documents", f"{len(documents)} texts; expected 1 to {MAX_TEXTS}"))
     if len(queries) not in (1, len(documents)):
-        text = f"{len(queries)} texts and {len(documents)} documents; one, or as many, are needed"
+        text = f"{len(queries)} texts and {len(documents)} documents; expected one query, or one per document"
         raise InvalidRequest.of(FieldViolation("queries", text))
     for name, texts in (("queries", queries), ("documents", documents)):
         empty = next((number for number, text in enumerate(texts) if not text), None)

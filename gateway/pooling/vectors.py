@@ -1,8 +1,8 @@
-"""Makes the vectors or labels of the texts of one call, and the scores of its pairs, as the checkpoint says.
+"""Vectors or labels of a call's texts, and scores of its pairs, as the checkpoint specifies.
 
-texts --prompt--> TextCall: a request each --> last token's row --cut, normalized--> vectors
+texts --prompt--> TextCall: a request each --> last token's row --truncated, normalized--> vectors
 texts --> TextCall --> logits of labels --activated--> probabilities
-pairs --as the checkpoint reads them--> TextCall --> rows --> scores
+pairs --formatted for the checkpoint--> TextCall --> rows --> scores
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from pillion.gateway.pooling.pooling_rows import PoolingRows
 from pillion.gateway.pooling.text_call import MAX_TEXTS, TextCall, TextRows, as_ids, in_turns
 from pillion.types import ChatMessage, ChatOptions, GenerateRequest, Usage
 
-# An error names at most so many of a checkpoint's prompts.
+# Prompts of a checkpoint that an error lists.
 _LISTED_PROMPTS = 16
-# A document of a pair is cut at most so often until the whole text is short enough: a cut text may have other tokens.
+# Max truncations of a pair's document until the whole text fits: a truncated text may have other tokens.
 MAX_CUTS = 4
-# These prompts of a checkpoint, where it has them, stand before the two texts of a pair, as sentence-transformers'
-# encode_query and encode_document have it.
+# Prompts, if the checkpoint has them, before the texts of a pair, as in sentence-transformers' encode_query and
+# encode_document.
 _OF_QUERY, _OF_DOCUMENT = "query", "document"
 
-# A text that is a message ends where the template ends the message.
+# A text that is a message ends at the end of the message.
 _NO_ANSWER = ChatOptions(add_generation_prompt=False)
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedTexts:
-    """Holds the vectors of texts in their order, the token ids of each, the tokens of all, and the model's name."""
+    """Vectors of texts in order, the token ids of each, the total usage, and the model's name."""
 
     vectors: list[Vector]
     token_ids: list[tuple[int, ...]]
@@ -61,8 +61,10 @@ class EmbeddedTexts:
 
 @dataclass(frozen=True, slots=True)
 class ScoredPairs:
-    """Holds the scores of pairs in their order, the tokens of all, and the model's name. A larger score says that the
-    document answers the query better: a cosine from -1 to 1, or a probability, as the checkpoint has it."""
+    """Scores of pairs in order, the total usage, and the model's name.
+
+    A higher score means a better document: a cosine in [-1, 1], or a probability, depending on the checkpoint.
+    """
 
     scores: list[float]
     usage: Usage
@@ -71,11 +73,11 @@ class ScoredPairs:
 
 @dataclass(frozen=True, slots=True)
 class LabelledTexts:
-    """Holds what a classifier says of texts in their order.
+    """Results of a classifier for texts in order.
 
     Attributes:
-        values: for each text [labels], a probability of each label, or its logit where these were asked for.
-        labels: the labels' names, in the order of the values.
+        values: per text [labels], the probability of each label, or its logit.
+        labels: names in the order of the values.
     """
 
     values: list[Vector]
@@ -85,12 +87,11 @@ class LabelledTexts:
 
 
 class GatewayVectors:
-    """Makes the vectors and labels of texts, and the scores of pairs, as requests of one gateway."""
+    """Vectors and labels of texts, and scores of pairs, as requests of one gateway."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        # These are the forms of models' vectors, labels and scores, or why there are none, by their kinds and by what
-        # they were read from.
+        # (kind, source) -> form of a model's vectors, labels or scores, or the ConfigError of its files.
         self._forms: dict[tuple[str, Hashable], Any] = {}
 
     async def embed(
@@ -105,18 +106,18 @@ class GatewayVectors:
         parent: otel_context.Context | None = None,
         entry: ModelEntry | None = None,
     ) -> EmbeddedTexts:
-        """Returns the vector of each request's text or token ids; the requests differ in these alone.
+        """Return the vector of each request's text or token ids; the requests differ in these only.
 
         Args:
-            dimensions: how many values of each vector are wanted, from its first one on; None: all.
-            prompt_name: which of the checkpoint's prompts stands before each text; None: its default, "": none.
-            cut_tokens: a text with more tokens loses those after its first ones, and keeps the special tokens that its
-                tokenizer adds; CUT_TO_MODEL: more than the model takes; None: such a text is refused.
-            timeout_s: time for all texts together; None for no limit.
-            tenant, parent, entry: those of :meth:`Gateway.generate`.
+            dimensions: number of leading values of each vector to return; None: all.
+            prompt_name: the checkpoint's prompt before each text; None: its default, "": none.
+            cut_tokens: number of leading tokens to truncate texts to, with the tokenizer's special tokens;
+                CUT_TO_MODEL: the model's limit; None: a text that is too long is refused.
+            timeout_s: for all texts together; None for no limit.
+            tenant, parent, entry: as in :meth:`Gateway.generate`.
 
-        Raises what Gateway.generate raises, for the first text that fails; the others are cancelled. A wrong field
-        begins with ``inputs[n]``. InvalidRequest is raised where the checkpoint pools otherwise than is supported.
+        Raises what Gateway.generate raises, for the first text that fails; the others are cancelled. The field of an
+        error starts with ``inputs[n]``. Raises InvalidRequest if the checkpoint's pooling is not supported.
         """
         _check_count(len(requests))
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -145,17 +146,17 @@ class GatewayVectors:
         parent: otel_context.Context | None = None,
         entry: ModelEntry | None = None,
     ) -> ScoredPairs:
-        """Returns the score of each pair, as the checkpoint makes scores.
+        """Return the score of each pair, as the checkpoint specifies.
 
         Args:
-            shared: has the model, salt, priority and id of all requests.
-            instruction: what a reranker is told to look for; None: what its checkpoint says.
-            cut_tokens: as :meth:`embed` has it, for each text that is computed; where query and document are one text,
-                the document is cut so that the whole has so many tokens.
-            document_tokens: a document with more tokens loses those after its first ones; None: none is cut.
+            shared: model, salt, priority and id of all requests.
+            instruction: a reranker's instruction; None: the checkpoint's.
+            cut_tokens: as in :meth:`embed`; if query and document are one text, the document is truncated so that the
+                whole fits.
+            document_tokens: number of leading tokens to truncate documents to; None: no truncation.
 
-        The other arguments, and what is raised, are those of :meth:`embed`; a wrong field begins with
-        ``inputs[n].query`` or ``inputs[n].document``, or ``inputs[n]`` for both together.
+        Other arguments and errors are those of :meth:`embed`; the field of an error starts with ``inputs[n].query`` or
+        ``inputs[n].document``, or ``inputs[n]`` for both.
         """
         _check_count(len(pairs))
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -189,13 +190,12 @@ class GatewayVectors:
         parent: otel_context.Context | None = None,
         entry: ModelEntry | None = None,
     ) -> LabelledTexts:
-        """Returns what a classifier says of each request's text or token ids.
+        """Return a classifier's results for each request's text or token ids.
 
         Args:
-            activated: whether values are probabilities, as the checkpoint's problem_type has it, and not logits.
+            activated: whether values are probabilities (by the checkpoint's problem_type) or logits.
 
-        The other arguments, and what is raised, are those of :meth:`embed`; InvalidRequest is raised for a model that
-        is no classifier.
+        Other arguments and errors are those of :meth:`embed`; raises InvalidRequest for a model that is no classifier.
         """
         _check_count(len(requests))
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -209,13 +209,13 @@ class GatewayVectors:
         return LabelledTexts([form.values(row, activated) for row in found.rows], form.labels, found.usage, model.name)
 
     async def _vector_form(self, model: ModelEntry) -> VectorForm:
-        """Returns the form of a model's vectors. Raises InvalidRequest where the checkpoint's is not supported."""
+        """Return the form of a model's vectors. Raises InvalidRequest if it is not supported."""
         if model.folder is None:
             return VectorForm()
         return await self._form("vectors of texts", model, model.folder, read_vector_form, model.folder)
 
     async def _pair_form(self, model: ModelEntry) -> PairForm:
-        """Returns the form of a model's scores. Raises InvalidRequest where the checkpoint's is not supported."""
+        """Return the form of a model's scores. Raises InvalidRequest if it is not supported."""
         if model.folder is None:
             return PairForm()
         reranker = named_reranker(f"{model.limits.name} {' '.join(model.aliases)} {model.folder}")
@@ -223,7 +223,7 @@ class GatewayVectors:
         return await self._form("scores", model, (model.folder, reranker), read)
 
     async def _form(self, what: str, model: ModelEntry, source: Hashable, read: Callable[..., T], *arguments: Any) -> T:
-        """Returns what ``read`` makes of ``source``, a folder and whatever else the form depends on, and keeps it."""
+        """Return the result of ``read``, cached by ``source``: the folder and all else that the form depends on."""
         key = what, source
         if key not in self._forms:
             try:
@@ -232,7 +232,7 @@ class GatewayVectors:
                 self._forms[key] = error
         found = self._forms[key]
         if isinstance(found, ConfigError):
-            raise InvalidRequest(f"model {model.limits.name!r} gives no {what}: {found.message}")
+            raise InvalidRequest(f"model {model.limits.name!r} has no {what}: {found.message}")
         form: T = found
         return form
 
@@ -240,7 +240,7 @@ class GatewayVectors:
 async def _cosines(
     call: TextCall, form: VectorForm, pairs: Sequence[TextPair], shared: GenerateRequest
 ) -> tuple[list[float], TextRows]:
-    """Returns the cosine of each pair's vectors; a text that several pairs have is computed once."""
+    """Return the cosine of each pair's vectors; a text in several pairs is computed once."""
     default = form.prompts.get(form.default_prompt, "")
     prompts = {name: form.prompts.get(name, default) for name in (_OF_QUERY, _OF_DOCUMENT)}
     places: dict[tuple[str, str], int] = {}
@@ -263,15 +263,15 @@ async def _cosines(
 
 
 async def _request_of(call: TextCall, form: VectorForm, prompt: str, request: GenerateRequest) -> GenerateRequest:
-    """Returns the request of a text with a prompt before it; what came as token ids or messages stays as it is."""
+    """Return the request of a text with a prompt before it; token ids and messages are unchanged."""
     return await _asked_of(call, form, prompt, request.text, request) if request.text else request
 
 
 async def _asked_of(
     call: TextCall, form: VectorForm, prompt: str, text: str, shared: GenerateRequest
 ) -> GenerateRequest:
-    """Returns the request of a text with a prompt before it. A text that is a message is cut here, where the call cuts
-    texts, so that what the chat template has after it stays."""
+    """Return the request of a text with a prompt before it. If the text is a message, it is truncated here, so that
+    the chat template's end is preserved."""
     if not form.as_messages:
         return replace(shared, text=prompt + text)
     told = (ChatMessage("system", prompt),) if prompt else ()
@@ -285,9 +285,11 @@ async def _asked_of(
 async def _pair_request(
     call: TextCall, form: PairForm, pair: TextPair, shared: GenerateRequest
 ) -> tuple[GenerateRequest, int]:
-    """Returns the request of a pair that is read as one text, and where its second text begins if the tokenizer joins
-    the two and the model tells them apart; else 0. Where the call cuts texts, the document is cut until the
-    whole has few enough tokens, because the model reads what stands after it."""
+    """Return the request of a pair that is one text, and the position of the second text, 0 if the model does not mark
+    it.
+
+    Truncation shortens the document until the whole fits, because the model needs the text after it.
+    """
     most = call.cut_tokens
     if form.text is PairText.PAIR:
         size, encode = len(pair.query) + len(pair.document), call.model.tokenizer.encode_pair
@@ -303,7 +305,7 @@ async def _pair_request(
 
 
 async def _fitted(call: TextCall, make: Callable[[str], GenerateRequest], text: str, most: int) -> GenerateRequest:
-    """Returns the request that ``make`` makes of the beginning of a text, so that the whole has at most so many
+    """Return the request that ``make`` creates from the start of a text, such that the whole has at most ``most``
     tokens."""
     kept = most - len(await call.whole_ids(make("")))
     for _ in range(MAX_CUTS):
@@ -318,23 +320,23 @@ async def _fitted(call: TextCall, make: Callable[[str], GenerateRequest], text: 
 
 
 def _no_room(most: int) -> InvalidRequest:
-    text = f"what stands around the text or the document leaves no room for it within {most} tokens"
+    text = f"the prompt or template around the text leaves no room for it within {most} tokens"
     return InvalidRequest.of(FieldViolation("truncate_prompt_tokens", text))
 
 
 async def _first_tokens(call: TextCall, text: str, most: int) -> str:
-    """Returns the beginning of a text that has at most so many tokens."""
+    """Return the longest start of a text with at most ``most`` tokens."""
     return await call.gateway.on_thread(call.tenant or OPEN, len(text), call.model.tokenizer.first_tokens, text, most)
 
 
 def _most(form: VectorForm | PairForm, model: ModelEntry) -> int:
-    """Returns the most tokens of a text, or of a pair that is read as one text."""
+    """Return the max tokens of a text, or of a pair that is one text."""
     return min(form.max_tokens or model.limits.max_prompt_tokens, model.limits.max_prompt_tokens)
 
 
 def _check_count(count: int) -> None:
     if not 1 <= count <= MAX_TEXTS:
-        raise InvalidRequest.of(FieldViolation("inputs", f"{count} texts; from 1 to {MAX_TEXTS}"))
+        raise InvalidRequest.of(FieldViolation("inputs", f"{count} texts; expected 1 to {MAX_TEXTS}"))
 
 
 def _check_dimensions(dimensions: int | None, width: int) -> None:
@@ -343,23 +345,23 @@ def _check_dimensions(dimensions: int | None, width: int) -> None:
 
 
 def _prompt_of(form: VectorForm, name: str | None) -> str:
-    """Returns what stands before each text. Raises InvalidRequest for a name that the checkpoint does not have."""
+    """Return the prompt before each text. Raises InvalidRequest for an unknown name."""
     name = form.default_prompt if name is None else name
     if name and name not in form.prompts:
         known = ", ".join(list(form.prompts)[:_LISTED_PROMPTS]) or "none"
-        raise InvalidRequest.of(FieldViolation("prompt_name", f"{name[:100]!r} is no prompt of the model's: {known}"))
+        raise InvalidRequest.of(FieldViolation("prompt_name", f"{name[:100]!r} is not a prompt of the model: {known}"))
     return form.prompts[name] if name else ""
 
 
 def _cut(vector: Vector, dimensions: int | None, normalized: bool) -> Vector:
-    """Returns the vector's first values, as a vector of the length 1 where the model's have that length. Raises
-    InvalidRequest for more values than there are."""
+    """Truncate a vector, and normalize it if the model's vectors are. Raises InvalidRequest for more values than it
+    has."""
     if dimensions is not None:
         _check_dimensions(dimensions, len(vector))
         vector = vector[:dimensions]
     if not normalized:
         return vector
-    # The length is summed up in float64, so that it does not overflow where the values do not.
+    # In float64, to avoid overflow.
     length = float(np.sqrt(np.square(vector, dtype=np.float64).sum()))
     found: Vector = (vector / max(length, 1e-12)).astype(np.float32)
     return found

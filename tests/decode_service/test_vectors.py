@@ -141,4 +141,4 @@ async def test_a_worker_whose_steps_give_no_vectors_says_so() -> None:
         answer = await ask(workers, connection, 1, PROMPT)
         assert answer.last is not None
         assert answer.last.error is not None
-        assert (answer.last.error.retryable, "gives no vectors of texts" in answer.last.error.message) == (False, True)
+        assert (answer.last.error.retryable, "has no vectors of texts" in answer.last.error.message) == (False, True)

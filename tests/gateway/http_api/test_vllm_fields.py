@@ -84,7 +84,7 @@ def test_other_names_of_structures(read: Any, sent: dict[str, Any], structure: d
     assert asked.requests[0].sampling.structured_outputs == StructuredOutputs(**structure)
     assert asked.names[0][f"sampling.structured_outputs.{kind}"] == field
     twice = refusal(read, structured_outputs={"choice": ["a"]}, **sent)
-    assert "asks for a structure already" in twice.message
+    assert "also requests a structure" in twice.message
 
 
 @pytest.mark.parametrize(

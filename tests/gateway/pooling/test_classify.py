@@ -90,7 +90,7 @@ async def test_a_model_that_is_no_classifier_says_so(tmp_path: pathlib.Path) -> 
     async with running_fake_cluster(config=config) as fakes:
         reply = await call(fakes.gateway.http_address, "/v1/classify", {"input": "x"})
         assert reply.status == 400
-        assert "gives no labels of texts" in reply.error["message"]
+        assert "has no labels of texts" in reply.error["message"]
         assert not fakes.decode.submits
 
 
@@ -143,6 +143,6 @@ def test_llm_classify_refuses_a_model_of_another_kind(tmp_path: pathlib.Path) ->
     options = {"kv_pool_bytes": "16MiB", "cpu_threads": 1, "dtype": "float32"}
     with (
         LLM(str(save_model(tmp_path / "model")), **options) as llm,
-        pytest.raises(InvalidRequest, match=r"gives no labels of texts: .* has no head that tells labels apart"),
+        pytest.raises(InvalidRequest, match=r"has no labels of texts: .* has no classification head"),
     ):
         llm.classify("x")

@@ -137,7 +137,7 @@ async def test_a_worker_that_knows_no_vectors_is_said_to_be_the_reason() -> None
     async with running_fake_cluster() as fakes:
         fakes.decode.knows_vectors = False
         reply = await embed(fakes, ["x", "y"])
-        assert (reply.status, reply.error["message"]) == (500, "a worker of an older version gave no vector")
+        assert (reply.status, reply.error["message"]) == (500, "a worker of an older version returned no vector")
         await fakes.settled()
 
 

@@ -127,15 +127,13 @@ def test_a_long_document_is_cut_and_what_stands_after_it_stays(llm: LLM, folder:
         wanted = sigmoid(log_odds(llm, folder, pair_text("q", kept), YES, NO))
         assert found.outputs.score == pytest.approx(wanted, abs=1e-5)
     with pytest.raises(
-        InvalidRequest, match="truncate_prompt_tokens: what stands around the text or the document leaves no room"
+        InvalidRequest, match="truncate_prompt_tokens: the prompt or template around the text leaves no room"
     ):
         llm.score("q", document, truncate_prompt_tokens=5)
 
 
 def test_such_a_checkpoint_gives_no_vectors(llm: LLM) -> None:
-    with pytest.raises(
-        InvalidRequest, match=r"gives no vectors of texts: .* the modules Transformer, LogitScore; only"
-    ):
+    with pytest.raises(InvalidRequest, match=r"has no vectors of texts: .* the modules Transformer, LogitScore; only"):
         llm.embed("x")
 
 
