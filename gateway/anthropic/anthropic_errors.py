@@ -8,7 +8,6 @@ import msgspec
 
 from pillion.gateway.http_api.http_errors import MAX_MESSAGE_CHARS, ApiError, ErrorForm
 
-# HTTP status (OpenAI's) -> Anthropic's error type.
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",

@@ -33,7 +33,6 @@ _DELTAS = {
     PartKind.CALL: ("input_json_delta", "partial_json"),
 }
 
-# The longer of a breakpoint's two possible TTLs.
 HOUR_S = 3600
 
 _encode = msgspec.json.Encoder().encode

@@ -161,7 +161,6 @@ class _BlockConversation:
             raise refused("messages", "at least one message is needed")
         self.names = dict(_NAMES)
         gathered = GatheredMessages("user", "messages", self.names)
-        # Call id -> name of the tool.
         self._called: dict[str, str] = {}
         if body.system:
             gathered.add(ChatMessage("system", _text(body.system, "system")), "system")

@@ -9,7 +9,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 # Valid Host headers. They are written into pages and commands, so all other characters are refused.
 _HOST = re.compile(r"[A-Za-z0-9.-]{1,253}(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](:[0-9]{1,5})?")
-# Default address of `pillion serve`.
 USUAL_HOST = "127.0.0.1:8000"
 
 

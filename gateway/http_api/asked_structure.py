@@ -25,7 +25,6 @@ _MAX_RAW_BYTES = 6 * MAX_STRUCTURED_BYTES
 # A structure (None for free text), and the gateway's names of its fields -> the client's.
 AskedStructure = tuple[StructuredOutputs | None, Mapping[str, str]]
 _SHAPE = "sampling.structured_outputs"
-# Field of another server -> field of StructuredOutputs.
 _BY_NAME = {
     "json_schema": "json",
     "guided_json": "json",
@@ -38,7 +37,6 @@ _BY_NAME = {
 _FORMATS = ("response_format", "format", "output_format", "grammar")
 _HOLDERS = ("text", "output_config")
 _RAW = ("response_format", "format", "output_format", "grammar", "structured_outputs", "json_schema", "guided_json")
-# All fields that may request a structure.
 ASKING = (*_RAW, *_HOLDERS, *_BY_NAME)
 _JSON_TYPES = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
 # Keywords of a schema without a type. Without any of them it constrains nothing, or is no schema.

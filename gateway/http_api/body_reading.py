@@ -49,22 +49,18 @@ T = TypeVar("T")
 
 # Response header that names the request's fields without effect, without list indexes.
 IGNORED_HEADER = "x-pillion-ignored"
-# Limits of the header: fields, length of a field's path, and total length.
 MAX_IGNORED_NAMES = 64
 MAX_IGNORED_NAME_CHARS = 128
 MAX_IGNORED_HEADER_BYTES = 2048
-# End of a header that does not name all fields.
 MORE_IGNORED = "..."
 # Min length of an unknown name at the top of a body to be refused if it is one edit away from a known name.
 MIN_NEAR_MISS_CHARS = 8
 UNKNOWN = "this field is not known here"
 REQUIRED = "this field is required"
-# Largest integer that is exact as a float, and max length of a number as text.
 _MAX_EXACT_INTEGER = 2**53
 _MAX_NUMBER_CHARS = 32
 # Length to which both ends of the parser's message are truncated; in between it repeats the client's text.
 _MAX_ERROR_CHARS = 1000
-# Max size of a value to compare with harmless ones.
 _MAX_HARMLESS_BYTES = 64
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
 _NAMED = re.compile(r"field `([^`]*)`")
@@ -280,7 +276,6 @@ def _unreadable(error: Exception, field: str) -> ApiError:
         return ApiError(400, f"the body is not valid JSON: {error}", param=field or None, code="invalid_json")
     text = str(error)
     if len(text) > 2 * _MAX_ERROR_CHARS:
-        # A field's name may have megabytes.
         text = text[:_MAX_ERROR_CHARS] + text[-_MAX_ERROR_CHARS:]
     found = _PATH.match(text)
     what, path = (found["what"], found["path"] or "") if found else (text, "")

@@ -14,7 +14,6 @@ from pillion.gateway.http_api.openai_fields import CallBody, CalledFunction, Con
 from pillion.types import ChatMessage, ToolCall
 
 _TEXTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "reasoning"})
-# Types of parts that show something to the model.
 SHOWN = frozenset(
     {
         *("image_url", "image", "input_image", "image_file", "video_url", "video", "input_video"),

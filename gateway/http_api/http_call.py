@@ -46,12 +46,9 @@ log = logging.getLogger("pillion.gateway")
 MAX_BODIES_BYTES = 16 * MAX_BODY_BYTES
 # Read timeouts of clients above this count as none.
 MAX_PATIENCE_S = 7 * 24 * 3600.0
-# Max size of path and headers together.
 MAX_HEADER_BYTES = 32 * 2**10
-# Max time of a body's arrival, since it occupies a connection.
 BODY_TIMEOUT_S = 60.0
 JSON_TYPE = b"application/json"
-# Statuses of errors that may be sent before the body has been read.
 _UNREAD = (401, 403, 405, 408, 413, 415, 421, 431)
 
 Api = TypeVar("Api")
@@ -71,7 +68,6 @@ class HttpCall:
 
     # Size of all bodies that this process is reading.
     bodies_bytes = 0
-    # This call's share of it.
     _body_bytes = 0
     tenant = OPEN
     started = _reading = _streams = False
@@ -96,7 +92,6 @@ class HttpCall:
         self._refusals: Refusals | None = scope.get("pillion.refusals")
         self.answer_id = new_answer_id()
         self.notes: Headers = []
-        # Fields of the body without effect.
         self.reading = BodyReading()
 
     @property

@@ -173,7 +173,6 @@ class HttpConnection(H11Protocol):
     conn: StrictParser
     _head: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
-    # Next check of a half-closed connection.
     _look: asyncio.TimerHandle | None = None
     _peer = ""
 

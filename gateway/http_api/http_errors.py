@@ -26,11 +26,9 @@ from pillion.errors import (
 
 # Retry-After of errors without one: a lost component is back within seconds.
 RETRY_AFTER_MS = 1000
-# Max length of an error message, which may quote the client's text.
 MAX_MESSAGE_CHARS = 4096
 
 _INVALID = "invalid_request_error"
-# Error class -> HTTP status, OpenAI's type, OpenAI's code.
 _MAPPED: dict[type[PillionError], tuple[int, str, str | None]] = {
     InvalidRequest: (400, _INVALID, "invalid_value"),
     NotFound: (404, _INVALID, "not_found"),

@@ -45,7 +45,6 @@ from pillion.types import ModelInfo
 
 log = logging.getLogger("pillion.gateway")
 
-# Creates the routes of features. The second argument has the routes before them in the table.
 MoreRoutes = Callable[[ModelCalls, Sequence[Route]], list[Route]]
 
 # Max share of the port's connections that are in a TLS handshake.
@@ -53,13 +52,10 @@ HANDSHAKE_PERCENT = 25
 LISTEN_BACKLOG = 1024
 # Connections accepted per iteration of the event loop, before the limits apply to them.
 ACCEPTED_AT_ONCE = 32
-# Min interval of log lines about missing file descriptors.
 EXHAUSTED_LOG_S = 60.0
-# Update interval of the Date header.
 DATE_INTERVAL_S = 1.0
 # vLLM has these paths; here each pooling task has a separate path.
 NOT_OFFERED = frozenset(f"{version}/pooling" for version in ("", "/v1", "/v2"))
-# OpenAI's paths for stored conversations.
 STORED = "/v1/responses/"
 # Min similarity (difflib ratio, 1 for equality) of an unknown path to the one that an error suggests. A missing or
 # doubled /v1, a trailing slash and a missing letter are above it.
@@ -122,7 +118,6 @@ class _Pages:
             200,
             msgspec.json.encode(
                 {
-                    # Every tokenizer here is a tokenizer.json.
                     "tokenizer_class": "PreTrainedTokenizerFast",
                     "model_max_length": entry.limits.max_model_len_tokens,
                     "vocab_size": entry.limits.vocab_size,

@@ -30,7 +30,6 @@ JsonSchema = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": ["object", "
 JsonShape = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": ["object", "string", "boolean", "null"]})]
 # Key under which a truncated call's arguments, which are not a JSON object, are stored as text.
 CUT_SHORT = "INVALID_JSON"
-# Nesting depth of the text of a document that a tool has fetched.
 TOLD_LEVELS = 6
 
 _KINDS: tuple[tuple[type[Any], bytes, str], ...] = (

@@ -43,11 +43,9 @@ log = logging.getLogger("pillion.gateway")
 MAX_PROMPTS_AT_ONCE = 32
 # Deltas queued per client; further ones are merged by each request's runner.
 MAX_WAITING_DELTAS = 256
-# Deltas per write.
 MAX_BATCH_DELTAS = 256
 
 StartRunner = Callable[[GenerateRequest], Awaitable[RequestRunner]]
-# Pairs of a prompt's index and its delta.
 DeltaBatch = list[tuple[int, Delta]]
 
 
@@ -58,13 +56,11 @@ class DeltaReader:
 
     _requests: Sequence[GenerateRequest]
     _start: StartRunner
-    # Prompt's index -> runner, in the order of their start.
     _runners: dict[int, RequestRunner] = field(default_factory=dict)
     _pumps: list[asyncio.Task[None]] = field(default_factory=list)
     _queue: asyncio.Queue[tuple[int, Delta | PillionError] | None] = field(
         default_factory=partial(asyncio.Queue, MAX_WAITING_DELTAS)
     )
-    # Index of the prompt whose error was raised.
     failed: int = 0
     _running: int = 0
 
@@ -212,7 +208,6 @@ T = TypeVar("T")
 Asked = TypeVar("Asked", bound=AskedCall)
 # Returns the numbers of tokens of a call's first prompt after which other prompts are expected to diverge.
 Places = Callable[[HttpCall, Asked, ModelEntry, tuple[int, ...]], Awaitable[tuple[int, ...]]]
-# Creates the writer of a call after its first deltas.
 NewWriter = Callable[[HttpCall, Asked, ModelEntry, DeltaReader], Awaitable[AnswerWriter]]
 
 
@@ -229,7 +224,6 @@ class ModelCalls:
         self._strict_fields = strict_fields
         self._ping_s = ping_ms / 1000
         self._texts: dict[str, TokenTexts] = {}
-        # Streams being written.
         self._streams = 0
 
     async def answer(

@@ -37,7 +37,6 @@ from pillion.types import GenerateRequest
 TOKEN_ID_BYTES = 1
 TOKEN_STRING_BYTES = 8
 
-# Examples in the OpenAPI document.
 CHAT_EXAMPLE = {"model": "demo", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
 _PROMPT = {"model": "demo", "prompt": "The capital of France is"}
 

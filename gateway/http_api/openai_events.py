@@ -23,15 +23,11 @@ from pillion.types import Delta, Timings, TokenLogprob, ToolCallDelta, Usage
 
 DONE = b"data: [DONE]\n\n"
 _END = b"\n\n"
-# Approximate size of a token id in a response.
 ID_BYTES = 8
-# Delimiters of reasoning inside the content.
 _BEFORE_REASONING, _AFTER_REASONING = "<think>\n", "\n</think>\n\n"
-# Approximate size of a token or alternative with its log probability in a response.
 LOGPROB_BYTES = 64
 
 _encode = msgspec.json.Encoder().encode
-# Prompt's index -> its token ids.
 PromptIds = Callable[[int], Sequence[int]]
 
 
@@ -67,7 +63,6 @@ class ResponseWriter(AnswerWriter):
 
     kind = ""
     event_kind = ""
-    # Bytes before and after the text of an event.
     before = b""
     after = b""
     # Choice of an event before an answer's first one, if any, and choice of an event that only ends the answer.
@@ -83,15 +78,12 @@ class ResponseWriter(AnswerWriter):
         self._prompt_ids = prompt_ids
         self._shows, self._shows_ids = asked.logprobs, bool(asked.body.return_token_ids)
         self._shows_usage = asked.continuous_usage
-        # Usage (JSON) of a chunk without tokens.
         self._usage_before = b""
         self._per_prompt = asked.answers
         self._tail = b',"usage":null}\n\n' if asked.include_usage else b"}\n\n"
         self._common = b"data: " + _encode({**head, "object": self.event_kind})[:-1]
         self._answers: dict[int, _WrittenAnswer] = {}
-        # Timings of the call's only prompt, from its last delta.
         self._timings: Timings | None = None
-        # Log probabilities of each prompt; its first token has none.
         self._scores: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
 
     def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:
@@ -196,7 +188,6 @@ class ResponseWriter(AnswerWriter):
             if self._shows_ids:
                 choices[-1]["token_ids"] = answer.token_ids
             if answer.stop_string:
-                # vLLM's field.
                 choices[-1]["stop_reason"] = answer.stop_string
         whole = {**self._head, "object": self.kind, "choices": choices, "usage": self._usage(usage)}
         return _encode({**whole, **self._asked_timings(), **self._around()})
@@ -317,7 +308,6 @@ class ReadResponseWriter(ChatResponseWriter):
         super().__init__(head, tokens, asked, prompt_ids)
         assert isinstance(asked.body, ChatBody)
         self._hides_reasoning = asked.body.include_reasoning is False
-        # Write reasoning into the content, between delimiters.
         self._joins_reasoning = asked.body.separate_reasoning is False
         if reasons and self._hides_reasoning:
             self._shows = self._shows_ids = False
@@ -412,9 +402,7 @@ class CompletionResponseWriter(ResponseWriter):
     ) -> None:
         super().__init__(head, tokens, asked, prompt_ids)
         self._prompts = prompts
-        # Whether an echoed prompt has log probabilities.
         self._echoes_scores = bool(prompts) and asked.logprobs
-        # Prompt's index -> fields of all its choices, encoded once.
         self._listings: dict[int, dict[str, Any]] = {}
         self.size_bytes = asked.answers * sum(map(len, prompts))
 

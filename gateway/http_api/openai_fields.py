@@ -56,7 +56,6 @@ else:
     CompletionSampling, ResponsesSampling = sampling_body("completions"), sampling_body("responses")
 
 
-# OpenAI's reasoning efforts, and further ones of models' templates.
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_LABEL_CHARS = 512
 Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL_CHARS)]
@@ -448,5 +447,4 @@ def _with_unsupported(kind: Any, names: str) -> type[msgspec.Struct]:
     return msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True, forbid_unknown_fields=True)
 
 
-# Types that bodies are parsed as: those with the unsupported fields.
 READ_AS: Mapping[Any, type[Any]] = {kind: _with_unsupported(kind, names) for kind, names in _UNSUPPORTED.items()}

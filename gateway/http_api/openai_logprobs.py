@@ -18,9 +18,7 @@ class TokenTexts:
     several tokens may have the same text."""
 
     def __init__(self, spellings: Spellings, *, by_ids: bool = False) -> None:
-        # Token id -> bytes, which may be part of a character.
         self.bytes_of = spellings.own_bytes
-        # Token id -> False for special tokens.
         self.is_text = spellings.is_text
         self._by_ids = by_ids
 

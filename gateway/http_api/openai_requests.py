@@ -59,7 +59,6 @@ from pillion.types import (
 
 # Default of OpenAI and vLLM for completions; a chat's answer may fill the context.
 DEFAULT_COMPLETION_TOKENS = 16
-# Limits per call: prompts, and answers to all of them together.
 MAX_PROMPTS = 2048
 MAX_CALL_ANSWERS = 16_384
 # OpenAI's limits of metadata.
@@ -88,7 +87,6 @@ _BOUNDS: Mapping[str, tuple[int, str]] = {
     "chat_template_args": _KWARGS_BOUND,
     "metadata": (16 * MAX_METADATA_PAIRS * (MAX_METADATA_NAME_CHARS + MAX_LABEL_CHARS), _METADATA_BOUND),
 }
-# Start of a JSON list, up to its first item.
 _LIST = re.compile(rb"\[\s*(.?)", re.DOTALL)
 
 # The gateway's names of fields -> the client's, where different.
@@ -158,7 +156,6 @@ def completion_request(raw: bytes, request_id: str, most_ids: int = MAX_PROMPT_I
     structured, structure_names = structure_of(body)
     sampling = _sampling(body, most, body.logprobs, structured)
     if body.echo and body.logprobs is not None:
-        # An echoed prompt has as many alternatives as the answer.
         sampling = replace(sampling, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
     prompts = read_prompts(body.prompt, most_ids)
     if len(prompts) * max(body.n or 1, body.best_of or 1) > MAX_CALL_ANSWERS:
@@ -282,7 +279,6 @@ def read_messages(raw: Raw) -> tuple[ChatMessage, ...]:
 def _told(messages: Sequence[MessageBody]) -> Iterator[ChatMessage]:
     """Yield the messages of a conversation in the gateway's form. Raises ApiError."""
     last_user = max((n for n, one in enumerate(messages) if one.role == "user"), default=-1)
-    # Calls without a result so far: id -> name.
     unanswered: dict[str, str] = {}
     for n, message in enumerate(messages):
         check_wanted()

@@ -27,10 +27,9 @@ REF = "#/components/schemas/"
 _ABOUT = (
     "OpenAI's API with vLLM's additions, and further endpoints of the same port. Unknown fields have no effect, and"
     " null means absent. The response header x-pillion-ignored names the fields that had no effect. Fields whose"
-    " omission would change the answer are refused, and so is, at the top of a body, a name that is one edit away from a"
-    " known one."
+    " omission would change the answer are refused, and so is, at the top of a body, a name that is one edit away from"
+    " a known one."
 )
-# Key of a field's policy in the document; one of the values below.
 POLICY = "x-pillion-policy"
 CARRIED_OUT, NO_EFFECT, REFUSED = "carried out", "no effect", "refused"
 _HARMLESS = "Requests an unsupported feature; accepted with a value that changes nothing."
@@ -47,7 +46,6 @@ _ERRORS = {
     500: "An internal error of the gateway or a worker.",
     503: "A component that the call needs is not running.",
 }
-# Errors of all pages, of pages that need a key, and of pages with a body.
 _OF_ALL, _OF_KEYS, _OF_BODIES = (431, 500), (400, 401, 403, 404, 429, 503), (408, 413, 415)
 
 

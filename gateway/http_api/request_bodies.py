@@ -37,11 +37,9 @@ STEP_BYTES = 256 * 2**10
 ZSTD_WINDOW_LOG = 23
 # Max structural characters to scan for images, and max depth: beyond them, a body is not a conversation.
 MAX_PIECES, MAX_DEPTH = 2**18, 64
-# Bodies up to this size are not scanned.
 SMALL_BYTES = 16 * 2**10
 # UTF-8 byte order mark, which Windows programs write before JSON.
 BOM = b"\xef\xbb\xbf"
-# Max length of the keys and types to compare with.
 MAX_NAME_BYTES = 32
 
 # Paths of images' texts; "[]" is an item of a list.
@@ -91,13 +89,11 @@ class ImageCutter:
     kept: bytearray = field(default_factory=bytearray)
     _open: list[_Open] = field(default_factory=lambda: [_Open()])
     _pieces: int = 0
-    # End of the scanned part of ``kept``.
     _at: int = 0
     # Start of the current string, after its quote; None between strings.
     _string: int | None = None
     # Last string, which is a key if a colon follows.
     _last: bytes = b""
-    # Whether the current string is an image's text.
     _drops: bool = False
     # Whether the current string may be an image's URL; decided when enough of it has arrived.
     _judges: bool = False

@@ -42,7 +42,6 @@ class FormatBody(msgspec.Struct, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-# Parsed from raw JSON: an object like FormatBody, a JSON schema, or the name of a type.
 AnyFormat = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": ["object", "string", "null"]})]
 
 

@@ -180,7 +180,6 @@ class ChoiceBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
         return ToolBody.passed_over(sent)
 
     def __post_init__(self) -> None:
-        # Requiring a string in every object bounds their number.
         if not (self.type or self.name or self.function or self.custom):
             raise ValueError("Object missing required field `type`")
 

@@ -29,7 +29,6 @@ from pillion.gateway.pooling.pooling_rows import Pooling
 Vector = npt.NDArray[np.float32]
 MAX_FILE_BYTES = 2**20
 _MODE = "pooling_mode_"
-# Keys of older pooling files -> modes of newer ones.
 _MODES = {
     "cls_token": "cls",
     "mean_tokens": "mean",
@@ -45,7 +44,6 @@ _TEXT_FILES = tuple(
 )
 # Lengths above this mean no limit: tokenizers without one have 10^30.
 _NO_LENGTH_TOKENS = 10**9
-# Keys of sentence_bert_config.json that transform texts in unsupported ways.
 _REFUSED = ("do_lower_case", "query_expansion", "processing_kwargs")
 
 

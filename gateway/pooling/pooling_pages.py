@@ -27,9 +27,7 @@ from pillion.gateway.pooling.rerank_forms import (
 from pillion.gateway.pooling.text_bodies import TextsBody
 from pillion.gateway.pooling.vectors import GatewayVectors, ScoredPairs
 
-# Approximate size of a vector's value or a probability in an answer.
 VALUE_BYTES = 12
-# Approximate size of a score with its JSON.
 SCORE_BYTES = 64
 _EMBEDDINGS_EXAMPLE = {"model": "demo", "input": ["The sea", "The land"]}
 _CLASSIFY_EXAMPLE = {"model": "demo", "input": ["The sea is blue.", "The land is dry."]}

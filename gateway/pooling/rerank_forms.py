@@ -23,10 +23,8 @@ from pillion.gateway.pooling.text_call import MAX_TEXTS
 from pillion.gateway.pooling.vectors import ScoredPairs
 from pillion.types import GenerateRequest
 
-# API version that Cohere's clients read in each answer.
 COHERE_VERSION = "2"
 
-# Fields with the first and second texts of pairs, by all of vLLM's names.
 SCORED_FIELDS = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
 
 B = TypeVar("B", bound="PairsBody")

@@ -34,7 +34,6 @@ from pillion.types import ChatOptions, GenerateRequest, SamplingParams, Usage
 
 # Truncate to the model's limit, as vLLM's truncate_prompt_tokens does.
 CUT_TO_MODEL = -1
-# Texts, or pairs of texts, per call.
 MAX_TEXTS = 2048
 # Texts of a call in the gateway at once: enough to fill steps, and few beside the streams of others.
 MAX_TEXTS_AT_ONCE = 32
@@ -43,9 +42,7 @@ MAX_TEXTS_AT_ONCE = 32
 MAX_STEPS_AT_ONCE = 4
 # Limit of the tokens in the gateway if a worker does not report its tokens per step.
 NO_BOUND_TOKENS = 1 << 62
-# Texts of a call in the tokenizer's threads at once.
 MAX_TOKENIZED_AT_ONCE = 4
-# Gateway's names of a text's fields.
 _OF_TEXT = ("text", "token_ids", "messages")
 _PROMPT_ONLY = SamplingParams(max_tokens=0)
 _NO_CHAT = ChatOptions()
@@ -257,7 +254,6 @@ def leaders(texts: Sequence[Sequence[int]], block_tokens: int) -> list[int | Non
     found: list[int | None] = []
     for number, ids in enumerate(texts):
         node, leader = 0, None
-        # A block that ends with the text is excluded.
         for start in range(0, len(ids) - block_tokens, block_tokens):
             step = node, tuple(ids[start : start + block_tokens])
             if step in nodes:

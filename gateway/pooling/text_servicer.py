@@ -18,7 +18,6 @@ from pillion.observability import telemetry
 from pillion.types import GenerateRequest
 from pillion.v1 import common_pb2, gateway_pb2
 
-# Max sizes of a vector's value and a token's id in an answer.
 VALUE_BYTES, ID_BYTES = 4, 5
 
 

@@ -35,7 +35,6 @@ from pillion.gateway.pooling.pooling_rows import PoolingRows
 from pillion.gateway.pooling.text_call import MAX_TEXTS, TextCall, TextRows, as_ids, in_turns
 from pillion.types import ChatMessage, ChatOptions, GenerateRequest, Usage
 
-# Prompts of a checkpoint that an error lists.
 _LISTED_PROMPTS = 16
 # Max truncations of a pair's document until the whole text fits: a truncated text may have other tokens.
 MAX_CUTS = 4
@@ -43,7 +42,6 @@ MAX_CUTS = 4
 # encode_document.
 _OF_QUERY, _OF_DOCUMENT = "query", "document"
 
-# A text that is a message ends at the end of the message.
 _NO_ANSWER = ChatOptions(add_generation_prompt=False)
 
 T = TypeVar("T")

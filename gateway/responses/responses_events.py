@@ -56,12 +56,10 @@ class ResponsesWriter(AnswerWriter):
         self._parts = OutputParts()
         self._custom = CustomCalls(asked.custom)
         self._spaced = asked.spaced
-        # Sequence number of the next event.
         self._number = 0
         # Bytes of a delta event before and after the text, for the current item.
         self._front = self._back = b""
         self._finish_reason: FinishReason | None = None
-        # Log probabilities of tokens whose text is pending.
         self._held: list[TokenLogprob] = []
 
     def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:

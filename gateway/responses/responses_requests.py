@@ -42,7 +42,6 @@ from pillion.types import (
 # Text for the model before the result of a call that was sent by id only.
 LOST_CALL = "[This is the result of a call of a tool that is not part of this conversation.]"
 LOGPROBS = "message.output_text.logprobs"
-# Values of "summary" that are echoed although no answer has a summary.
 _SUMMARIES = ("auto", "concise", "detailed")
 _NAMES: Mapping[str, str] = {
     "messages": "input",
@@ -140,9 +139,7 @@ class _ItemConversation:
 
     def __init__(self, names: dict[str, str]) -> None:
         self.gathered = GatheredMessages("assistant", "input", names)
-        # Call id -> name of the function.
         self._called: dict[str, str] = {}
-        # Whether an item sent by id only was dropped.
         self._has_references = False
 
     def add_item(self, item: InputItem, path: str, is_new: bool) -> None:

@@ -20,7 +20,6 @@ USES = ("decode", "tail", "prefill", "speculative", "idle")
 # Tokens that a grammar left no choice for; shown with the speculative ones.
 FORCED = "forced"
 SOURCES = ("pool", "fetched", "restored", "bucket", "prefill", "tail")
-# Keys of :func:`flow`.
 FLOW = ("generated", "prompt", "cached", "sources", "requests", "refused", "first_token", "between_tokens")
 ANSWERED = ("stop", "length")
 CANCELLED = "cancelled"
@@ -91,7 +90,6 @@ def steps(before: ClusterReading | None, now: ClusterReading, component_id: str)
     if min(count, *grown.values()) < 0:
         return None
     total, total_s = sum(grown.values()), (second.steps_ms - first.steps_ms) / 1000
-    # Both come in addition to the one token that each decode gets.
     grown["speculative"] += grown.pop(FORCED)
     return {
         "per_second": count / seconds,

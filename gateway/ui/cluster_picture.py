@@ -16,7 +16,6 @@ from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Values
 from pillion.types import WORKERS, ClusterStatus, ComponentStatus
 
-# Time over which rates are computed; slightly more after a late poll.
 WINDOW_S = 5.0
 # Max age of the reading that rates start from. After a pause of all viewers a mean over minutes would look like one
 # over seconds.
@@ -34,7 +33,6 @@ class ClusterPicture:
 
     def __init__(self, component_id: str) -> None:
         self._component_id = component_id
-        # Readings of the last WINDOW_S, oldest first, or else the newest one before it.
         self._readings: list[ClusterReading] = []
         self._picture: dict[str, Any] = {}
 

@@ -121,7 +121,7 @@ def test_the_longest_text_wherever_sentence_transformers_keeps_it(
         (three(), LAST, {"sentence_bert_config": {"do_lower_case": True}}, "do_lower_case is not supported"),
         (three(), LAST, {"sentence_bert_config": {"query_expansion": {"a": 1}}}, "query_expansion is not supported"),
         (three(), LAST, {"sentence_bert_config": {"modality_config": {"image": {}}}}, "modality_config names no text"),
-        (three(), LAST, {"config_sentence_transformers": {"prompts": {"q": 1}}}, "prompts are no texts"),
+        (three(), LAST, {"config_sentence_transformers": {"prompts": {"q": 1}}}, "prompts is not an object of texts"),
         (three(), LAST, {"config_sentence_transformers": {"default_prompt_name": "q"}}, "there is no prompt 'q'"),
         (three(), LAST, {"config_sentence_transformers": "{"}, "is not valid JSON"),
         (three(), LAST, {"config_sentence_transformers": " " * (MAX_FILE_BYTES + 1)}, "is larger than"),
