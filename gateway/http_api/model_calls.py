@@ -237,10 +237,8 @@ class ModelCalls:
     ) -> None:
         """Answer a call. Raises ApiError.
 
-        Args:
-            read: parses the body ``raw``; its second argument is the request's id.
-            begun: called after the first prompt was validated, counted and admitted.
-            places: called before that for hybrid models.
+        ``read`` parses the body ``raw``; its second argument is the request's id. ``begun`` is called after the first
+        prompt was validated, counted and admitted, and ``places``, for hybrid models, before that.
         """
         arrived = asyncio.get_running_loop().time()
         asked, parent = await self.read(call, read, raw, call.request_id), call.trace_parent()

@@ -80,7 +80,7 @@ def test_compressed_chunks_of_any_size_are_the_body(encoding: str, pack: Callabl
     with pytest.raises(ApiError, match="not whole"):
         reader.whole()
     for wrong in (packed + b"more", b"\x00\xff" * 50, b"{}" * 50):
-        with pytest.raises(ApiError, match="not whole, or not compressed") as error:
+        with pytest.raises(ApiError, match="truncated, or not compressed") as error:
             read(encoding.lower(), wrong)
         assert error.value.status == 400
 

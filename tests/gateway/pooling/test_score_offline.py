@@ -182,5 +182,5 @@ def test_the_scores_of_a_model_of_vectors_are_their_cosines(tmp_path: pathlib.Pa
         query, *others = (torch.tensor(one.outputs.embedding) for one in llm.embed([QUERY, *DOCUMENTS]))
         found = [one.outputs.score for one in llm.score(QUERY, DOCUMENTS)]
         assert found == pytest.approx([float(torch.cosine_similarity(query, one, 0)) for one in others], abs=1e-5)
-        with pytest.raises(InvalidRequest, match="instruction: the model has no place for one"):
+        with pytest.raises(InvalidRequest, match="instruction: the model takes no instruction"):
             llm.score("q", "d", instruction="Look")
