@@ -160,7 +160,7 @@ async def test_a_decode_worker_that_stands_still(tmp_path: pathlib.Path, monkeyp
     async with explained(tmp_path) as fakes:
         await held(fakes.decode.gate, "a stream", lambda: fakes.decode.submits, ask(fakes))
         (bundle,) = await recorded(tmp_path)
-    told(bundle, "decode-0 sent no heartbeat for 1.50 s: it stood still")
+    told(bundle, "decode-0 sent no heartbeat for 1.50 s: it was stopped")
     told(bundle, "were spent in line at decode-0, where 0 answers ran")
 
 
