@@ -161,7 +161,7 @@ async def test_a_decode_worker_that_stands_still(tmp_path: pathlib.Path, monkeyp
         await held(fakes.decode.gate, "a stream", lambda: fakes.decode.submits, ask(fakes))
         (bundle,) = await recorded(tmp_path)
     told(bundle, "decode-0 sent no heartbeat for 1.50 s: it was stopped")
-    told(bundle, "were spent in line at decode-0, where 0 answers ran")
+    told(bundle, "were spent waiting in the queue of decode-0, where 0 answers ran")
 
 
 async def test_a_grammar_that_takes_long_to_compile(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
