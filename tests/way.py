@@ -65,7 +65,7 @@ BACKGROUND = {
     "KVNode/Heartbeat",
     "Heartbeats._beat_node",
     "Heartbeats._beat_registry",
-    "KVNode._judge_silence",
+    "KVNode._watch_silence",
     "LoadExchange._report_now",
     "LoadExchange._tell",
     "NodeDirectory.announce",

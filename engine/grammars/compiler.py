@@ -33,7 +33,7 @@ from pillion.engine.grammars.compiled_grammar import (
 from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.engine.grammars.mask_threads import MaskThreads
 from pillion.errors import BrokenGrammar, InvalidRequest
-from pillion.host.cores import give_way
+from pillion.host.cores import lower_priority
 from pillion.rules.grammar_limits import GRAMMAR_FAULT, PARSER_LIMITS
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._end_ids = tuple(end_ids)
-        self._executor = ThreadPoolExecutor(COMPILE_THREADS, "pillion-grammar", give_way)
+        self._executor = ThreadPoolExecutor(COMPILE_THREADS, "pillion-grammar", lower_priority)
         self._compiled: OrderedDict[bytes, tuple[CompiledGrammar, SharedLexer]] = OrderedDict()
         self._own: WeakSet[CompiledGrammar] = WeakSet()
         self._lock = Lock()

@@ -32,7 +32,7 @@ from pillion.engine.ranks.rank_messages import (
 from pillion.engine.ranks.rank_processes import AbortableMemory
 from pillion.engine.ranks.ranked_backend import ShareBackend
 from pillion.errors import ConfigError, Internal
-from pillion.host.cores import give_way
+from pillion.host.cores import lower_priority
 from pillion.kvstore.client.attachment import Attachment, MapDevice
 from pillion.kvstore.memory.domain import CPU
 from pillion.observability.log_format import set_up_logging
@@ -87,7 +87,7 @@ class Rank:
     def _pack_adapters(self) -> None:
         # Low priority: steps need the cores. The thread still shares the GIL with them.
         try:
-            give_way()
+            lower_priority()
             self._serve(self._packing)
         except BaseException:
             log.exception("this rank's packing failed")

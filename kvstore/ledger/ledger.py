@@ -572,10 +572,10 @@ class Ledger:
 
     def _commit_run(self, holder: Holder, run: CommitRun) -> CommitRunResult:
         try:
-            ticket, hashes = self._judge_run(holder, run)
-            behind = self._judge_state(ticket, run.after, hashes) if run.after else None
+            ticket, hashes = self._check_run(holder, run)
+            behind = self._check_state(ticket, run.after, hashes) if run.after else None
             if behind is None:
-                self._judge_chain(ticket, hashes)
+                self._check_chain(ticket, hashes)
         except InvalidRequest as error:
             return CommitRunResult(refusal=error.message)
         if behind is not None:
@@ -583,7 +583,7 @@ class Ledger:
         slots = [self._seal(holder, ticket, *pair) for pair in zip(run.slots, hashes, strict=True)]
         return CommitRunResult(slots=slots)
 
-    def _judge_run(self, holder: Holder, run: CommitRun) -> tuple[TicketState, list[bytes]]:
+    def _check_run(self, holder: Holder, run: CommitRun) -> tuple[TicketState, list[bytes]]:
         ticket = self.tickets.get(run.ticket_id)
         if ticket is None or holder.epoch not in ticket.holders:
             raise InvalidRequest("the ticket is void, or not held by this epoch")
@@ -596,7 +596,7 @@ class Ledger:
             raise InvalidRequest("a slot is not leased to this epoch")
         return ticket, hashes
 
-    def _judge_state(self, ticket: TicketState, after: bytes, hashes: list[bytes]) -> Block:
+    def _check_state(self, ticket: TicketState, after: bytes, hashes: list[bytes]) -> Block:
         """Return the block that a state is to follow. Raises InvalidRequest unless it is on the ticket's chain and
         ``hashes`` are those of the state's pages."""
         block = self.tree.by_hash.get(after)
@@ -619,7 +619,7 @@ class Ledger:
             self.tree.unpin(held)
         return kept
 
-    def _judge_chain(self, ticket: TicketState, hashes: list[bytes]) -> None:
+    def _check_chain(self, ticket: TicketState, hashes: list[bytes]) -> None:
         """Raise InvalidRequest unless ``hashes`` fit the ticket's chain.
 
         Known blocks come first, each the child of the previous; they are on the ticket's chain or continue it. New

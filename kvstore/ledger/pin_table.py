@@ -37,7 +37,7 @@ MAX_PREFIX_PIN_S = 30 * 86_400.0
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixPinWish:
+class PrefixPinRequest:
     """Request for a prefix pin.
 
     Attributes:
@@ -70,7 +70,7 @@ class PrefixPin:
         hits: tickets at whose admission the whole pinned chain was in the pool and part of theirs.
     """
 
-    wish: PrefixPinWish
+    wish: PrefixPinRequest
     end: Block | None = None
     hits: int = 0
 
@@ -125,7 +125,7 @@ class PrefixPinTable:
         return tuple(self._by_last_hash.get(last_hash, ()))
 
     def pin_prefix(
-        self, wish: PrefixPinWish, now: float, hashes: Sequence[bytes] = (), most_blocks: int = 0
+        self, wish: PrefixPinRequest, now: float, hashes: Sequence[bytes] = (), most_blocks: int = 0
     ) -> PrefixPin:
         """Pin a chain as far as it is in the pool; the rest is pinned as it arrives.
 
@@ -137,10 +137,10 @@ class PrefixPinTable:
 
         Raises InvalidRequest for an inconsistent request, Overloaded beyond a quota; then nothing has changed.
         """
-        self._judge_sense(wish, now, hashes)
+        self._check_form(wish, now, hashes)
         replaced = self._replaced(wish, hashes)
         try:
-            self._judge(wish, replaced, most_blocks)
+            self._check_limits(wish, replaced, most_blocks)
         except Overloaded:
             self.refused_ever += 1
             raise
@@ -240,7 +240,7 @@ class PrefixPinTable:
         if any(count > self.max_owner_blocks for count in self._owner_blocks.values()):
             yield "an owner has more prefix-pinned than it may"
 
-    def _judge_sense(self, wish: PrefixPinWish, now: float, hashes: Sequence[bytes]) -> None:
+    def _check_form(self, wish: PrefixPinRequest, now: float, hashes: Sequence[bytes]) -> None:
         """Raise InvalidRequest for a request that contradicts itself or the pool, or lasts too long."""
         if wish.blocks < 1 or not now < wish.until_s <= now + MAX_PREFIX_PIN_S:
             raise InvalidRequest(f"a pin has at least one block and lasts for up to {MAX_PREFIX_PIN_S:.0f} s")
@@ -252,7 +252,7 @@ class PrefixPinTable:
                 f"the pin's last block is number {last_block.depth + 1} of its chain, not {wish.blocks}"
             )
 
-    def _replaced(self, wish: PrefixPinWish, hashes: Sequence[bytes]) -> list[PrefixPin]:
+    def _replaced(self, wish: PrefixPinRequest, hashes: Sequence[bytes]) -> list[PrefixPin]:
         """Return the prefix pins that a new one replaces."""
         same = self.all.get((wish.owner, wish.name))
         found = [] if same is None else [same]
@@ -263,7 +263,7 @@ class PrefixPinTable:
                     found.append(other)
         return found
 
-    def _judge(self, wish: PrefixPinWish, replaced: Sequence[PrefixPin], most_blocks: int) -> None:
+    def _check_limits(self, wish: PrefixPinRequest, replaced: Sequence[PrefixPin], most_blocks: int) -> None:
         freed = sum(old.wish.blocks for old in replaced)
         owned, total = self._owner_blocks[wish.owner] - freed + wish.blocks, self.blocks - freed + wish.blocks
         bound = min(self.max_owner_blocks, most_blocks or self.max_owner_blocks)
@@ -335,7 +335,7 @@ class PrefixPinTable:
         self._count(wish, -1)
         self._unmark(pin)
 
-    def _count(self, wish: PrefixPinWish, sign: int) -> None:
+    def _count(self, wish: PrefixPinRequest, sign: int) -> None:
         self.blocks += sign * wish.blocks
         self._owner_blocks[wish.owner] += sign * wish.blocks
         self._owner_counts[wish.owner] += sign

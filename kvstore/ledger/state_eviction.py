@@ -38,7 +38,7 @@ MAX_COUNTED = 256
 # Minimum share of a kind, so that states of an unused kind stay long enough to be found.
 LEAST_SHARE = 1 / 16
 # Remembered points of divergence, some 100 bytes each.
-MAX_PARTINGS = 16_384
+MAX_BRANCH_POINTS = 16_384
 
 
 @dataclass(slots=True, eq=False)
@@ -113,7 +113,7 @@ class StateEviction:
         self._kinds = [KindOfState() for _ in range(4)]
         self._shares = [kind.share for kind in self._kinds]
         # Hashes of the blocks after which texts diverge, least recently met first.
-        self._partings: OrderedDict[bytes, None] = OrderedDict()
+        self._branch_points: OrderedDict[bytes, None] = OrderedDict()
 
     def shape(self, num_slots: int) -> None:
         """Set the limit in pages, once the pool's number of slots is known."""
@@ -123,15 +123,15 @@ class StateEviction:
         if match.state is not None:
             state = self._by_page[match.state]
             if state.found:
-                self._part(hashes[match.blocks - 1])
+                self._add_branch_point(hashes[match.blocks - 1])
             state.found = True
             if state in self._idle:
                 self._kinds[state.kind].count(found=True)
         if match.blocks < match.known < len(hashes):
-            self._part(hashes[match.known - 1])
-        if self._partings:
+            self._add_branch_point(hashes[match.known - 1])
+        if self._branch_points:
             for place in range(len(hashes), max(match.known, match.blocks), -1):
-                if hashes[place - 1] in self._partings:
+                if hashes[place - 1] in self._branch_points:
                     return place
         return match.known
 
@@ -143,8 +143,8 @@ class StateEviction:
         assert behind is not None, "a page stands behind a block"
         state = self._by_page.get(behind) or self._by_block.get(behind)
         if state is None:
-            state = self._begun(behind)
-        self._wake(state)
+            state = self._create(behind)
+        self._unmark_idle(state)
         state.pages.append(page)
         state.missing = max(0, state.missing - 1)
         self._by_page[page] = state
@@ -156,7 +156,7 @@ class StateEviction:
             state.pages.remove(block)
             state.missing += 1
             if not state.pages:
-                self._ended(state)
+                self._remove_state(state)
         # The rest of this chain is next, before the ends of others.
         if left is not None and self._is_useless(left) and not (left.ref_count or left.prefix_pins):
             self._useless[left] = None
@@ -211,7 +211,7 @@ class StateEviction:
     def pop(self) -> Block:
         over = self._idle_pages > self._max_pages or not self._useless
         if over and self._idle:
-            block = self._worst((), {}).pages[-1]
+            block = self._next_victim((), {}).pages[-1]
         elif self._useless:
             block = next(iter(self._useless))
         else:
@@ -239,7 +239,7 @@ class StateEviction:
         while useless or len(states) < len(self._idle):
             over = pages > self._max_pages or not useless
             if over and len(states) < len(self._idle):
-                state = self._worst(states, fewer)
+                state = self._next_victim(states, fewer)
                 states[state] = None
                 block = state.pages[-1]
                 pages -= len(state.pages)
@@ -254,14 +254,14 @@ class StateEviction:
                     useless.appendleft(left)
         yield from (block for block in self.plain if block not in gone)
 
-    def _part(self, block_hash: bytes) -> None:
+    def _add_branch_point(self, block_hash: bytes) -> None:
         """Record that texts diverge after a block."""
-        self._partings[block_hash] = None
-        self._partings.move_to_end(block_hash)
-        if len(self._partings) > MAX_PARTINGS:
-            self._partings.popitem(last=False)
+        self._branch_points[block_hash] = None
+        self._branch_points.move_to_end(block_hash)
+        if len(self._branch_points) > MAX_BRANCH_POINTS:
+            self._branch_points.popitem(last=False)
 
-    def _wake(self, state: StoredState) -> None:
+    def _unmark_idle(self, state: StoredState) -> None:
         """Remove a state from the idle ones, if it is there."""
         if state in self._idle:
             del self._idle[state]
@@ -272,7 +272,7 @@ class StateEviction:
         if block.page:
             self._known.remove(block)
             if not block.children:
-                self._wake(self._by_page[block])
+                self._unmark_idle(self._by_page[block])
 
     def _is_useless(self, block: Block) -> bool:
         """Return whether nothing follows a block that is not the last page of a whole state."""
@@ -280,7 +280,7 @@ class StateEviction:
             return False
         return not block.page or self._by_page[block].missing > 0
 
-    def _worst(self, gone: Container[StoredState], fewer: Mapping[Block, int]) -> StoredState:
+    def _next_victim(self, gone: Container[StoredState], fewer: Mapping[Block, int]) -> StoredState:
         """Return the idle state that saves the least, as if the states ``gone`` were evicted, and blocks had ``fewer``
         children."""
         least, worst, rank = 0.0, None, 0
@@ -313,7 +313,7 @@ class StateEviction:
             at = at.parent
         return None if at is None else self._by_block[at]
 
-    def _begun(self, behind: Block) -> StoredState:
+    def _create(self, behind: Block) -> StoredState:
         """Register a state whose first page arrives."""
         state = self._by_block[behind] = StoredState(behind)
         state.before = self._before(behind)
@@ -326,7 +326,7 @@ class StateEviction:
         siblings.add(state)
         return state
 
-    def _ended(self, state: StoredState) -> None:
+    def _remove_state(self, state: StoredState) -> None:
         """Remove a state whose last page was evicted."""
         del self._by_block[state.behind]
         siblings = self._first if state.before is None else state.before.after

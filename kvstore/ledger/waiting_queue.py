@@ -103,7 +103,7 @@ class WaitingQueue:
         Raises Overloaded if the prompt can never fit or the queue is full, Unavailable while the pool has no shape,
         Conflict for a fenced epoch, NotFound for a void one, InvalidRequest for an inconsistent request.
         """
-        self._judge(waiter)
+        self._check_waiter(waiter)
         insort(self._lines.setdefault(waiter.flow.key, []), waiter, key=lambda other: other.place)
         self._by_key[waiter.key] = waiter
         self._counts[waiter.resume] += 1
@@ -191,7 +191,7 @@ class WaitingQueue:
             adopted = self._ledger.adopt(waiter.epoch, ticket.ticket_id, ticket.reserved)
         return Grant(waiter.key, ticket.ticket_id, ticket.blocks, adopted)
 
-    def _judge(self, waiter: Waiter) -> None:
+    def _check_waiter(self, waiter: Waiter) -> None:
         ledger = self._ledger
         ledger.active(waiter.epoch)
         if not ledger.num_slots:

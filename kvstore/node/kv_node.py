@@ -128,9 +128,9 @@ class KVNode:
             raise ConfigError(str(error)) from None
         listening = self._server.address
         self.address = await asyncio.to_thread(advertised, flags.node_advertise, listening, flags.redis_url)
-        await self._directory.refuse_twin(self.address)
+        await self._directory.refuse_duplicate(self.address)
         self._attach.start()
-        self._spawn(self._judge_silence(), "fencing")
+        self._spawn(self._watch_silence(), "fencing")
         if flags.redis_url:
             self._spawn(self._directory.announce(self.record, self._hashes), "announcing")
             following = follow_address(self.address, flags.node_advertise, listening, flags.redis_url, self._moved)
@@ -302,7 +302,7 @@ class KVNode:
         self.address = address
         self._directory.beat_now()
 
-    async def _judge_silence(self) -> None:
+    async def _watch_silence(self) -> None:
         interval_s = self._flags.heartbeat_ms / 2000
         while True:
             await asyncio.sleep(interval_s)

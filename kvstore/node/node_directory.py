@@ -55,7 +55,7 @@ class NodeDirectory:
             self._index = Index(self._flags.redis_url)
         return {hit.node_id: hit.blocks for hit in await self._index.longest_prefix(hashes)}
 
-    async def refuse_twin(self, own_address: str) -> None:
+    async def refuse_duplicate(self, own_address: str) -> None:
         """Raise ConfigError if another node with this id is alive: each would mistake the other's index entries for its
         own.
 

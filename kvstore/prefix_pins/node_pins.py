@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pillion.errors import InvalidRequest, PillionError, Unavailable
 from pillion.kvstore.hashing import split_hashes
 from pillion.kvstore.ledger.ledger import Ledger
-from pillion.kvstore.ledger.pin_table import PrefixPin, PrefixPinWish
+from pillion.kvstore.ledger.pin_table import PrefixPin, PrefixPinRequest
 from pillion.kvstore.prefix_pins.pin_records import PrefixPinRecord, PrefixPinRecords
 from pillion.v1.kvnode_pb2 import ListPrefixPinsReply, ListPrefixPinsRequest, PinPrefixRequest, UnpinPrefixRequest
 from pillion.v1.kvnode_pb2 import PrefixPin as PrefixPinReply
@@ -62,7 +62,7 @@ class NodePrefixPins:
         hashes = split_hashes(request.block_hashes)
         if not hashes or max(map(len, (request.owner, request.name, request.model))) > MAX_NAME_CHARS:
             raise InvalidRequest(f"a pin needs a block, and names of at most {MAX_NAME_CHARS} characters")
-        wish = PrefixPinWish(
+        wish = PrefixPinRequest(
             owner=request.owner,
             name=request.name,
             last_hash=hashes[-1],
@@ -135,7 +135,7 @@ class NodePrefixPins:
     async def _keep_record(self, records: PrefixPinRecords) -> None:
         if not self._read:
             # Before any write, because the record may have pins that this life has not restored yet.
-            self._take_back(await records.read())
+            self._restore(await records.read())
             self._read = True
             # Remove pins from the record that were dropped before it was read.
             self._changed |= bool(self._dropped)
@@ -144,7 +144,7 @@ class NodePrefixPins:
         if self._changed or repeats:
             await self._write(records)
 
-    def _take_back(self, records: list[PrefixPinRecord]) -> None:
+    def _restore(self, records: list[PrefixPinRecord]) -> None:
         now, wall_ms = time.monotonic(), time.time() * 1000
         prefix_pins = self._table
         known_before = len(prefix_pins.all)
@@ -152,7 +152,7 @@ class NodePrefixPins:
             key = record.owner, record.name
             if key in prefix_pins.all or key in self._dropped or record.until_ms <= wall_ms:
                 continue
-            wish = PrefixPinWish(
+            wish = PrefixPinRequest(
                 owner=record.owner,
                 name=record.name,
                 last_hash=record.last_hash,

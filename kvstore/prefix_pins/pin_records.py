@@ -21,7 +21,7 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class PrefixPinRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One prefix pin, as :class:`pillion.kvstore.ledger.pin_table.PrefixPinWish`. ``until_ms`` is Unix time."""
+    """One prefix pin, as :class:`pillion.kvstore.ledger.pin_table.PrefixPinRequest`. ``until_ms`` is Unix time."""
 
     owner: str
     name: str

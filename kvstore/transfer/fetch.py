@@ -69,7 +69,7 @@ class _Fetch:
     ahead: bool = False
     asked: bool = False
     # With states: the caller's ticket, extended to the last state present; ``ticket_id`` is then the fetch's own.
-    goes_on: int = 0
+    extended_ticket: int = 0
     lingering: dict[asyncio.Future[Any], None] = field(default_factory=dict)
 
 
@@ -158,7 +158,7 @@ class Fetcher:
         self._ahead += ahead
         try:
             blocks = await self._bring_all(fetch)
-            if fetch.goes_on:
+            if fetch.extended_ticket:
                 blocks = self._ledger.extend(epoch, ticket_id, hashes).blocks
         finally:
             self._fetches -= 1
@@ -174,7 +174,7 @@ class Fetcher:
 
     def _behind_a_state(self, fetch: _Fetch, pages: int) -> None:
         """Add the state after the last block to a fetch, under a separate ticket that reserves nothing."""
-        fetch.goes_on, fetch.caller = fetch.ticket_id, fetch.epoch
+        fetch.extended_ticket, fetch.caller = fetch.ticket_id, fetch.epoch
         fetch.hashes = [*fetch.hashes, *(state_page(fetch.hashes[-1], page) for page in range(pages))]
         fetch.ticket_id = self._ledger.pin_chain(fetch.epoch, 0, fetch.hashes).ticket_id
 
@@ -351,7 +351,7 @@ class Fetcher:
 
     def _lease(self, fetch: _Fetch, blocks: int) -> tuple[int, ...]:
         """Lease slots for the next blocks; none if memory is short or the caller released its ticket (I8)."""
-        if fetch.goes_on and fetch.goes_on not in self._ledger.tickets:
+        if fetch.extended_ticket and fetch.extended_ticket not in self._ledger.tickets:
             return ()
         if fetch.ahead:
             blocks = min(blocks, len(self._ledger.free), max(0, fetch.left_blocks))

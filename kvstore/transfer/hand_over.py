@@ -31,7 +31,7 @@ Name = TypeVar("Name", bound=Hashable)
 # Bytes requested per call, by which the transfer may be ahead of the rate.
 PIECE_BYTES = 4 * 2**20
 # Consecutive failures after which a node, or a chain, is given up.
-MAX_VAIN_ASKS = 2
+MAX_FAILED_ASKS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +121,8 @@ class HandOver(Generic[Name]):
         # Leading blocks of this chain by staying node, from the index and their answers; None before the look-up.
         self._held: dict[str, int] | None = None
         self._full: set[str] = set()
-        self._vain_asks = 0
-        self._vain: dict[str, int] = {}
+        self._failed_asks = 0
+        self._failed_by_node: dict[str, int] = {}
         self._where: dict[Name, str] = {}
 
     def next(self, now_s: float) -> HandOverLook[Name] | HandOverAsk[Name] | float | None:
@@ -130,7 +130,7 @@ class HandOver(Generic[Name]):
         if now_s >= self.until_s or not self._rooms:
             return None
         if self._chain is None:
-            self._chain, self._held, self._vain_asks = next(self._chains, None), None, 0
+            self._chain, self._held, self._failed_asks = next(self._chains, None), None, 0
         if self._chain is None:
             return None
         if self._held is None:
@@ -169,7 +169,7 @@ class HandOver(Generic[Name]):
         elif not fetched:
             self.failed(ask)
             return False
-        self._vain[ask.node_id] = self._vain_asks = 0
+        self._failed_by_node[ask.node_id] = self._failed_asks = 0
         self._rooms[ask.node_id] -= fetched
         if self._rooms[ask.node_id] <= 0:
             del self._rooms[ask.node_id]
@@ -179,11 +179,11 @@ class HandOver(Generic[Name]):
 
     def failed(self, ask: HandOverAsk[Name]) -> None:
         """Record that the node fetched nothing."""
-        self._vain_asks += 1
-        self._vain[ask.node_id] = self._vain.get(ask.node_id, 0) + 1
-        if self._vain[ask.node_id] >= MAX_VAIN_ASKS:
+        self._failed_asks += 1
+        self._failed_by_node[ask.node_id] = self._failed_by_node.get(ask.node_id, 0) + 1
+        if self._failed_by_node[ask.node_id] >= MAX_FAILED_ASKS:
             del self._rooms[ask.node_id]
-        if self._vain_asks >= MAX_VAIN_ASKS:
+        if self._failed_asks >= MAX_FAILED_ASKS:
             self._give_up()
 
     def leftover(self) -> Iterator[tuple[Name, ...]]:

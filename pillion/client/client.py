@@ -43,7 +43,7 @@ from pillion.client.batch import DEFAULT_CONCURRENCY, Result, check_concurrency,
 from pillion.client.client_requests import Item, Message, Prompt
 from pillion.client.connection import Pem, connect
 from pillion.client.outputs import EmbeddingOutput, EmbeddingRequestOutput, ScoringOutput, ScoringRequestOutput
-from pillion.client.resume import CONNECT_TIMEOUT_S, RESUME_TIMEOUT_S, StreamProgress, goes_on, is_loss
+from pillion.client.resume import CONNECT_TIMEOUT_S, RESUME_TIMEOUT_S, StreamProgress, is_loss, should_retry
 from pillion.errors import Cancelled, DeadlineExceeded, PillionError
 from pillion.net import rpc
 from pillion.types import (
@@ -489,7 +489,7 @@ class Client:
                 raise
             except grpc.RpcError as error:
                 found, spoken = rpc.from_rpc_error(error), rpc.said_by_server(error)
-                if not goes_on(found, spoken, sent, len(self._connection.targets)):
+                if not should_retry(found, spoken, sent, len(self._connection.targets)):
                     raise self._connection.explained(found, found, spoken, number) from None
                 self._leave(number)
         raise AssertionError("the last call returns or raises")

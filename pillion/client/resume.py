@@ -187,7 +187,7 @@ class StreamProgress:
         self._request_id = message.request_id or self._request_id
 
 
-def goes_on(error: PillionError, spoken: bool, sent: int, addresses: int) -> bool:
+def should_retry(error: PillionError, spoken: bool, sent: int, addresses: int) -> bool:
     """Return whether to retry a unary call after ``sent`` calls: once per address, and once more if a stopping gateway
     ended the connection, because others may share its address."""
     ended = not isinstance(error, Unavailable)

@@ -81,7 +81,7 @@ def parse_cores(text: str) -> tuple[int, ...]:
     return tuple(cores)
 
 
-def give_way() -> None:
+def lower_priority() -> None:
     """Make this thread, and threads that it starts, nice, on systems with per-thread niceness."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + BACKGROUND_NICENESS)

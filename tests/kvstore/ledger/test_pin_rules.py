@@ -12,7 +12,7 @@ from pillion.errors import InvalidRequest, Overloaded
 from pillion.kvstore.ledger import pin_table
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import PoolShares
-from pillion.kvstore.ledger.pin_table import MAX_PREFIX_PIN_S, PrefixPinWish
+from pillion.kvstore.ledger.pin_table import MAX_PREFIX_PIN_S, PrefixPinRequest
 from tests.support.scenes import random_scenes
 from tests.support.serving_pool import TEXTS, ServingPool, prompt
 
@@ -28,14 +28,14 @@ Key = tuple[str, str]
 class PinModel:
     """A pin and what became of it."""
 
-    pins: dict[Key, PrefixPinWish] = field(default_factory=dict)
+    pins: dict[Key, PrefixPinRequest] = field(default_factory=dict)
     chains: dict[Key, list[bytes]] = field(default_factory=dict)
     hits: dict[Key, int] = field(default_factory=dict)
     refused: int = 0
     lapsed: int = 0
     hits_ever: int = 0
 
-    def covered(self, wish: PrefixPinWish, chain: list[bytes]) -> list[Key]:
+    def covered(self, wish: PrefixPinRequest, chain: list[bytes]) -> list[Key]:
         """Return the pins that a new one replaces: its namesake, and an owner's ephemeral ones within an ephemeral
         one."""
         key = wish.owner, wish.name
@@ -46,7 +46,7 @@ class PinModel:
                 found.append(other)
         return found
 
-    def is_beyond_a_quota(self, wish: PrefixPinWish, chain: list[bytes], most_blocks: int) -> bool:
+    def is_beyond_a_quota(self, wish: PrefixPinRequest, chain: list[bytes], most_blocks: int) -> bool:
         replaced = self.covered(wish, chain)
         left = {key: one for key, one in self.pins.items() if key not in replaced}
         owned = [one.blocks for (owner, _), one in left.items() if owner == wish.owner]
@@ -55,7 +55,7 @@ class PinModel:
             return True
         return not replaced and (len(owned) >= MAX_OWNER_PINS or len(left) >= MAX_PINS)
 
-    def pin(self, wish: PrefixPinWish, chain: list[bytes]) -> None:
+    def pin(self, wish: PrefixPinRequest, chain: list[bytes]) -> None:
         key = wish.owner, wish.name
         hits = self.hits.get(key, 0)
         for other in self.covered(wish, chain):
@@ -124,7 +124,7 @@ class PinLife:
         rng, model, chain = self.rng, self.model, self.chain()
         until_s, ephemeral = self.now + rng.randint(1, 6), rng.random() < 0.5
         name = rng.choice("wxyz")
-        wish = PrefixPinWish(rng.choice("ab"), name, chain[-1], len(chain), until_s, ephemeral=ephemeral)
+        wish = PrefixPinRequest(rng.choice("ab"), name, chain[-1], len(chain), until_s, ephemeral=ephemeral)
         most = rng.choice([0, 0, 3, 8])
         if model.is_beyond_a_quota(wish, chain, most):
             model.refused += 1
@@ -181,7 +181,7 @@ def test_pins_are_what_was_asked_for(scenes: list[Random]) -> None:
 )
 def test_a_wish_has_a_length_and_a_time(blocks: int, until_s: float, valid: bool) -> None:
     table = ServingPool(SLOTS, PoolShares(*PERCENTS)).ledger.prefix_pins
-    wish = PrefixPinWish("a", "x", prompt(1)[-1], blocks, until_s)
+    wish = PrefixPinRequest("a", "x", prompt(1)[-1], blocks, until_s)
     if valid:
         assert table.pin_prefix(wish, 0.0).blocks == 0
     else:
@@ -193,4 +193,4 @@ def test_a_chain_ends_with_the_block_that_names_it() -> None:
     table = ServingPool(SLOTS, PoolShares(*PERCENTS)).ledger.prefix_pins
     a, b = prompt(1, 2)
     with pytest.raises(InvalidRequest):
-        table.pin_prefix(PrefixPinWish("a", "x", a, 2, 9.0), 0.0, [a, b])
+        table.pin_prefix(PrefixPinRequest("a", "x", a, 2, 9.0), 0.0, [a, b])

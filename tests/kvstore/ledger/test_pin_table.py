@@ -16,7 +16,7 @@ from pillion.kvstore.ledger.pin_table import (
     MAX_OWNER_PREFIX_PINS,
     MAX_PREFIX_PIN_S,
     PrefixPin,
-    PrefixPinWish,
+    PrefixPinRequest,
 )
 from tests.support.examples import examples
 from tests.support.serving_pool import NUM_SLOTS, TOKENS, ServingPool, prompt
@@ -43,7 +43,7 @@ class PinnedPool(ServingPool):
 
     def pin_prefix(self, owner: str, name: str, *tokens: int, ttl_s: float = 100.0, **fields: bool) -> PrefixPin:
         hashes = prompt(*tokens)
-        wish = PrefixPinWish(owner, name, hashes[-1], len(hashes), ttl_s, **fields)
+        wish = PrefixPinRequest(owner, name, hashes[-1], len(hashes), ttl_s, **fields)
         return self.ledger.prefix_pins.pin_prefix(wish, 0.0, hashes)
 
 
@@ -92,7 +92,7 @@ class PinTableLife(RuleBasedStateMachine):
         left = {key: wish for key, wish in self.wished.items() if key not in given_way}
         owned = sum(len(chain) for (whose, _), (chain, _, _) in left.items() if whose == owner) + len(hashes)
         total = sum(len(chain) for chain, _, _ in left.values()) + len(hashes)
-        wish = PrefixPinWish(owner, name, hashes[-1], len(hashes), until_s, ephemeral=ephemeral)
+        wish = PrefixPinRequest(owner, name, hashes[-1], len(hashes), until_s, ephemeral=ephemeral)
         if owned > NUM_SLOTS * PERCENTS[1] // 100 or total > NUM_SLOTS * PERCENTS[0] // 100:
             with pytest.raises(Overloaded):
                 self.prefix_pins.pin_prefix(wish, self.now, hashes)
@@ -225,10 +225,10 @@ def test_a_longer_ephemeral_one_takes_the_place_of_those_that_it_covers() -> Non
 def test_bounds() -> None:
     pool = PinnedPool(num_slots=1000, percents=(90, 60))
     hashes = prompt(1, 2, 3)
-    wish = PrefixPinWish("a", "x", hashes[-1], 3, 10.0)
+    wish = PrefixPinRequest("a", "x", hashes[-1], 3, 10.0)
     with pytest.raises(Overloaded, match="at most 2"):
         pool.ledger.prefix_pins.pin_prefix(wish, 0.0, hashes, most_blocks=2)
-    for bad, now in ((wish, 10.0), (PrefixPinWish("a", "x", hashes[-1], 3, MAX_PREFIX_PIN_S + 1), 0.0)):
+    for bad, now in ((wish, 10.0), (PrefixPinRequest("a", "x", hashes[-1], 3, MAX_PREFIX_PIN_S + 1), 0.0)):
         with pytest.raises(InvalidRequest):
             pool.ledger.prefix_pins.pin_prefix(bad, now)
     for number in range(MAX_OWNER_PREFIX_PINS):
@@ -248,12 +248,12 @@ def test_no_length_is_believed(ephemeral: bool) -> None:
     before = pool.pin_prefix("a", "before", 1, 2, ephemeral=ephemeral)
     for hashes, blocks in (([b], 1), ([a, b], 1), ([a, b, b], 3), ([b, b], 2), ([a, a, b], 2), ([], 1), ([a, b], 3)):
         with pytest.raises(InvalidRequest):
-            prefix_pins.pin_prefix(PrefixPinWish("a", "x", b, blocks, 200.0, ephemeral=ephemeral), 0.0, hashes)
+            prefix_pins.pin_prefix(PrefixPinRequest("a", "x", b, blocks, 200.0, ephemeral=ephemeral), 0.0, hashes)
     assert list(prefix_pins.all.values()) == [before]
     assert before.blocks == prefix_pins.blocks == 2
     # A record may be wrong as well; its chain is not here yet.
-    prefix_pins.pin_prefix(PrefixPinWish("a", "short", c, 1, 200.0), 0.0)
-    prefix_pins.pin_prefix(PrefixPinWish("a", "right", c, 3, 200.0), 0.0)
+    prefix_pins.pin_prefix(PrefixPinRequest("a", "short", c, 1, 200.0), 0.0)
+    prefix_pins.pin_prefix(PrefixPinRequest("a", "right", c, 3, 200.0), 0.0)
     check_integrity(pool.ledger)
     pool.serve(1, 2, 3)
     assert {one.wish.name for one in prefix_pins.of("a")} == {"before", "right"}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pillion.kvstore.hashing import chain_hashes, split_hashes, state_page
 from pillion.kvstore.ledger.integrity import IntegrityError, check_integrity
 from pillion.kvstore.ledger.ledger import Ledger, PoolShares
-from pillion.kvstore.ledger.pin_table import PrefixPinTable, PrefixPinWish
+from pillion.kvstore.ledger.pin_table import PrefixPinRequest, PrefixPinTable
 from pillion.kvstore.ledger.records import Block
 from pillion.kvstore.ledger.state_eviction import StateEviction
 from pillion.v1.kvnode_pb2 import CommitRun
@@ -379,10 +379,10 @@ def test_a_pinned_prefix_keeps_its_state() -> None:
     table = pool.ledger.prefix_pins
     assert isinstance(table, PrefixPinTable)
     early, late = prompt(1, 2, 3), prompt(4, 4, 4)
-    table.pin_prefix(PrefixPinWish("a", "early", early[-1], 3, 10.0), 0.0)
+    table.pin_prefix(PrefixPinRequest("a", "early", early[-1], 3, 10.0), 0.0)
     pool.serve(1, 2, 3)
     pool.serve(4, 4, 4)
-    table.pin_prefix(PrefixPinWish("a", "late", late[-1], 3, 10.0), 0.0, late)
+    table.pin_prefix(PrefixPinRequest("a", "late", late[-1], 3, 10.0), 0.0, late)
     for first in range(10, 20):
         pool.serve(first, 1, 1)
     pool.need(30)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger.ledger import SESSION, Ledger, PoolShares
-from pillion.kvstore.ledger.pin_table import PrefixPinWish
+from pillion.kvstore.ledger.pin_table import PrefixPinRequest
 from pillion.kvstore.transfer.hand_over import (
-    MAX_VAIN_ASKS,
+    MAX_FAILED_ASKS,
     PIECE_BYTES,
     HandOver,
     HandOverAsk,
@@ -147,7 +147,7 @@ def test_a_node_that_takes_nothing_is_asked_no_more() -> None:
             plan.failed(step)
         else:
             plan.answered(step, len(step.chain), len(step.chain))
-    assert asked == ["bad"] * MAX_VAIN_ASKS + ["good"] * 2
+    assert asked == ["bad"] * MAX_FAILED_ASKS + ["good"] * 2
     assert plan.left == [named([1])]
 
 
@@ -246,7 +246,7 @@ def test_tips_cover_a_pool_in_the_reverse_order_of_eviction(prompts: list[list[i
             ledger.commit(epoch, [CommitRun(ticket_id=ticket.ticket_id, slots=slots, block_hashes=b"".join(left))])
         ledger.release(epoch, [ticket.ticket_id])
         if nonce - 1 == pinned:
-            wish = PrefixPinWish("me", "it", hashes[-1], len(hashes), until_s=100.0)
+            wish = PrefixPinRequest("me", "it", hashes[-1], len(hashes), until_s=100.0)
             ledger.prefix_pins.pin_prefix(wish, 0.0, hashes)
     hot_first = list(reversed(list(ledger.tree.policy)))
     tips = warm_tips(hot_first, lambda block: block.parent, lambda block: block.prefix_pins > 0)

@@ -11,7 +11,7 @@ from hypothesis import given
 from pillion.client import resume
 from pillion.client.answer_schema import answer_schema
 from pillion.client.connection import RETRY_ATTEMPTS, RETRY_FIRST_BACKOFF_S, RETRY_MAX_BACKOFF_S
-from pillion.client.resume import StreamProgress, goes_on
+from pillion.client.resume import StreamProgress, should_retry
 from pillion.errors import Cancelled, DeadlineExceeded, Internal, Overloaded, PillionError, Unavailable
 from pillion.types import AnswerSoFar, FinishReason, GenerateRequest, Resume, SamplingParams, StreamOrigin
 from pillion.v1 import common_pb2, gateway_pb2
@@ -248,7 +248,7 @@ def test_a_call_without_a_stream_is_sent_once_to_each_address(error: PillionErro
     addresses = 2
     most = addresses if isinstance(error, Unavailable) else addresses + 1
     sent = 1
-    while goes_on(error, spoken, sent, addresses):
+    while should_retry(error, spoken, sent, addresses):
         sent += 1
         assert sent < 9
     assert sent == (most if is_lost(error, spoken) else 1)
