@@ -76,7 +76,6 @@ class BoxedProcess:
         }
         self._limits = limits
         self._process: Process | None = None
-        # True until the process's first answer.
         self._fresh = True
         self._running: asyncio.Task[dict[str, Any]] | None = None
         self._turn = asyncio.Lock()

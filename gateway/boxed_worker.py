@@ -21,7 +21,6 @@ from typing import Any
 def _read() -> bytes:
     head = sys.stdin.buffer.read(4)
     if len(head) < 4:
-        # End of input: the gateway is gone.
         sys.exit(0)
     return sys.stdin.buffer.read(int.from_bytes(head, "big"))
 

@@ -48,10 +48,8 @@ log = logging.getLogger("pillion.gateway")
 LOOK_INTERVAL_S = 0.1
 # Interval at which copies of named adapters are marked as used, so that they are not evicted.
 USE_INTERVAL_S = KEEP_S / 24
-# Limit on loads and unloads that run or wait; adapter files are copied one at a time.
 MAX_CHANGES_AT_ONCE = 16
 RETRY_AFTER_MS = 1000
-# Limits of checking and copying an adapter's folder.
 LOAD_TIMEOUT_S = 300.0
 MAX_PROCESS_BYTES = 2**30
 
@@ -129,7 +127,6 @@ class AdapterNames:
         self.store = AdapterStore(store_bytes=STORE_BYTES, digest_of=self._process.digest)
         self._spread = AdapterSpread(nodes, self.digests, self.store)
         self._tasks: list[asyncio.Task[None]] = []
-        # Running requests by adapter name.
         self._running: Counter[str] = Counter()
         self.table = NameTable()
         self._version = b""
@@ -288,7 +285,6 @@ class AdapterNames:
                 answer = await self._shared.share(self._version, sent)
                 self.table.merge(sent, answer.values, _now_ms())
                 self._version = answer.version
-                # Send at once what the registry's answer lacks.
                 if not self.table.unsent() or answer.values is None:
                     return
 

@@ -27,9 +27,7 @@ log = logging.getLogger("pillion.gateway")
 
 # Interval of queries to a node while nothing changes, so that its machine's copies count as used.
 ASK_AGAIN_S = 600.0
-# Interval of queries to a node whose machine lacks an adapter.
 RETRY_S = 5.0
-# Nodes tried per adapter, one after the other.
 MAX_ASKED_NODES = 4
 
 

@@ -28,7 +28,6 @@ from pillion.gateway.admission.giving_way import choose, held_by
 from pillion.gateway.admission.tenants import OPEN, BoundMet, ConcurrencyLimit, Tenant
 from pillion.gateway.admission.turns import AdmissionPermit, DepartureRate, ModelTurns, YieldingRequests
 
-# Retry-After while the rate at which answers end is unknown.
 RETRY_AFTER_MS = 1000
 
 
@@ -59,7 +58,6 @@ class Admission:
         self._clock = clock
         self._numbers = itertools.count()
         self._yielding = YieldingRequests()
-        # Rate over all models.
         self._departures = DepartureRate()
         self._queues: dict[str, _ModelQueue] = {}
 

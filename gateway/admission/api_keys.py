@@ -43,12 +43,10 @@ KEY_PREFIX = "plk-"
 KEY_RANDOM_BYTES = 32
 # A user-chosen key is easier to guess than its length suggests; a generated key has 47 characters.
 MIN_KEY_CHARS = 32
-# Tenant of the keys of --api-key.
 PLAIN_TENANT = "api-key"
 MAX_FILE_BYTES = 2**20
 MAX_KEYS = 1024
 MAX_TENANTS = 1024
-# Limit of a tenant's list of models and adapters.
 MAX_MODELS = 1024
 MAX_BOUND = 10**12
 
@@ -158,7 +156,6 @@ def read_keys(path: str) -> Keyring:
     except OSError as error:
         raise ConfigError(f"keys file {path}: {error.strerror}") from error
     except (ConfigError, ValueError, RecursionError) as error:
-        # ValueError: neither TOML nor UTF-8.
         raise ConfigError(f"keys file {path}: {error}") from None
 
 

@@ -42,7 +42,6 @@ class Quotas:
     def __init__(self, shared: SharedBuckets | None = None) -> None:
         self._buckets: dict[tuple[str, str], Bucket] = {}
         self._shared = shared
-        # Amounts not yet reported to Redis, by tenant and quota.
         self._unreported: Counter[tuple[str, str]] = Counter()
         self._tenants: dict[str, Tenant] = {}
         self._reporting: asyncio.Task[None] | None = None
@@ -70,7 +69,6 @@ class Quotas:
             raise
         short = await self._ask(tenant, count, tokens)
         if short is not None:
-            # Redis charged nothing.
             self.give_back_here(tenant, count, tokens or 0, now_s)
             raise used_up(tenant, *short)
 

@@ -22,9 +22,7 @@ TENANT_SHARE = 0.5
 # use by any requests.
 BACKGROUND_SHARE = 0.5
 MINUTE_S = 60.0
-# Names of quotas, which are fields of a tenant, in the order in which they are checked.
 QUOTAS = ("requests_per_minute", "tokens_per_minute")
-# Bytes of a tenant's key at workers.
 FLOW_KEY_BYTES = 16
 
 

@@ -43,15 +43,12 @@ from pillion.gateway.admission.tenants import BACKGROUND_SHARE, Tenant, share_of
 from pillion.rules.priority import OUTPUT_COST
 from pillion.wire.registry import ComponentRecord
 
-# Half-life of the weights in the mean rate at which answers end.
 RATE_HALF_LIFE_S = 10.0
-# Answers that must have ended before waits are predicted.
 MIN_DEPARTURES = 3.0
 # Factor on the expected answer time of a request with a deadline when it is enqueued: predictions are means, and half
 # of the requests that just fit would be late.
 ANSWER_RESERVE = 1.25
 
-# Streams whose last tokens are sampled as signs that workers progress; each has one per step.
 WATCHED_STREAMS = 8
 # Sampled times of tokens: their number, and the shortest silence between two that is recorded.
 MAX_SIGNS = 256
@@ -156,7 +153,6 @@ class DepartureRate:
 
     def __init__(self) -> None:
         self._departures = self._seconds = 0.0
-        # Seconds and departures of the longest gap.
         self._longest = 0.0, 0.0
         self._since_s: float | None = None
 
@@ -298,18 +294,15 @@ class ModelTurns:
         self._departures = DepartureRate()
         self.waiting = FairQueue()
         self.background = FairQueue()
-        # Waiting requests by number.
         self.permits: dict[int, AdmissionPermit] = {}
         # Requests with slots and without a token when last looked at.
         self._prompts: dict[int, AdmissionPermit] = {}
-        # Requests with slots and tokens.
         self._streams: dict[int, AdmissionPermit] = {}
         self._signs_s: deque[float] = deque(maxlen=MAX_SIGNS)
         # Requests that ended since the last prediction, with the number of running answers and the time. Learning from
         # them is deferred, since predictions are needed only for requests with deadlines.
         self._ended: deque[tuple[AdmissionPermit, int, float]] = deque(maxlen=MAX_ANSWERS)
         self.running = 0
-        # Running answers by tenant, without background requests.
         self._running_of: Counter[str] = Counter()
 
     def wait(self, permit: AdmissionPermit, now_s: float) -> None:
@@ -502,7 +495,6 @@ def _served(permit: AdmissionPermit, running: int, now_s: float) -> ServedReques
 
 # Bytes above which a job is large, since it would occupy its thread for long; these take about 20 ms to tokenize.
 SMALL_JOB_BYTES = 64 * 2**10
-# Fixed cost per job, in bytes.
 JOB_BYTES = 1024
 RETRY_AFTER_MS = 1000
 
@@ -527,7 +519,6 @@ class ThreadTurns:
         self._numbers = itertools.count()
         self._lines = {large: FairQueue() for large in (False, True)}
         self._waiting: dict[int, ThreadJob] = {}
-        # Running jobs, by whether they are large.
         self._running: Counter[bool] = Counter()
         self._jobs_of: Counter[str] = Counter()
 

@@ -33,20 +33,15 @@ from pillion.gateway.batches.batch_records import COMPLETION_WINDOW, COMPLETION_
 from pillion.host.locks import try_lock
 
 INPUT_PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
-# Limit on files of all tenants, because listing scans them.
 MAX_FILES = 8192
 MAX_BATCHES = 4096
-# A tenant's share of the folder's bytes, files and batches with --api-keys.
 TENANT_PERCENT = 25
-# Unfinished batches per tenant.
 MAX_OPEN_BATCHES = 100
 MAX_FILENAME_CHARS = 256
 # Concurrent uploads at one gateway, of all tenants and per tenant, and the retry time of a refused one.
 MAX_UPLOADS, TENANT_UPLOADS = 64, 4
 UPLOAD_RETRY_MS = 1000
-# Age without a change at which an unfinished file is taken for abandoned.
 PART_AGE_S = 3600
-# Retry time when a limit of the folder is met: files go when they expire or are deleted.
 FULL_RETRY_MS = 60_000
 # Suffixes of a batch's output files, whose names are fixed, so that writing them again replaces them.
 OUTPUT, ERRORS = "-output", "-errors"
@@ -54,7 +49,6 @@ OUTPUT, ERRORS = "-output", "-errors"
 _FILE_ID = re.compile(r"file-[0-9a-f]{24}(-output|-errors)?")
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 _OWNER_ONLY_FOLDER, _OWNER_ONLY_FILE = 0o700, 0o600
-# Disk errors that mean that nothing more can be written for now.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 T = TypeVar("T")
@@ -150,7 +144,6 @@ class BatchFolder:
         self.path = Path(path)
         self.tenant_percent = tenant_percent
         self.uploads: set[Upload] = set()
-        # Serializes reservations.
         self._lock = threading.Lock()
         self.max_bytes, self.file_bytes, self.keep_s = max_bytes, file_bytes, keep_s
         self._files, self._batches = self.path / "files", self.path / "batches"

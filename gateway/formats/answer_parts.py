@@ -111,7 +111,6 @@ class AnswerParts:
         if self._before:
             begun = self._half + (text if self._half else text.lstrip(_SPACE))
             if not self._half:
-                # Kept elsewhere, in case content follows.
                 self._add(self._texts, text[: len(text) - len(begun)])
             if self._before.startswith(begun):
                 self._half = begun
@@ -160,7 +159,6 @@ class AnswerParts:
         if self.inner:
             self.reasoned()
         elif self.said and self._gap is None:
-            # Keep text before and after a call apart.
             self._gap = "".join(self._held)
         self.mark()
         made = written_id or call_id(self.answer_id, self.answer, self.calls, self.short_ids)
@@ -234,13 +232,11 @@ class PendingText:
 
     def __init__(self) -> None:
         self._text = ""
-        # Next character, and start of the current trial.
         self._at = 0
         self._from: int | None = None
         self._may_reread = MAX_REREAD_CHARS
         self._aside: tuple[Marks, Callable[[str], object], Callable[[], None]] | None = None
         self.ended = False
-        # Whether the answer was cut short, and whether a trial needed more text than there is.
         self._was_cut = self._short = False
 
     def push(self, piece: str) -> None:

@@ -61,7 +61,6 @@ class AnswerReader:
         # Marks that are words begin like other words, so a partial one is text.
         self._marks = Marks(*(mark for mark in marks if mark[0] in "<[]"))
         self._reading = self._read(output_format)
-        # Run the generator up to where it needs text.
         next(self._reading, None)
 
     def push(self, text: str) -> None:

@@ -23,7 +23,6 @@ END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 HARMONY_MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
 FUNCTIONS = "functions."
 ANALYSIS = "analysis"
-# Characters of a header; a function's name has at most 128.
 MAX_HEADER_CHARS = 512
 _IN_HEADER = (MESSAGE, CHANNEL, CONSTRAIN, START)
 _MARK = re.compile("<")
@@ -33,7 +32,6 @@ _HEADER = re.compile(
     rf"\s*(?:<\|start\|>\s*assistant)?{_RECIPIENT.format(name='first')}\s*"
     rf"(?:<\|channel\|>\s*(?P<channel>\w+){_RECIPIENT.format(name='second')})?\s*(?:<\|constrain\|>)?\s*[\w./-]*\s*"
 )
-# Marks that end a message, by themselves or because another one begins.
 _BEHIND = Marks(END, CALL, RETURN, START, CHANNEL)
 
 

@@ -23,7 +23,6 @@ _ARGUMENTS = ("arguments", "parameters")
 # Outside of strings, characters that change the nesting depth. JSON has no "<", so it is a mark.
 _STRUCTURE = re.compile(r'["{}\[\]<]')
 _IN_STRING = re.compile(r'["\\]')
-# Ends of a JSON number or word (true, false, null).
 _BEHIND_WORD = re.compile(r"[,}\] \t\r\n<]")
 _NOT_ID = re.compile(r"[\W_]")
 
@@ -73,7 +72,6 @@ class JsonScan:
 class JsonCalls(CallReader):
     """Parser of calls that are JSON objects between ``begin`` and the optional ``end``."""
 
-    # Keys of a tool's name.
     _names: tuple[str, ...] = ("name",)
 
     def __init__(
@@ -93,7 +91,6 @@ class JsonCalls(CallReader):
     def _after(self, mark: str) -> Generator[None, None, bool]:
         if not (yield from self._calls()):
             return False
-        # White space after a call is not content.
         yield from self._text.past_space()
         yield from self._text.has(self._ends[mark])
         return True
@@ -236,7 +233,6 @@ class XlamCalls(ListCalls):
 
     def read(self) -> Generator[None, None, None]:
         """Parse the whole answer."""
-        # Without a mark it must have a known tool's name, as the answer itself may be JSON.
         self._text.attempt()
         if (yield from self._calls(only_known=True)):
             yield from self._text.past_space()

@@ -22,7 +22,6 @@ from pillion.gateway.formats.answer_parts import AnswerParts, CallReader, Marks,
 from pillion.gateway.formats.json_calls import MAX_NAME_CHARS, NAME, NOT_NAME
 from pillion.gateway.formats.xml_calls import MAX_KEY_CHARS
 
-# Characters of a number or word.
 MAX_WORD_CHARS = 1024
 _BEHIND_KEY = re.compile(r"[\s=:,(){}\[\]<]")
 _BEHIND_WORD = re.compile(r"[\s,)}\]<]")
@@ -74,7 +73,6 @@ def _gemma(begin: str, end: str, quote: str) -> LiteralForm:
     return LiteralForm(begin, end, head="call:", opened="{", closed="}", keyed=":", comma=",", quote=quote)
 
 
-# By vLLM's names.
 LITERAL_FORMS: dict[str, LiteralForm] = {
     "pythonic": LiteralForm("", "", listed=True),
     "llama4_pythonic": LiteralForm("<|python_start|>", "<|python_end|>", listed=True),
@@ -144,7 +142,6 @@ class LiteralCalls(CallReader):
             if (form.listed and character != ",") or not (yield from self._call()):
                 text.give_up(self._parts.content)
                 break
-        # White space after calls is not content.
         yield from text.past_space()
         yield from text.has(form.end)
         return True
@@ -277,7 +274,6 @@ class _TextScan:
     def spelled(self, piece: str) -> str:
         """Return the next piece as part of a JSON string; a partial escape is held back."""
         text, self._held = self._held + (piece[:-1] if self.ended else piece), ""
-        # An escape has at most 10 characters, a pair 12.
         begun = None if self.ended else _BEGUN.search(text, max(0, len(text) - 12))
         # A backslash after another one begins nothing.
         if begun is not None and (begun.start() - len(text[: begun.start()].rstrip("\\"))) % 2 == 0:

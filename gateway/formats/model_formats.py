@@ -131,7 +131,6 @@ class ModelFormats:
         try:
             text = json.dumps(parsed(tag), ensure_ascii=False)
         except (ValueError, RecursionError):
-            # Refused when its grammar is made.
             return {}
         # An iterator, since a single findall would block other threads.
         found = (match[0] for match in MARK.finditer(text))
@@ -200,7 +199,6 @@ def parser_names(template: str, tool_parser: str, reasoning_parser: str) -> tupl
     tools = _chosen("--tool-call-parser", tool_parser, TOOL_FORMATS, TOOL_ALIASES, _tools_in(template))
     marked = next((name for name, form in REASONING_FORMATS.items() if form.is_in(template)), NONE)
     reasoning = _chosen("--reasoning-parser", reasoning_parser, REASONING_FORMATS, REASONING_ALIASES, marked)
-    # In channels, calls and reasoning have one format.
     if reasoning == HARMONY and tool_parser == AUTO:
         tools = OPENAI
     if tools == OPENAI and reasoning_parser == AUTO:

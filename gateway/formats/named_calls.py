@@ -47,7 +47,6 @@ class NamedForm:
 
 DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
-# By vLLM's names.
 NAMED_FORMS: dict[str, NamedForm] = {
     "deepseek_v3": NamedForm(*_DEEPSEEK, kind=f"function{DEEPSEEK_SEPARATOR}", fenced=True),
     "deepseek_v31": NamedForm(*_DEEPSEEK, separator=DEEPSEEK_SEPARATOR),
@@ -74,7 +73,6 @@ class NamedCalls(JsonCalls):
         if not (yield from self._named(mark)):
             return False
         for end in (self._form.end, self._form.end_section):
-            # White space around marks is not content.
             yield from self._text.past_space()
             yield from self._text.has(end)
         return True

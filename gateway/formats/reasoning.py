@@ -83,7 +83,6 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "hunyuan_a13b": replace(_THINK, answer=("<answer>", "</answer>"), found=("</think>", "</answer>")),
     "ernie45": replace(_THINK, answer=("<response>", "</response>"), found=("</think>", "</response>")),
     "qwen3": _THINK,
-    # Other models with the same marks.
     **dict.fromkeys(("deepseek_v3", "hy_v3"), _THINK),
     # Models that reason unless their prompt disables it, and omit the first mark.
     **dict.fromkeys(
@@ -106,7 +105,6 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
     HARMONY: ReasoningFormat(f"{CHANNEL}{ANALYSIS}{MESSAGE}", f"{CHANNEL}final{MESSAGE}", channels=HARMONY_MARKS),
 }
 
-# SGLang's names.
 REASONING_ALIASES = {
     "deepseek-r1": "deepseek_r1",
     "deepseek-v3": "deepseek_v3",

@@ -23,7 +23,6 @@ from pillion.gateway.formats.literal_calls import LITERAL_FORMS, LiteralCalls
 from pillion.gateway.formats.named_calls import DEEPSEEK_SEPARATOR, FENCE, NAMED_FORMS, NamedCalls
 from pillion.gateway.formats.xml_calls import END_TOOL_CALL, MINIMAX, TOOL_CALL, XML_FORMS, XmlCalls
 
-# Schemas of arguments, by tool.
 ToolSchemas = Mapping[str, Mapping[str, Any]]
 
 
@@ -52,7 +51,6 @@ class ToolFormat:
 
 
 GENERIC, OPENAI = "generic", "openai"
-# Texts that identify chat templates, by format.
 _XML_FOUND = {
     "glm45": ("<arg_key>",),
     "minimax_m2": ("<minimax:tool_call>",),
@@ -72,7 +70,6 @@ _NAMED_FOUND = {
 COHERE, PHI4_MINI, APERTUS, XLAM = "cohere_command3", "phi4_mini_json", "apertus", "xlam"
 INTERNLM, INTERNLM_MARKS = "internlm", ("<|action_start|><|plugin|>", "<|action_end|>")
 _HERMES = partial(JsonCalls, begin=TOOL_CALL, end=END_TOOL_CALL)
-# Example in the system prompts for calls in Python's notation.
 _EXAMPLE = "func_name1("
 _LITERAL_FOUND = {
     "gemma4": ("<|tool_call>", "call:"),
@@ -159,7 +156,6 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     OPENAI: ToolFormat(CHANNEL, CALL, HarmonyAnswer, ((CHANNEL, FUNCTIONS),), HARMONY_MARKS, inner=HARMONY_MARKS),
     GENERIC: ToolFormat(TOOL_CALL, END_TOOL_CALL, _HERMES),
 }
-# Further names in vLLM and SGLang.
 TOOL_ALIASES = {
     "apertus2509": "apertus",
     "deepseekv3": "deepseek_v3",

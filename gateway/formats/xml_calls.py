@@ -19,12 +19,9 @@ from pillion.gateway.formats.answer_parts import MAX_HELD_CHARS, AnswerParts, Ca
 from pillion.gateway.formats.json_calls import NAME, JsonScan
 
 TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
-# Token before each element of MiniMax M3.
 MINIMAX = "]<]minimax[>["
 MAX_KEY_CHARS = 256
-# Nesting depth of elements.
 MAX_DEPTH = 32
-# Parameters whose types are cached, per answer.
 _KEPT_TYPES = 1024
 
 
@@ -96,7 +93,6 @@ class XmlForm:
         return 0 < len(word) <= MAX_KEY_CHARS and not self.behind_word.search(word)
 
 
-# Qwen's forms of a call and of a parameter.
 _FUNCTION = ("<function=NAME>…</function>", "<parameter=KEY>TEXT</parameter>")
 
 
@@ -113,7 +109,6 @@ def _form(calls: str, call: str, parameter: str, **more: Any) -> XmlForm:
     )
 
 
-# By vLLM's names.
 XML_FORMS: dict[str, XmlForm] = {
     "hy_v3": _form(
         "<tool_calls>…</tool_calls>",
@@ -158,7 +153,6 @@ XML_FORMS: dict[str, XmlForm] = {
     "qwen3_coder": _form(f"{TOOL_CALL}…{END_TOOL_CALL}", *_FUNCTION, lines=True),
 }
 _MARK = re.compile("<")
-# Values of an empty element, by type; else it is a string.
 _EMPTY = {"string": '""', "array": "[]", "object": "{}", "null": "null"}
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _NO_STRING = {"boolean", "number", "object", "array", "null"}
@@ -231,7 +225,6 @@ class XmlCalls(CallReader):
     def _parameter(self, name: str, opened: str) -> Generator[None, None, bool]:
         """Parse the next parameter of the tool ``name``; return False if there is none."""
         text, parts = self._text, self._parts
-        # White space in a call is not content.
         yield from text.past_space()
         text.attempt()
         key, kind = (yield from self._key()) if (yield from text.has(self._form.parameter)) else ("", "")
@@ -317,7 +310,6 @@ class _Value:
         self._give = give
         self._held: list[str] = []
         self._held_chars = 0
-        # Converts the text that arrives; None while it is held.
         self._spell: Callable[[str], str] | None = None
         # Marks within JSON strings are text; None if the text is not JSON.
         self._scan = None if "string" in types else JsonScan()

@@ -25,7 +25,6 @@ _WRITTEN = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
 # class too.
 _ASCII_SETS = {r"\d": "[0-9]", r"\w": "[0-9A-Za-z_]", r"\s": r"[\t-\r ]"}
 _ASCII_SETS |= {name.upper(): f"[^{members[1:]}" for name, members in _ASCII_SETS.items()}
-# Name of the grammar that refers to the others.
 _ROOT = "answer"
 
 

@@ -22,15 +22,11 @@ from pillion.rules.grammar_limits import PARSER_LIMITS
 from pillion.tasks import end_tasks
 from pillion.types import StructuredOutputs
 
-# CPU time per grammar; a schema of 80 KB takes 0.2 s.
 COMPILE_CPU_S = 2.0
-# Wall-clock time per grammar on a busy machine, or for loading a large tokenizer.
 COMPILE_WALL_S = 60.0
 COMPILE_MEMORY_BYTES = 2 * 2**30
 MAX_WAITING_GRAMMARS = 64
-# Cached results, by the grammar's hash.
 MAX_KNOWN_GRAMMARS = 4096
-# Retry time after the checking process has died; it is restarted.
 RETRY_AFTER_MS = 1000
 _HANDLER = Path(__file__).with_name("grammar_worker.py")
 

@@ -20,14 +20,11 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 # Stack size, smaller than that of a worker's threads, so that no grammar that is valid here overflows there.
 STACK_BYTES = 2 * 2**20
-# Tokens for which each grammar is followed.
 TRIAL_TOKENS = 8
 # Lower priority than all threads that compute for streams, so that checks never delay them.
 NICENESS = 10
-# CPU time for finding the place of an error in a schema.
 SEARCH_CPU_S = 0.4
 MAX_REASON_CHARS = 300
-# Keywords of JSON Schema with subschemas: as an object's values, as list items, or a single one.
 _NAMED, _LISTED, _ALONE = (
     ("properties", "patternProperties"),
     ("anyOf", "oneOf", "allOf", "prefixItems", "items"),
@@ -44,8 +41,6 @@ _SAID = {
     "oneOf constraints are not supported": "more than one of these may hold at once; anyOf allows that",
     "NoExtensionBias": "no text fits it",
 }
-# In Lark: the name of a terminal's definition, an expression, the first rule's name, and a schema, which is in one
-# line.
 _TERMINAL = re.compile(r"^[ \t]*(_?[A-Z][A-Z0-9_]*)(?:\.-?\d+)?(?:\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
 _EXPRESSION = re.compile(r"/(?:[^/\\\n]|\\.)+/[a-z]*")
 _START = re.compile(r"\bstart\b")

@@ -29,7 +29,6 @@ from pillion.gateway.grammars.schema_places import (
     with_inner,
 )
 
-# Keywords from any draft that cannot be enforced.
 UNSUPPORTED = frozenset(
     {
         *("not", "if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas", "propertyNames"),
@@ -37,16 +36,13 @@ UNSUPPORTED = frozenset(
         *("$dynamicRef", "$recursiveRef", "extends", "disallow", "divisibleBy"),
     }
 )
-# Nesting depth of objects and lists; llguidance reads a few levels more.
 MAX_SCHEMA_DEPTH = 100
 # llguidance computes numbers as floats, and integers as int64.
 MAX_INTEGER = 2**63 - 1
-# Keywords that do not affect what a reference beside them means for arguments.
 _BESIDE_REFERENCE = frozenset(
     {"title", "description", "default", "examples", "$schema", "$comment", "$defs", "definitions", "components", "type"}
 )
 _LISTS_MEMBERS = _BESIDE_REFERENCE | {"properties", "required"}
-# Passes in which unenforceable parts of a schema are removed.
 MAX_PASSES = 8
 MAX_VIOLATIONS = 8
 # Limit of multiples of a fraction that are enforced as multiples of an integer; llguidance needs a state per number
@@ -57,11 +53,8 @@ BESIDE = 1e-9
 # White space only as in Python's json, so that no model can write blanks forever, and separators need no sampling.
 _WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _OPTIONS = "x-guidance"
-# JSON's short escapes; all others are "\u" with four digits.
 _SHORT_ESCAPES = 'nrbtf\\"'
-# Formats that can be enforced.
 FORMATS = frozenset({"date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
-# Values of additionalProperties that allow any further property, or none.
 _FREE: tuple[Any, ...] = (None, True, False, {})
 # All names without control characters. Anchored, since unanchored patterns make masks slow.
 _FURTHER = r"^[^\x00-\x1f\x7f]*$"
@@ -244,7 +237,6 @@ def without(schema: Any, place: str) -> Any:
         return _replaced(schema, path, _lacking(node, keyword))
     if path and node != (bare := _type_of(node)):
         return _replaced(schema, path, bare)
-    # Nothing more can be removed from this schema.
     return {}
 
 

@@ -25,7 +25,6 @@ Range = tuple[int, int]
 _LAST = 0x10FFFF
 _DIGITS = ((0x30, 0x39),)
 _WORDS = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
-# White space and line ends of ECMA-262.
 _LINE_ENDS = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 _BLANKS = (
     *((0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029)),
@@ -55,9 +54,7 @@ _CLASS = rf"\[(\^?)((?>(?:{_ESCAPE}|[^\]\\])*))(\]?)"
 _GROUP = r"\(\?(?>P?<[A-Za-z_$][\w$]{0,63}>|([a-zA-Z-]{1,16})[:)])"
 _PART = re.compile(rf"{_CLASS}|{_GROUP}|({_ESCAPE})|.", re.DOTALL)
 _FLAGS = re.compile(r"[ims]*(-[ims]+)?[:)]?")
-# A quantifier.
 _TIMES = re.compile(r"(?:([?*+])|\{(\d{1,4})(?:(,)(\d{0,4}))?\})\??")
-# A character or range in a class.
 _MEMBER = re.compile(rf"({_ESCAPE}|.)(?:(-)({_ESCAPE}|.))?", re.DOTALL)
 
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"
@@ -68,7 +65,6 @@ _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|
 _DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
 # Without leap seconds, which exist only in some years, at one time of day.
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
-# Formats that llguidance only approximates.
 FORMAT_PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[tT]{_TIME}$"}
 
 

@@ -21,11 +21,9 @@ from pillion.gateway.grammars.schema_places import at_pointer, pointer
 MAX_COUNTED_CHARS = 1024
 MAX_COUNTED_ITEMS = 64
 _LISTED = ' "," '
-# A key that is not in the schema.
 KEY = rf"/[A-Za-z_][A-Za-z0-9_]{{0,{MAX_KEY_CHARS - 1}}}/"
 _WORDS = {True: "True", False: "False", None: "None"}
 _PLAIN_KEY = re.compile(r"[^\s=:,(){}\[\]<\"']+")
-# Keywords that Gemma's notation does not support, and those that no keyword notation supports beside properties.
 UNFOLLOWED = ("allOf", "prefixItems", "additionalItems", "patternProperties", "minProperties", "maxProperties")
 BESIDE_MEMBERS = (*UNFOLLOWED, "anyOf", "oneOf", "$ref", "enum", "const")
 _NUMBERS = ("type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")

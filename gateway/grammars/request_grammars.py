@@ -94,12 +94,10 @@ def _leave_out(error: InvalidRequest, left_out: dict[int, list[str]], free: Sequ
     found = _PARAMETERS.match(violation.field) if violation is not None else None
     place = violation.place if isinstance(violation, SchemaViolation) else ""
     number = int(found[1]) if found is not None else -1
-    # Without a field, any of them may be the cause.
     last = last or (violation is not None and not violation.field)
     if (number not in free and not last) or all("" in left_out.get(one, ()) for one in free):
         return False
     if last or place in left_out.get(number, ()):
-        # A second error at one place cannot be fixed there.
         left_out |= {one: [""] for one in (free if last or "" in left_out[number] else [number])}
     else:
         left_out.setdefault(number, []).append(place)

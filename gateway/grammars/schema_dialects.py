@@ -27,13 +27,11 @@ from pillion.gateway.grammars.schema_places import (
 
 Path = tuple[str | int, ...]
 
-# Passes in which definitions are moved to where schemas are allowed, and limit on schemas moved per pass.
 MAX_PASSES = 8
 MAX_MOVED = 10_000
 
 TYPES = ("string", "number", "integer", "boolean", "null", "object", "array")
 TYPE_OF = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
-# Types by name and alias, in lower case; "" for any type.
 _TYPES = {one: one for one in TYPES} | {
     "str": "string",
     "int": "integer",
@@ -48,14 +46,12 @@ _TYPES = {one: one for one in TYPES} | {
     "type_unspecified": "",
 }
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties", "minContains")
-# Keywords with null as a value; elsewhere it means absence.
 _VALUES = ("const", "default", "example", "examples")
 _ANNOTATIONS = frozenset({"title", "description", "$comment", "default", "examples", "example", "deprecated"})
 _APPLIED = frozenset({"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef", "if", "dependentSchemas"})
 _REFERENCES = frozenset(
     {"$ref", "$dynamicRef", "$recursiveRef", "$id", "$anchor", "$dynamicAnchor", "$recursiveAnchor"}
 )
-# Values of keywords without effect.
 _FREE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), ({},)),
     **dict.fromkeys(("unevaluatedProperties", "unevaluatedItems"), ({}, True)),
@@ -64,13 +60,10 @@ _FREE: dict[str, tuple[Any, ...]] = {
     "not": (False,),
     "allOf": ([],),
 }
-# Keywords without effect unless one of the others is present.
 _TOGETHER = {"then": ("if",), "else": ("if",), "minContains": ("contains",), "maxContains": ("contains",)}
 _DRAFTS = re.compile(r"https?://json-schema\.org/(draft-0[3467]|draft/20(19-09|20-12))/schema#?")
 _DEFINITIONS = ("$defs", "definitions")
-# A part of a pattern: an escape, a class of characters, or one character.
 _PART = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
-# A look-ahead for a text of only these characters.
 _ONLY = re.compile(r"\^?(\\[dDsSwW]|\[\^?(?:\\.|[^\]\\])+\])\*\$")
 
 

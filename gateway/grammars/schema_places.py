@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, unquote
 
-# Keywords with subschemas: in an object, in a list, or single.
 NAMED = ("properties", "patternProperties", "$defs", "definitions")
 LISTED = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 ALONE = ("items", "additionalItems", "additionalProperties")
-# Schemas visited to find endless references; beyond that, llguidance has to.
 MAX_REFERENCE_STEPS = 50_000
 
 

@@ -19,17 +19,13 @@ from dataclasses import dataclass
 from pillion.errors import FieldViolation, InvalidRequest
 from pillion.gateway.grammars.answer_grammar import expression
 
-# Characters that JSON escapes, with the text after the backslash.
 _ESCAPES = {one: json.dumps(one)[2:-1] for one in ['"', "\\", *map(chr, range(0x20))]}
-# Control characters without a short escape are grouped.
 _SHORT = '"\\\b\t\n\f\r'
 _ESCAPES = {one: _ESCAPES[one] for one in [*_SHORT, *sorted(set(_ESCAPES) - set(_SHORT))]}
 _LONG = "|".join(spelling for one, spelling in _ESCAPES.items() if one not in _SHORT)
 _PLAIN = r'[^"\\\x00-\x1f]'
-# Characters of a grammar, and of a class in it; each may become a hundred.
 MAX_CHARS = 16_384
 MAX_CLASS_CHARS = 256
-# Nesting depth of groups in an expression.
 MAX_DEPTH = 50
 _TOKEN = re.compile(
     r"""(?P<comment>(?:\#|//)[^\n]*)
@@ -43,7 +39,6 @@ _TOKEN = re.compile(
     |(?P<name>\w[\w-]*+)""",
     re.VERBOSE,
 )
-# Parts of an expression: a class without a nested one, an escape, a group's beginning, a quantifier, or a character.
 _PART = re.compile(
     r"(?P<set>\[\^?\]?(?>(?:\\.|[^\]\\])*)(?:\]|\Z))|\\(?P<escape>x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[pP]\{[^{}]{1,64}\}|[pP].|.)"
     r"|\((?P<group>\?(?:P?<\w+>|[a-z-]*[:)]))|(?P<often>[*+?]|\{\d+(?:,\d*)?\})(?P<lazy>[?+]?)|(?P<one>.)",
@@ -55,7 +50,6 @@ _OPERATORS = re.compile(r"\[|&&|--|~~|\\[pPxu]\{|\\[bBAz]")
 # Properties of letters, numbers and marks, none of which JSON escapes.
 _LETTERS_OF = re.compile(r"p(?:[LMN]|\{(?:[LMN][a-z]?|Letter|Number|Mark|Alphabetic)\})")
 _NUMBER = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
-# Terminals of Lark's grammar "common", except comments and strings.
 _COMMON = {
     "DIGIT": "[0-9]",
     "HEXDIGIT": "[a-fA-F0-9]",
@@ -228,7 +222,6 @@ def _written(nodes: Sequence[_Node], caseless: str, ends: bool = True) -> str:
     for node, following in zip(nodes, [*nodes[1:], None], strict=True):
         last = ends if following is None else isinstance(following, _Set) and not following.plain
         if isinstance(node, _Set) and not node.escaped:
-            # Adjacent characters are one terminal.
             word += node.plain
             if isinstance(following, _Set) and not following.escaped:
                 continue

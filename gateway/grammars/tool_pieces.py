@@ -362,7 +362,6 @@ class _XmlWriter(_TaggedWriter):
         self.members_alone(schema, number)
         parts = self._parameters(f"parameter_{number}", schema, schema, number)
         if not parts and schema.get("additionalProperties") is not False:
-            # A schema without parameters allows any.
             name = f"parameter_{number}"
             key = f'/[^<>\\/"\\n][^<>"\\n]{{0,{MAX_KEY_CHARS - 1}}}/'
             behind = f'{key} ">"' if form.nested else self.line
@@ -576,7 +575,6 @@ class _LiteralWriter(_TaggedWriter):
             return f"{head} {literal(INPUT + form.keyed)} {self._input(*grammar, number, values)} {end}"
         self.members_alone(schema, number)
         if form.quote:
-            # Refuses an invalid schema.
             self.json(schema, number)
             return f"{head} {values.pairs(schema, name)} {end}"
         return f"{head} {self._pairs(schema, number, name)} {end}"

@@ -27,7 +27,6 @@ from pillion.wire.registry import FOREIGN, ComponentRecord
 
 log = logging.getLogger("pillion.gateway")
 
-# Time for which a component is avoided after a failed call.
 SUSPECT_S = 2.0
 # Age of a heartbeat above which a component counts as stalled; heartbeats come every second.
 STILL_MS = 2000
@@ -53,19 +52,15 @@ class ClusterView:
         self.version = 0
         self.places = 0
         self._records: dict[str, ComponentRecord] = {}
-        # When each record was received, and records without load because they are old.
         self._taken_s: dict[str, float] = {}
         self._outdated: set[str] = set()
-        # Begin and end of each component's last stall.
         self._still_s: dict[str, tuple[float, float]] = {}
         # Ids by role and model, and by node. Dictionaries serve as ordered sets.
         self._groups: dict[tuple[str, str], dict[str, None]] = {}
         self._on_node: dict[str, dict[str, None]] = {}
         self._answer: dict[str, ComponentRecord] = {}
-        # Records of the last answer with an incompatible protocol.
         self._foreign: dict[str, ComponentRecord] = {}
         self._answered_s = 0.0
-        # When vanished records were last listed, and when records were last held.
         self._vanished: dict[str, float] = {}
         self._held: dict[str, float] = {}
         self._suspects: dict[str, float] = {}
@@ -77,7 +72,6 @@ class ClusterView:
         for component_id, record in answer.items():
             if self._answer.get(component_id) is record:
                 continue
-            # Protocol versions that differ by at most one are compatible.
             if abs(record.protocol - PROTOCOL) <= 1:
                 self._take(record, now)
                 self._foreign.pop(component_id, None)
@@ -237,9 +231,8 @@ def _group(record: ComponentRecord) -> tuple[str, str]:
 
 
 # Limit on workers per role for planning one request. If there are more, half of the choice is by cached prefix; the
-# rest # rotates, so that gateways do not all choose the least loaded worker by the same heartbeat.
+# rest rotates, so that gateways do not all choose the least loaded worker by the same heartbeat.
 MAX_CANDIDATES = 32
-# Limit on the workers of these that are chosen for having the request's adapter.
 MAX_READY = 8
 # Distance between the starting points of two requests; prime, so that every worker is chosen in time.
 TURN = 7919
@@ -292,7 +285,6 @@ def choose_by_hits(
     """
     names = sorted(hits)
     first = spread % len(names) if names else 0
-    # Best nodes first; ties rotate.
     best = sorted((*names[first:], *names[:first]), key=lambda node_id: -hits[node_id])
     decodes = choose("decode", best)
     if not decodes:
@@ -302,7 +294,6 @@ def choose_by_hits(
     return decodes, prefills, list(dict.fromkeys((*near, *(one.node_id for one in prefills), *best)))
 
 
-# Assumed time to load an adapter.
 ADAPTER_LOAD_S = 0.1
 
 

@@ -24,7 +24,6 @@ from typing import NamedTuple
 from pillion.engine.scheduling.step_model import MIN_TAIL_TOKENS, StepModel
 from pillion.wire.registry import ComponentRecord
 
-# Seconds of the call that starts a prefill range on one machine, and of the acknowledgement of each chunk.
 SPAN_CALL_S = 0.003
 CHUNK_CALL_S = 0.001
 # Assumed time of a fetch's call between nodes without a measurement, and bandwidth without any measurement.
@@ -33,24 +32,18 @@ DEFAULT_BYTES_PER_S = 1e9
 # Minimum time limit of a fetch, which may otherwise take as long as computing its blocks. So a failed fetch at most
 # doubles the time, or adds LEAST_FETCH_S.
 LEAST_FETCH_S = 0.1
-# Step size below which a fitted cost model says nothing about chunks.
 MIN_CHUNK_SEEN_TOKENS = 64
-# Target inter-token latency of a decode worker without one.
 DEFAULT_TARGET_S = 0.1
 # Time for which a reported queue is assumed to shrink: a worker that is silent for longer may compute nothing.
 MAX_REPORT_FADE_S = 2.0
 # Ratio to the median worker's predictions beyond which the median worker's model is used instead: an absurd fit must
 # neither attract nor repel all requests.
 MAX_ODDS = 16.0
-# Length of the prefill range by whose predicted time cost models are compared.
 COMPARED_TOKENS = 512
-# Cached comparisons of cost models; plans are made more often than heartbeats bring new models.
 MAX_COMPARED = 4096
-# Tokens that a running stream is assumed to generate before it ends.
 ASSUMED_ANSWER_TOKENS = 128
 # Assumed prompt position of queued tokens, and context of a stream without a heartbeat.
 ASSUMED_POSITION = 512
-# Assumed limits of tokens and streams per step until a worker reports them.
 ASSUMED_STEP_TOKENS = 256
 ASSUMED_SLOTS = 64
 

@@ -26,9 +26,7 @@ from pillion.gateway.planning.cluster_view import NO_STATES, ClusterSnapshot, St
 from pillion.gateway.planning.split_decision import Fetched, Route, SplitDecision, choose
 from pillion.wire.registry import ComponentRecord
 
-# Blocks worth a fetch; fewer are computed.
 MIN_FETCH_BLOCKS = 1
-# Nodes that one fetch may ask.
 MAX_FETCH_SOURCES = 4
 
 

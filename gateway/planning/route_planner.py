@@ -15,9 +15,7 @@ from pillion.gateway.planning.cluster_view import ClusterSnapshot
 from pillion.gateway.planning.plan_cost import FetchCost
 from pillion.gateway.planning.planner import RequestPlan, make_plan
 
-# Time for which a worker counts as loading an adapter; its heartbeat lists the adapter within a second.
 SENT_COUNTS_S = 5.0
-# Limit on recorded adapters, most recently sent first.
 MAX_SENT_ADAPTERS = 1024
 
 
@@ -25,7 +23,6 @@ class SentAdapters:
     """Adapters recently sent to workers. Times are passed in, in seconds."""
 
     def __init__(self) -> None:
-        # By digest: until when each worker counts as loading it. Most recently sent last.
         self._until_s: dict[str, dict[str, float]] = {}
 
     def note(self, digest: str, component_ids: Set[str], now: float) -> None:
@@ -62,7 +59,7 @@ class FetchPace:
     HALVING_S = 60.0
     MAX_HALVINGS = 10
     # Fetches of similar sizes do not separate the time per call from that per block. So the least squares include a
-    # line # through the origin, with this share of the squared mean size as its weight.
+    # line through the origin, with this share of the squared mean size as its weight.
     PROPORTIONAL = 0.01
 
     def __init__(self) -> None:
@@ -116,7 +113,6 @@ class FetchPaces:
         anywhere: speed over all pairs, assumed for unmeasured ones.
     """
 
-    # Limit on pairs; the least recently measured is dropped.
     MAX_PAIRS = 4096
 
     def __init__(self) -> None:

@@ -38,9 +38,8 @@ from pillion.wire.registry import ComponentRecord
 # would never be used.
 LEARNING_FACTOR = 2.0
 # Decode workers that are compared: those with the fewest tokens before the request's, by their speeds. With one, a
-# tenth # fewer requests of simulated loads are good at 1.2 a second per worker.
+# tenth fewer requests of simulated loads are good at 1.2 a second per worker.
 MAX_WEIGHED = 4
-# Tokens per stream when decode workers are ranked.
 STREAM_TOKENS = 16
 
 
@@ -157,7 +156,6 @@ def choose(
     best = _prefill_sides(snapshot, models, prefills, weighed)
     held = {name: min(blocks, snapshot.limit_blocks) for name, blocks in hits.items() if name in nodes}
     routes = [_route(snapshot, component, models.of(component), best, held) for component in weighed]
-    # Ties: the first, in an order rotated by the request's number.
     chosen = min(routes, key=lambda route: route.price_s)
     words = _why(snapshot, chosen, decodes)
     node_id = chosen.decode.component.node_id

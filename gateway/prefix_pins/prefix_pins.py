@@ -45,12 +45,10 @@ T = TypeVar("T")
 
 DEFAULT_TTL_S = 86_400
 MAX_TTL_S = int(MAX_PREFIX_PIN_S)
-# Time that an answer waits for a pin by cache_control.
 EPHEMERAL_WAIT_S = 0.25
 # User-given names of pins. Those of cache_control have a colon, so that they cannot collide.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _EPHEMERAL = re.compile(r"cache_control:[0-9a-f]{16}")
-# Hexadecimal digits of a hash of the block hashes, which names an unnamed pin.
 _NAME_DIGITS = 16
 
 
@@ -88,7 +86,6 @@ class PrefixPins:
         if not 0 <= ttl_s <= MAX_TTL_S:
             raise InvalidRequest.of(FieldViolation("ttl_s", f"{ttl_s} is not in [0, {MAX_TTL_S}]"))
         asked = replace(request, sampling=SamplingParams(max_tokens=0), resume=None)
-        # In the background, i.e. only in otherwise free slots.
         background = known.in_background()
         runner = await self._gateway.generate(
             asked, tenant=background, timeout_s=timeout_s, parent=parent, streamed=False

@@ -30,9 +30,7 @@ from pillion.tasks import end_tasks
 
 log = logging.getLogger("pillion.gateway")
 
-# Waiting requests that are queued here; further ones are not prefetched.
 MAX_IN_LINE = 256
-# Timeout per request; its node's fetch timeout is shorter.
 MAX_READ_AHEAD_S = 10.0
 
 

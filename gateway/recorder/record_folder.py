@@ -19,7 +19,6 @@ from pillion.records.bundle import KEY_FILE, read_file, read_key
 
 # Interval of scans of the folder unless it may be full; other gateways write to it too.
 LOOK_EVERY_S = 300.0
-# Age at which a partial bundle is taken for abandoned.
 PART_AGE_S = 3600.0
 
 _OWNER_ONLY, _FOLDER_OWNER_ONLY = 0o600, 0o700
@@ -38,7 +37,6 @@ class RecordFolder:
         self._path = path
         self._max_bytes = max_bytes
         self._keep_s = keep_s
-        # Total bytes of bundles at the last scan and since, and its time.
         self._bytes, self._counted_s = 0, 0.0
 
     def keep(self, bundle_id: str, raw: bytes) -> None:

@@ -17,11 +17,9 @@ from pillion.errors import ConfigError
 from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index.redis_link import Argument, RedisScripts, ScriptCall, as_bytes
 
-# Generous, as no stream waits for it.
 RECORDS_DEADLINE_MS = 2000
 # Redis serves no other command during a transfer. A prompt of a million tokens has about 7 MB.
 MAX_REDIS_BUNDLE_BYTES = 8 * 2**20
-# Bundles per call that are removed for a new one, or listed.
 BUNDLES_AT_ONCE = 1000
 T = TypeVar("T")
 

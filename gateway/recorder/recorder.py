@@ -51,19 +51,13 @@ from pillion.types import GATEWAY_OPTIONS
 
 log = logging.getLogger("pillion.gateway.recorder")
 
-# Ended requests that wait to be written.
 MAX_WAITING_STORIES = 128
-# Rate limit per tenant of requests recorded because they failed, were slow or were asked for.
 TENANT_RECORDS_PER_MINUTE = 120
 MINUTE_S = 60
-# Prompt prefixes whose last adapter a gateway remembers.
 MAX_BEGINNINGS = 4096
-# Time to write the last bundles on shutdown.
 LAST_WRITES_S = 5.0
 DAY_S = 24 * 3600
-# Flags that a replay needs.
 _FLAGS = ("split_policy", "chunk_size", "enable_chunked_prefill", "enable_prefix_caching")
-# Outcomes of requests without a bundle: dropped from the queue, failed to write, over the rate limit.
 LOST, UNWRITTEN, OVER = "lost", "unwritten", "over"
 
 
@@ -87,7 +81,6 @@ class Recorder:
             self._key = own_key(flags)
             self._open = opened.pop_all()
         self.counts: Counter[str] = Counter()
-        # Records caused per tenant in the current minute.
         self._minute, self._caused = 0, Counter[str]()
         # Adapter digest and end time of the last answer, by what chains have in common but for the adapter: its name,
         # the salt and the first block.
@@ -161,7 +154,6 @@ class Recorder:
         # A client's error or cancellation is not a failure.
         if story.error is not None and not isinstance(story.error, Cancelled | InvalidRequest):
             return "failed"
-        # Background requests are never slow.
         slow_ms = 0 if story.admitted.background else self._slow_ms
         return "slow" if slow_ms and story.longest_wait_s * 1000 > slow_ms else None
 

@@ -138,7 +138,6 @@ class Story:
     usage: Usage | None = None
     timings: Timings | None = None
     _edge: list[StoryEvent] = field(default_factory=list)
-    # Time, answer index (None: the request), and event or action.
     _moments: list[tuple[float, int | None, Event | Action]] = field(default_factory=list)
 
     def ready(self, now: float) -> None:
@@ -306,7 +305,6 @@ def _event(at_ms: float, answer: int, thing: Event | Action, plan: RequestPlan |
 def _prices(plan: RequestPlan) -> dict[str, float]:
     decision, cached = plan.split_decision, plan.cached_tokens
     expected_s, alone_s = (decision.price_s(cached, split) for split in (plan.split_tokens, cached))
-    # The decode worker's queue as of its last heartbeat.
     line = _figures_of(plan.decode, "running_requests", "queued_tokens")
     return {"cached_tokens": cached, "expected_ms": _ms(expected_s), "alone_ms": _ms(alone_s), **line}
 

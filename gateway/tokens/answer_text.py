@@ -21,10 +21,8 @@ from tokenizers import decoders
 
 from pillion.types import TokenLogprob, ToolCallDelta
 
-# Tokens that may wait to become a character: UTF-8 has at most four bytes per character.
 MAX_HELD_TOKENS = 4
 _REPLACEMENT = "\ufffd"
-# SentencePiece's character for a space.
 _SPACE = "\u2581"
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
@@ -143,12 +141,10 @@ class _ByteLevelDetokenizer:
         self._spellings = spellings
         self._whole = spellings.whole
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        # True while a partial character is held back.
         self._amid = False
 
     def push(self, token_id: int) -> str:
         if not self._amid:
-            # Whole characters after whole characters need no decoding.
             text = self._whole.get(token_id)
             if text is not None:
                 return text
@@ -238,7 +234,6 @@ class StopStrings:
         self.begin = frozenset(stop[0] for stop in self.stops)
         # Per state, the character that leads to the state with the next number, or "".
         self._labels = [""]
-        # Other edges per state.
         self._branches: dict[int, dict[str, int]] = {}
         # Per state: its parent, the character between them, its length, and that of the stop string that it is, or 0.
         before, characters, lengths, ends = [0], [""], [0], [0]

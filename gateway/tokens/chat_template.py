@@ -23,9 +23,7 @@ from pillion.gateway.request.validation import conversation_bytes
 from pillion.gateway.tokens.client_marks import BREAKER
 from pillion.types import ChatMessage, ChatOptions, Tool
 
-# CPU time per rendering; a real template takes a millisecond.
 RENDER_CPU_S = 2.0
-# Wall-clock time per rendering, on a busy machine.
 RENDER_WALL_S = 20.0
 RENDER_MEMORY_BYTES = 512 * 2**20
 MAX_RENDERED_CHARS = 8 * 2**20

@@ -16,7 +16,6 @@ from tokenizers import normalizers
 
 # Two noncharacters, which Unicode reserves for internal use.
 BREAKER = "\ufdd0\ufdd1"
-# A noncharacter that no vocabulary has.
 _RARE = "\U0010ffff"
 
 

@@ -22,33 +22,25 @@ import jinja2
 import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# Follows the message that the answer continues while it is rendered.
 END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
-# Characters at the end of a string that are examined for the beginning of a mark.
 _MOST_NESTED = 32
 # An expression for more marks takes long to compile: then only their first letters are matched.
 _MOST_MARKS, _SHORT_LETTERS = 1024, 2
 _NUMBER = re.compile("[0-9]+")
-# Keys whose values templates compare with constants.
 _COMPARED = frozenset(("role", "type"))
-# Keys that templates look up, also in JSON schemas.
 _LOOKED_UP = _COMPARED | {"content", "name", "reasoning_content", "reasoning", "thinking", "tool_calls", "tool_call_id"}
 _LOOKED_UP |= {"id", "function", "arguments", "description", "parameters", "properties", "required", "items", "enum"}
-# Methods and filters that remove their argument from a text.
 _CUTTING = frozenset(("replace", "split", "rsplit", "partition", "rpartition", "removeprefix", "removesuffix"))
 _CUTTING |= {"strip", "lstrip", "rstrip", "trim"}
-# Keys of earlier reasoning.
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 # Content of inserted messages; some templates refuse an empty one.
 BLANK = " "
-# Time after which no further rewrites of a conversation are tried.
 _TRIES_CPU_S = 0.5
 # Messages above which a conversation is always rendered a second time, with marks; some templates take quadratic time.
 _MARKED_MESSAGES = 64
 # Texts that no template contains and no filter changes.
 _PROBE, _ARGUMENT = "zqprobeqz", "zqargumentqz"
 _MARK = re.compile("zq[0-9]+qz")
-# Characters of an omitted text that the refusal quotes.
 _SHOWN_CHARS = 60
 _SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 
@@ -541,7 +533,6 @@ class TemplateRenderer:
         if self._marks is None:
             return self._rendered(job)[0]
         told: list[bool] = []
-        # Names of template variables are not rendered.
         kwargs = {name: self._marks.broken(one, told, "role") for name, one in job["kwargs"].items()}
         texts = {name: self._marks.broken(job[name], told) for name in ("messages", "tools")}
         broken = {**job, **texts, "kwargs": kwargs}
@@ -694,7 +685,6 @@ def _marked(asked: History) -> tuple[History, dict[str, tuple[str, str]]]:
 
     for message in asked.messages:
         calls = message.get("tool_calls") or ()
-        # The end of a continued message has another mark.
         if message["content"].strip() and not message["content"].endswith(END_MARK):
             message = {**message, "content": mark(f"a text of role {message['role']},", message["content"])}
         if calls:

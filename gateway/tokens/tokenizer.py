@@ -23,9 +23,7 @@ from pillion.gateway.tokens.client_marks import BREAKER, MarkGuard
 T = TypeVar("T")
 
 TOKENIZER_THREADS = 2
-# Size up to which text is processed on the event loop, in less than 5 ms.
 LOOP_BYTES = 16 * 2**10
-# Bytes of text per token in estimates of threads' work.
 TOKEN_BYTES = 4
 # More than admission's default limit, so only a raised one reaches it.
 MAX_QUEUED_JOBS = 4096
@@ -35,7 +33,6 @@ MAX_TEMPLATE_BYTES = 2**20
 LIKELY_TOKEN_BYTES = 6
 # Tokens above the limit that are counted exactly: the beginning of a text may have some more than the whole.
 CUT_TOKENS = 1024
-# Bytes per UTF-8 character.
 MAX_CHAR_BYTES = 4
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -126,7 +123,6 @@ class ModelTokenizer:
         """Return the ids of a raw prompt, see :meth:`encode_text`, cut to the first ``most_tokens`` with the special
         tokens before and after a text."""
         check_wanted()
-        # Enough of the text to determine its first tokens.
         encoding = self._encoding(self._likely(text, most_tokens), False)
         specials = self.codec.num_special_tokens_to_add(False)
         bos = int(self.adds_bos and not self.codec_writes_bos) - int(self.codec_writes_bos and not self.adds_bos)
@@ -229,7 +225,6 @@ class JobAbandoned(Exception):  # noqa: N818
     """No caller waits any more for this thread's job."""
 
 
-# The job of each thread of the pool.
 _here = threading.local()
 
 
@@ -339,7 +334,6 @@ def chat_template_of(folder: Path, template: str = "") -> str:
         return read_template(template)
     configured = _read_json(folder / "tokenizer_config.json").get("chat_template")
     if configured is None:
-        # Of models with images.
         configured = _read_json(folder / "chat_template.json").get("chat_template")
     named: dict[Any, Any] = {"default": configured}
     if isinstance(configured, list):
