@@ -30,7 +30,7 @@ def _write(message: dict[str, Any]) -> None:
         # Without escapes, which the gateway would decode on its event loop.
         data = json.dumps(message, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        data = json.dumps({"broken": "it wrote what is not valid Unicode"}).encode()
+        data = json.dumps({"broken": "its output is not valid Unicode"}).encode()
     sys.stdout.buffer.write(len(data).to_bytes(4, "big") + data)
     sys.stdout.buffer.flush()
 

@@ -244,7 +244,7 @@ class AdapterNames:
     async def _change(self, name: str, path: str, in_place: bool, model: str) -> NamedAdapter:
         self._check_updating()
         if not _NAME.fullmatch(name):
-            raise _wrong("lora_name", "a name has from 1 to 256 characters, none of them a space")
+            raise _wrong("lora_name", "1 to 256 characters without spaces")
         async with self._turn():
             self._check_free(name)
             root, folder = await asyncio.to_thread(self._allowed, path)
@@ -269,7 +269,7 @@ class AdapterNames:
             if adapter is None:
                 raise NotFound(f"The lora adapter {name[:100]!r} cannot be found.")
             if name in self.table.fixed:
-                raise Conflict(f"{name!r} is one of --lora-modules, which stay as long as the gateway runs")
+                raise Conflict(f"{name!r} is one of --lora-modules, which cannot be changed at run time")
             self.table.remove(name, _now_ms())
         await self._share_quietly()
         log.info("adapter %s is unloaded", name)
@@ -315,7 +315,7 @@ class AdapterNames:
             await self.share()
         except Unavailable as error:
             # A later call sends and fetches the changes.
-            log.debug("the registry did not take the names of adapters: %s", error.message)
+            log.debug("adapter names could not be shared: %s", error.message)
 
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
@@ -333,13 +333,13 @@ class AdapterNames:
 
     def _check_updating(self) -> None:
         if not self._flags.allow_runtime_lora_updating:
-            raise PermissionDenied("names of adapters are fixed here: --allow-runtime-lora-updating changes that")
+            raise PermissionDenied("adapters cannot be changed without --allow-runtime-lora-updating")
 
     def _check_free(self, name: str) -> None:
         if name in self._taken:
             raise Conflict(f"{name!r} is the name of a model")
         if name in self.table.fixed:
-            raise Conflict(f"{name!r} is one of --lora-modules, which stay as long as the gateway runs")
+            raise Conflict(f"{name!r} is one of --lora-modules, which cannot be changed at run time")
         if self.table.find(name) is None and len(self.table.all()) >= MAX_NAMES:
             raise Conflict(f"{MAX_NAMES} adapters have names already")
 
@@ -355,7 +355,7 @@ class AdapterNames:
         """Return the folder of --lora-path that contains ``path``, and the resolved path. Errors reveal nothing about
         paths elsewhere, not even whether they exist."""
         if "\0" in path:
-            raise _wrong("lora_path", "a path has no character 0")
+            raise _wrong("lora_path", "the path contains NUL")
         found = [(root, Path(os.path.realpath(root / path))) for root in self._folders]
         found = [(root, folder) for root, folder in found if folder.is_relative_to(root)]
         if not found:

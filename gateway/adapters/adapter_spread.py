@@ -92,12 +92,12 @@ class AdapterSpread:
                 async with asyncio.timeout(TRANSFER_TIMEOUT_S), aclosing(found) as pieces:
                     await receive_files(await next_piece(pieces), pieces, room)
             except (PillionError, OSError, TimeoutError) as error:
-                log.info("adapter %s did not come from KV node %s: %s", digest[:12], node.node_id, error)
+                log.info("adapter %s could not be fetched from KV node %s: %s", digest[:12], node.node_id, error)
                 if isinstance(error, NotFound):
                     # This node has already asked the others.
                     return False
             else:
-                log.info("adapter %s came from KV node %s", digest[:12], node.node_id)
+                log.info("adapter %s was fetched from KV node %s", digest[:12], node.node_id)
                 return True
         return False
 
@@ -124,10 +124,10 @@ class AdapterSpread:
                 files = await asyncio.to_thread(open_files, self._root / ADAPTERS / digest)
                 if files:
                     await node.client.keep_adapter(pieces_of(files, digest), TRANSFER_TIMEOUT_S)
-                    log.info("adapter %s is on the machine of KV node %s now", digest[:12], node.node_id)
+                    log.info("adapter %s was copied to the machine of KV node %s", digest[:12], node.node_id)
                 # Files that are missing here were loaded by another gateway, which sends them.
                 complete = complete and bool(files)
         except (PillionError, OSError) as error:
-            log.info("KV node %s did not get the adapters that it lacks: %s", node.node_id, error)
+            log.info("copying adapters to KV node %s failed: %s", node.node_id, error)
             complete = False
         self._asked[node.node_id] = (epoch, digests, time.monotonic() + (ASK_AGAIN_S if complete else RETRY_S))

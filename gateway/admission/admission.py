@@ -205,7 +205,7 @@ class Admission:
         for one in chosen:
             name = one.tenant.name
             met = BoundMet(name if name == permit.tenant.name else "", False, held_by(one, bound), "")
-            text = f"{bound.name} is met, and a request that goes before this one took its place"
+            text = f"{bound.name} is met, and a request with precedence took its place"
             one.given_up = bound.refusal(met, text, self._retry_after_ms(bound, met))
             self._release(one)
             for queue in self._queues.values():

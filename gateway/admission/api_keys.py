@@ -91,7 +91,7 @@ class Keyring:
             if hmac.compare_digest(entry.digest, digest):
                 found = entry
         if found is None or len(key) > MAX_API_KEY_CHARS:
-            raise Unauthenticated("Incorrect API key provided: it is not known here")
+            raise Unauthenticated("Incorrect API key provided: unknown key")
         return self.tenants[found.tenant]
 
 
@@ -126,7 +126,7 @@ class KeyFile:
         if ring is None:
             return False
         self.ring = ring
-        log.info("read %s again: %d tenants", self._path, len(self.ring.tenants))
+        log.info("reloaded %s: %d tenants", self._path, len(self.ring.tenants))
         return True
 
 
@@ -175,7 +175,7 @@ def parse_keys(parsed: Mapping[str, Any]) -> Keyring:
     keys = tuple(_key(number, entry, tenants) for number, entry in enumerate(entries, 1))
     if not tenants:
         # Probably a write that ran out of disk space. To lock everybody out, remove the keys and leave a tenant.
-        raise ConfigError("it names no tenant")
+        raise ConfigError("it has no tenant")
     if len({key.digest for key in keys}) < len(keys):
         raise ConfigError("two entries have the same key")
     return Keyring(tenants, keys)

@@ -159,10 +159,10 @@ class ConcurrencyLimit:
         total, own = self.total - freed.total(), self.of[tenant.name] - freed[tenant.name]
         room, most = _room(tenant, self.whole), self.most(tenant, total - own)
         if total + amount > room and (total or not self.of_prompts):
-            text = f"{self.name} ({room}) {self.what} are under way"
+            text = f"{self.name} ({room}) {self.what} are in progress"
             return BoundMet("", False, total + amount - room, text)
         if own + amount > most and (own or not self.of_prompts):
-            text = f"{self.name} ({most}) {self.what} of tenant {tenant.name!r} are under way"
+            text = f"{self.name} ({most}) {self.what} of tenant {tenant.name!r} are in progress"
             return BoundMet(tenant.name, bool(getattr(tenant, self.name)), own + amount - most, text)
         return None
 

@@ -266,7 +266,7 @@ class BatchFolder:
         except NotFound as error:
             raise InvalidRequest.of(FieldViolation("input_file_id", error.message)) from None
         if known.purpose != INPUT_PURPOSE:
-            text = f"a file of purpose {known.purpose!r} is no input; purpose={INPUT_PURPOSE} is"
+            text = f"a file of purpose {known.purpose!r} cannot be an input; use purpose={INPUT_PURPOSE}"
             raise InvalidRequest.of(FieldViolation("input_file_id", text))
         mine = self.batches(tenant)
         self._require_room("batches", MAX_BATCHES, len(self.batch_ids()), tenant, len(mine), 1)

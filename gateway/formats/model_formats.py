@@ -95,7 +95,7 @@ class ModelFormats:
             raise InvalidRequest.of(FieldViolation("tools.tools", text))
         if self.foreign and (options.choice or AUTO) == AUTO:
             text = (
-                'how this model calls tools by itself is not known: ask for "required" or for a tool by its name, or'
+                'the tool call format of this model is unknown: ask for "required" or for a tool by its name, or'
                 f" start the gateway with --tool-call-parser, one of {', '.join(TOOL_FORMATS)}"
             )
             raise InvalidRequest.of(FieldViolation("tools.choice", text))

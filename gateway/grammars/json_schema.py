@@ -100,7 +100,7 @@ class _Whole:
 def schema_faults(schema: Any) -> Iterator[tuple[str, str]]:
     """Yield the places of a parsed schema that cannot be enforced, as JSON pointers, with reasons."""
     if isinstance(schema, dict) and _OPTIONS in schema:
-        yield f"/{_OPTIONS}", "how an answer is written cannot be chosen"
+        yield f"/{_OPTIONS}", "formatting options are not supported"
     if _is_deep(schema):
         yield "", f"nested more than {MAX_SCHEMA_DEPTH} deep"
         return
@@ -422,11 +422,11 @@ def _certain(schema: dict[str, Any]) -> int:
 def _fault(key: str, value: Any, whole: _Whole) -> str:
     """Return what is wrong with a single keyword, or ""."""
     if key in UNSUPPORTED:
-        return "no answer can be held to this keyword here"
+        return "this keyword is not supported"
     if key == "$schema" and not is_draft(str(value)):
-        return "no draft of JSON Schema has this name"
+        return "unknown draft of JSON Schema"
     if key == "type" and any(one not in TYPES for one in (value if isinstance(value, list) else [value])):
-        return "no type has this name"
+        return "unknown type"
     if key == "format" and (not isinstance(value, str) or value not in FORMATS):
         return f"Unknown format: {value}"
     if key in _NUMBERS and not all(map(_is_exact, _leaves(value))) and not (key == "maximum" and value == MAX_INTEGER):
@@ -435,12 +435,12 @@ def _fault(key: str, value: Any, whole: _Whole) -> str:
         return "beside patternProperties, or names with control characters, no string has control characters"
     if key == "$ref" and isinstance(value, str):
         if value in whole.nowhere:
-            return "a reference leads to a place within the schema; nothing is there"
-        return "no value fits it that ends: it leads back to itself" if value in whole.endless else ""
+            return "the reference has no target in the schema"
+        return "no finite value fits: it refers to itself" if value in whole.endless else ""
     patterns = [value] if key == "pattern" else value if key == "patternProperties" else ()
     for pattern in patterns if isinstance(patterns, list | dict) else ():
         if isinstance(pattern, str) and looks_around(pattern):
-            return "a pattern cannot look around here, but for looking ahead at its beginning"
+            return "look-around is not supported, except look-ahead at the beginning of a pattern"
         try:
             rust_pattern(pattern if isinstance(pattern, str) else "", whole.lost)
         except ValueError as error:

@@ -179,7 +179,7 @@ def _part(found: re.Match[str], lost: str) -> str:
         if flags is None:
             return "(?:"
         if not _FLAGS.fullmatch(text, 2):
-            raise ValueError(f"{text} is not known in a pattern")
+            raise ValueError(f"{text} is not supported in a pattern")
         return text
     if escape is None:
         if text == ".":
@@ -203,7 +203,7 @@ def _members(inner: str) -> tuple[list[Range], list[str]]:
         for one in (first, last) if dash else (first,):
             if one[0] == "\\" and one[1:2] in (*"dDwWsSpP",):
                 if dash:
-                    raise ValueError(f"{first}-{last} is no range of characters")
+                    raise ValueError(f"{first}-{last} is not a range of characters")
                 if one[1] in "pP":
                     properties.append(_property(one))
                 else:
@@ -213,7 +213,7 @@ def _members(inner: str) -> tuple[list[Range], list[str]]:
             low = _code(first)
             ranges.append((low, _code(last) if dash else low))
             if ranges[-1][1] < low:
-                raise ValueError(f"{first}-{last} is no range of characters")
+                raise ValueError(f"{first}-{last} is not a range of characters")
     return ranges, properties
 
 
@@ -261,12 +261,12 @@ def _code(one: str) -> int:
     if len(one) > 2:
         code = ord(one[2]) % 32 if kind == "c" else int(one[2:].strip("{}"), 16)
         if code > _LAST:
-            raise ValueError(f"{one} is no character")
+            raise ValueError(f"{one} is not a character")
         return code
     if kind == "b":
         return 8
     if kind in _LETTERS:
         return _LETTERS[kind]
     if kind.isalnum():
-        raise ValueError(f"{one} is no escape of ECMA-262")
+        raise ValueError(f"{one} is not an escape of ECMA-262")
     return ord(kind)

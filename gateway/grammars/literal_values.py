@@ -143,7 +143,7 @@ class GemmaValues:
         """Return a rule for a value of ``schema``, which is at ``place``. Raises InvalidRequest if it cannot be
         written."""
         for word in filter(schema.__contains__, UNFOLLOWED):
-            self._leave_out(place + pointer([word]), f"in this model's notation of calls {word!r} cannot be followed")
+            self._leave_out(place + pointer([word]), f"this model's notation of calls does not support {word!r}")
         if (found := values_of(schema)) is not None:
             spelled = [self._spelled(one) for one in found if self._can_spell(one)]
             if spelled:

@@ -79,7 +79,7 @@ def spelled(grammar: str, field: str) -> str:
             raise ValueError(f"a grammar of {len(grammar)} characters; at most {MAX_CHARS}")
         return _TOKEN.sub(_token, grammar)
     except ValueError as error:
-        text = f"{error}; a call's arguments in JSON cannot be held to that"
+        text = f"{error}; this is not supported for arguments in JSON"
         raise InvalidRequest.of(FieldViolation(field, text)) from None
 
 
@@ -170,7 +170,7 @@ def _options(parts: list[re.Match[str]], dot_all: bool, depth: int) -> _OneOf:
         elif text == ".":
             nodes.append(_set(r"[\s\S]" if dot_all else r"[^\n]"))
         elif found["often"] or text in ("^", "$", "[", ")"):
-            raise ValueError(f"an expression has {text!r} where it means something of its own")
+            raise ValueError(f"an expression has {text!r} with a special meaning")
         else:
             nodes.append(_set(text) if found["set"] else _one(text) if found["one"] else _escape(found["escape"]))
     return _OneOf((*options, tuple(nodes)))

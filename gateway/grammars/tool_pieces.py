@@ -271,7 +271,7 @@ class _Writer:
         beside += ["additionalProperties"] if others and isinstance(others, dict) and not given else []
         beside += ["required"] if others is False and lacks_members(schema) else []
         for key in beside:
-            text = f"in this model's notation of calls {key!r} cannot be followed"
+            text = f"this model's notation of calls does not support {key!r}"
             self.asked.leave_out(number, pointer([key]), text)
 
     def client_grammar(self, grammar: str, number: int) -> str:

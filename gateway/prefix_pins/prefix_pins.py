@@ -111,7 +111,7 @@ class PrefixPins:
             async with asyncio.timeout(EPHEMERAL_WAIT_S):
                 await self._pin_at(placed, hashes, tenant, name, ttl_s, tokens, model, ephemeral=True)
         except (PillionError, TimeoutError) as error:
-            log.debug("a cache_control is not met: %s", error)
+            log.debug("cache_control failed: %s", error)
             return False
         return True
 
@@ -144,7 +144,7 @@ class PrefixPins:
 
     def _known(self, tenant: Tenant | None) -> Tenant:
         if not self._gateway.caches_prefixes:
-            raise PermissionDenied("this gateway reuses no prefixes: --no-enable-prefix-caching was given")
+            raise PermissionDenied("this gateway does not cache prefixes: --no-enable-prefix-caching was given")
         if tenant is None and self._gateway.needs_keys:
             raise Unauthenticated("an API key is needed")
         return tenant or OPEN

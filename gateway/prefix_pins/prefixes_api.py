@@ -120,7 +120,7 @@ def _read(raw: bytes, most_ids: int) -> tuple[PrefixBody, GenerateRequest]:
         raise refused("prompt", "the prompt is empty")
     for name in ("tools", "chat_template_kwargs"):
         if given(getattr(body, name)) and not given(body.messages):
-            raise refused(name, "only a conversation has them; send messages")
+            raise refused(name, "needs messages")
     prompt: dict[str, Any] = {"text": body.prompt} if body.prompt is not None else {}
     if given(body.tokens):
         prompt = {"token_ids": read_ids(body.tokens, "tokens", most_ids)}

@@ -77,7 +77,7 @@ class ReadAhead:
         try:
             await self._bring(admitted)
         except PillionError as error:
-            log.debug("nothing is read ahead for %s: %s", admitted.request_id, error.message)
+            log.debug("no prefetch for %s: %s", admitted.request_id, error.message)
 
     async def _bring(self, admitted: AdmittedRequest) -> None:
         """Make the node with most of the prompt fetch what its pool lacks. Raises PillionError."""

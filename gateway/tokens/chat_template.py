@@ -92,7 +92,7 @@ class ChatTemplate:
         if self._spells_out and (tools or any(one.tool_calls or one.tool_call_id for one in messages)):
             messages, tools = spelled_out(messages, introduction(tools) if tools else ""), ()
         if tools and not self._knows_tools:
-            text = "the model's chat template does not know tools"
+            text = "the model's chat template does not support tools"
             raise InvalidRequest.of(FieldViolation("tools.tools", text))
         conversation: dict[str, Any] = {
             "messages": template_messages(messages, self._reasoning_key),

@@ -724,7 +724,7 @@ def render(template: jinja2.Template, variables: dict[str, Any], max_chars: int)
     try:
         text.encode()
     except UnicodeEncodeError:
-        return {"broken": "it wrote what is not valid Unicode"}
+        return {"broken": "its output is not valid Unicode"}
     return {"text": text}
 
 

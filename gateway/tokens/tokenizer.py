@@ -76,7 +76,7 @@ class ModelTokenizer:
         ``guards``: special tokens spelled in messages are text. Raises ConfigError."""
         path = folder / "tokenizer.json"
         if not path.is_file():
-            raise ConfigError(f"{folder} holds no tokenizer.json")
+            raise ConfigError(f"{folder} has no tokenizer.json")
         try:
             codec = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # noqa: BLE001  (the library raises bare Exception)

@@ -129,7 +129,7 @@ def test_every_entry_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatc
         ("[tenant.acme]\nweight = nan", "weight must be"),
         ("[tenant.acme]\nweight = 1" + "0" * 400, "weight must be"),
         ("[tenant.acme]\ntokens_per_minute = 1" + "0" * 400, "must be a whole number"),
-        ("", "it names no tenant"),
+        ("", "it has no tenant"),
         ("[tenant.acme]\ntokens_per_minute = -1", "tokens_per_minute must be a whole number"),
         ("[tenant.acme]\nrequests_per_minute = 1.5", "must be a whole number"),
         ("[tenant.acme]\nmost_urgent_priority = 101", "from -100 to 100"),

@@ -287,7 +287,7 @@ async def test_messages_in_channels_have_one_call_each_with_its_result() -> None
 
 async def test_a_template_without_tools_refuses_them() -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", SPECIALS)
-    with pytest.raises(InvalidRequest, match=r"tools\.tools: the model's chat template does not know tools"):
+    with pytest.raises(InvalidRequest, match=r"tools\.tools: the model's chat template does not support tools"):
         await template.render((ChatMessage("user", "x"),), tools=TOOLS)
 
 
