@@ -215,10 +215,10 @@ class AnswerParts:
 class PendingText:
     """Text of an answer that has arrived and is not parsed yet. Its parsers are generators that yield to wait for more.
 
-    A parser that cannot yet decide starts a trial (``attempt``), and commits or rolls back later:
+    A parser that cannot yet decide starts a trial (``begin_trial``), and commits or rolls back later:
 
-        attempt() --> parses on --> take(): it was right
-                                '-> leave(): the text is parsed again as something else, or emitted as it is
+        begin_trial() --> parses on --> commit(): it was right
+                                    '-> roll_back(): the text is parsed again as something else, or emitted as it is
 
     A trial reads at most MAX_HELD_CHARS. Failed trials of one answer may have MAX_REREAD_CHARS parsed again in total;
     beyond that, their text is emitted unparsed. So the work is linear in the text, and the result depends only on the
@@ -261,19 +261,19 @@ class PendingText:
         ``found`` is called."""
         self._aside = marks, give, found
 
-    def back(self, count: int) -> None:
+    def unread(self, count: int) -> None:
         """Unread the last ``count`` characters. There must be no trial."""
         self._at -= count
 
-    def attempt(self) -> None:
+    def begin_trial(self) -> None:
         """Start a trial at the next character."""
         self._from, self._short = self._at, False
 
-    def take(self) -> None:
+    def commit(self) -> None:
         """Commit the trial."""
         self._from = None
 
-    def leave(self) -> str:
+    def roll_back(self) -> str:
         """Roll the trial back. If too much would be parsed again, consume its text and return it."""
         begin, self._from = self._from or 0, None
         if self._at - begin > self._may_reread:
@@ -286,7 +286,7 @@ class PendingText:
         """End a failed trial. What it read, after ``mark``, is emitted, unless it is a partial call at the end of a cut
         answer."""
         if not self.drop_half():
-            give(mark + self.leave())
+            give(mark + self.roll_back())
 
     def drop_half(self) -> bool:
         """Drop a partial call, if the trial failed only because the answer was cut short. Else return False and leave
@@ -397,7 +397,7 @@ class CallReader:
     def read(self) -> Generator[None, None, None]:
         """Read the whole answer."""
         while mark := (yield from self._text.until(self._begins, self._parts.content)):
-            self._text.attempt()
+            self._text.begin_trial()
             if not (yield from self._after(mark)):
                 self._text.give_up(self._parts.content, mark)
 

@@ -61,15 +61,15 @@ class HarmonyAnswer:
         if self._opened is not None:
             mark = yield from self._plain(parts.think if self._opened else parts.content)
         while (yield from text.some()):
-            text.attempt()
+            text.begin_trial()
             header = yield from self._header(mark)
             if header is not None:
-                text.take()
+                text.commit()
                 mark = yield from self._message(*header)
             elif text.drop_half():
                 return
             else:
-                left = text.leave()
+                left = text.roll_back()
                 mark = yield from self._plain(parts.content, (mark if mark in _IN_HEADER else "") + left)
 
     def _header(self, mark: str) -> Generator[None, None, tuple[str, str] | None]:

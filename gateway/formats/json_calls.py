@@ -114,7 +114,7 @@ class JsonCalls(CallReader):
             if key is None or (key in _ARGUMENTS and character != "{"):
                 return False
             if key in _ARGUMENTS and name and not arguments:
-                text.take()
+                text.commit()
                 parts.begin(name)
                 yield from self._stream()
                 yield from self._rest()
@@ -133,7 +133,7 @@ class JsonCalls(CallReader):
         if not name or (only_known and self._parts.said and not arguments):
             return False
         text.step()
-        text.take()
+        text.commit()
         parts.begin(name)
         parts.arguments(arguments or "{}")
         return True
@@ -141,7 +141,7 @@ class JsonCalls(CallReader):
     def _rest(self) -> Generator[None, None, None]:
         """Skip what follows the arguments in a call's object; it is content if the object does not end."""
         text = self._text
-        text.attempt()
+        text.begin_trial()
         while (character := (yield from text.past_space())) == ",":
             text.step()
             key, begins = yield from self._key()
@@ -150,7 +150,7 @@ class JsonCalls(CallReader):
             yield from self._value(begins)
         if character == "}":
             text.step()
-            text.take()
+            text.commit()
         else:
             text.give_up(self._parts.content)
 
@@ -199,7 +199,7 @@ class LlamaCalls(JsonCalls):
         """Parse further calls, which Llama 3 writes after semicolons."""
         text = self._text
         while (yield from text.past_space()) == ";":
-            text.attempt()
+            text.begin_trial()
             text.step()
             if not (yield from self._call(only_known=True)):
                 text.give_up(self._parts.content)
@@ -220,7 +220,7 @@ class ListCalls(JsonCalls):
             text.step()
             if character == "]":
                 break
-            text.attempt()
+            text.begin_trial()
             if not (yield from self._call()):
                 text.give_up(self._parts.content)
                 break
@@ -233,11 +233,11 @@ class XlamCalls(ListCalls):
 
     def read(self) -> Generator[None, None, None]:
         """Parse the whole answer."""
-        self._text.attempt()
+        self._text.begin_trial()
         if (yield from self._calls(only_known=True)):
             yield from self._text.past_space()
         else:
-            self._parts.content(self._text.leave())
+            self._parts.content(self._text.roll_back())
         yield from super().read()
 
 
@@ -252,7 +252,7 @@ class ApertusCalls(ListCalls):
         name, character = yield from self._key()
         if name is None or not NAME.fullmatch(name) or character != "{":
             return False
-        text.take()
+        text.commit()
         self._parts.begin(name)
         yield from self._stream()
         yield from self._rest()
@@ -290,7 +290,7 @@ class MistralCalls(ListCalls):
         yield from text.has("[ARGS]")
         if (yield from text.past_space()) != "{":
             return False
-        text.take()
+        text.commit()
         self._parts.begin(name)
         yield from self._stream()
         return True

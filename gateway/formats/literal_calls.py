@@ -110,9 +110,9 @@ class LiteralCalls(CallReader):
         """Parse the whole answer."""
         if self._form.listed:
             # Without a mark it must begin with a known tool's name.
-            self._text.attempt()
+            self._text.begin_trial()
             if not (yield from self._calls(only_known=True)):
-                self._parts.content(self._text.leave())
+                self._parts.content(self._text.roll_back())
         yield from super().read()
 
     def _after(self, mark: str) -> Generator[None, None, bool]:
@@ -132,11 +132,11 @@ class LiteralCalls(CallReader):
             return False
         while form.listed or form.lines:
             character = yield from text.past_space()
-            text.attempt()
+            text.begin_trial()
             if form.listed and character in ("]", ","):
                 text.step()
                 if character == "]":
-                    text.take()
+                    text.commit()
                     break
                 yield from text.past_space()
             if (form.listed and character != ",") or not (yield from self._call()):
@@ -157,7 +157,7 @@ class LiteralCalls(CallReader):
             return False
         if not (yield from text.has(form.opened)):
             return False
-        text.take()
+        text.commit()
         self._parts.begin(name)
         yield from self._arguments()
         return True
@@ -172,14 +172,14 @@ class LiteralCalls(CallReader):
         while frames:
             frame = frames[-1]
             character = yield from text.past_space()
-            text.attempt()
+            text.begin_trial()
             apart = not first and character == ","
             if apart:
                 text.step()
                 character = yield from text.past_space()
             if character == frame.closed:
                 text.step()
-                text.take()
+                text.commit()
                 give(frame.json_closed)
                 frames.pop()
                 first = False
@@ -189,7 +189,7 @@ class LiteralCalls(CallReader):
             if not goes_on or key is None or not (character := (yield from text.past_space())):
                 text.give_up(self._parts.content)
                 return
-            text.take()
+            text.commit()
             give(("" if first else ", ") + (f'"{_in_text(key)}": ' if frame.keyed else ""))
             inner = self._inner.get(character)
             first = inner is not None

@@ -98,16 +98,16 @@ class NamedCalls(JsonCalls):
             yield from text.has(FENCE)
         if (yield from text.past_space()) != "{":
             return False
-        text.take()
+        text.commit()
         # The template needs the model's own call ids back.
         self._parts.begin(name, written if form.numbered and written not in self._ids else "")
         self._ids.add(written)
         yield from self._stream()
         if form.fenced:
-            text.attempt()
+            text.begin_trial()
             yield from text.past_space()
             if (yield from text.has(END_FENCE)):
-                text.take()
+                text.commit()
             else:
                 text.give_up(self._parts.content)
         return True

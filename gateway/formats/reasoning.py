@@ -125,12 +125,12 @@ def read_reasoning(
     on within the reasoning, which a call ends too."""
     if opened is False:
         return
-    text.attempt()
+    text.begin_trial()
     yield from text.past_space()
     if (yield from text.has(form.begin)) or (form.others[0] and (yield from text.has(form.others[0]))):
-        text.take()
+        text.commit()
     else:
-        parts.content(text.leave())
+        parts.content(text.roll_back())
         if not opened:
             return
     parts.mark()

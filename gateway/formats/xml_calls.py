@@ -182,7 +182,7 @@ class XmlCalls(CallReader):
         name = yield from self._name()
         if not NAME.fullmatch(name):
             return False
-        text.take()
+        text.commit()
         self._parts.begin(name)
         opened = "{"
         while (yield from self._parameter(name, opened)):
@@ -226,12 +226,12 @@ class XmlCalls(CallReader):
         """Parse the next parameter of the tool ``name``; return False if there is none."""
         text, parts = self._text, self._parts
         yield from text.past_space()
-        text.attempt()
+        text.begin_trial()
         key, kind = (yield from self._key()) if (yield from text.has(self._form.parameter)) else ("", "")
         if not key or (self._form.nested and key.startswith("/")):
             text.give_up(parts.content)
             return False
-        text.take()
+        text.commit()
         parts.arguments(f"{opened}{json.dumps(key, ensure_ascii=False)}: ")
         if self._form.lines:
             yield from text.has("\n")
@@ -254,7 +254,7 @@ class XmlCalls(CallReader):
             value.push(mark)
             mark = yield from self._text.until(self._ends_parameter, value.push)
         if mark in self._form.following:
-            self._text.back(len(mark))
+            self._text.unread(len(mark))
         value.end(whole=bool(mark))
 
     def _element(self, schema: Mapping[str, Any], depth: int) -> Generator[None, None, None]:
