@@ -124,7 +124,7 @@ async def serve_models(
     ring = None if keys is None else keys.ring
     reads_ahead = flags.enable_prefix_caching and limits.max_read_ahead
     read_ahead = ReadAhead(cluster, limits.max_read_ahead) if reads_ahead else None
-    recorder = await asyncio.to_thread(Recorder, flags, limits, cluster.view.stood_still) if flags.record_path else None
+    recorder = await asyncio.to_thread(Recorder, flags, limits, cluster.view.last_stall) if flags.record_path else None
     options = _options(flags, limits, entries)
     gateway = Gateway(entries, cluster, options, ring, quotas, adapters, read_ahead, recorder, limits)
     lines = LineCalls()

@@ -24,7 +24,7 @@ from functools import partial
 
 from pillion.errors import DeadlineExceeded, FieldViolation, InvalidRequest
 from pillion.gateway.admission.answer_times import AnswerTimes, DecodeFleet
-from pillion.gateway.admission.giving_way import choose, held_by
+from pillion.gateway.admission.giving_way import choose, quota_units
 from pillion.gateway.admission.tenants import OPEN, BoundMet, ConcurrencyLimit, Tenant
 from pillion.gateway.admission.turns import AdmissionPermit, DepartureRate, ModelTurns, YieldingRequests
 
@@ -204,7 +204,7 @@ class Admission:
             raise bound.refusal(chosen, chosen.text, self._retry_after_ms(bound, chosen))
         for one in chosen:
             name = one.tenant.name
-            met = BoundMet(name if name == permit.tenant.name else "", False, held_by(one, bound), "")
+            met = BoundMet(name if name == permit.tenant.name else "", False, quota_units(one, bound), "")
             text = f"{bound.name} is met, and a request with precedence took its place"
             one.given_up = bound.refusal(met, text, self._retry_after_ms(bound, met))
             self._release(one)

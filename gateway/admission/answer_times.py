@@ -88,7 +88,7 @@ class ServedRequest(NamedTuple):
     late: bool
 
 
-class SeenWork(NamedTuple):
+class MeasuredWork(NamedTuple):
     """Computation of a prompt or of further tokens: begin, end, seconds without the subtracted silence, and seconds by
     the step model (> 0)."""
 
@@ -99,11 +99,11 @@ class SeenWork(NamedTuple):
 
 
 class WorkTimes:
-    """Predicts seconds from the step model's and from recent work, without the longest silence. ``signs_s`` are times
-    of tokens."""
+    """Predicts seconds from the step model's and from recent work, without the longest silence. ``token_times_s`` are
+    times of tokens."""
 
-    def __init__(self, seen: Sequence[SeenWork], signs_s: Iterable[float]) -> None:
-        left = _without_a_silence(seen, signs_s) if seen else []
+    def __init__(self, seen: Sequence[MeasuredWork], token_times_s: Iterable[float]) -> None:
+        left = _without_longest_silence(seen, token_times_s) if seen else []
         self._trusted = len(left) >= MIN_ANSWERS - 1
         pace = _pace(left)
         # Per piece of work: the step model's seconds, the ratio to it, and the pace for longer work.
@@ -124,12 +124,12 @@ class WorkTimes:
         return found_s if self._trusted else min(found_s, expected_s)
 
 
-def _without_a_silence(seen: Sequence[SeenWork], signs_s: Iterable[float]) -> list[SeenWork]:
+def _without_longest_silence(seen: Sequence[MeasuredWork], token_times_s: Iterable[float]) -> list[MeasuredWork]:
     """Subtract the silence, i.e. the time between two tokens, that slowed work most relative to the step model. Work
     of which nothing remains is dropped."""
     begun = _TimesSince((one.begun_s, 1 / one.expected_s) for one in seen)
     over = _TimesSince((one.over_s, 1 / one.expected_s) for one in seen)
-    edges_s = sorted({min(one.begun_s for one in seen), *signs_s, max(one.over_s for one in seen)})
+    edges_s = sorted({min(one.begun_s for one in seen), *token_times_s, max(one.over_s for one in seen)})
     slowed = [begun.until(at_s) - over.until(at_s) for at_s in edges_s]
     worst = max(range(1, len(edges_s)), key=lambda number: slowed[number] - slowed[number - 1], default=0)
     from_s, to_s = edges_s[worst - 1], edges_s[worst]
@@ -154,7 +154,7 @@ class _TimesSince:
         return (now_s - self._times_s[0]) * self._weights[number] - self._products[number]
 
 
-def _pace(seen: Sequence[SeenWork]) -> float:
+def _pace(seen: Sequence[MeasuredWork]) -> float:
     """Return the slope of time taken over the step model's seconds, from the shorter to the longer half; at least 1.
     The smaller their difference relative to the delay of the shorter half, the nearer to 1."""
     half = len(seen) // 2
@@ -230,7 +230,7 @@ class AnswerTimes:
         beside: int,
         allowed_tokens: int,
         now_s: float,
-        signs_s: Iterable[float] = (),
+        token_times_s: Iterable[float] = (),
     ) -> float:
         """Predict the seconds of a request that starts now; 0.0 if unknown.
 
@@ -239,13 +239,13 @@ class AnswerTimes:
             beside: answers with slots, its own included.
             allowed_tokens: token limit of each of its answers.
             now_s: the time.
-            signs_s: times of tokens.
+            token_times_s: times of tokens.
         """
         fleet = self._fleet()
         if fleet is None:
             return 0.0
         if self._learnt is None or now_s - self._learnt_s >= RELEARN_S:
-            self._learn(now_s, signs_s)
+            self._learn(now_s, token_times_s)
         if self._learnt is None:
             return 0.0
         prompts, further, lengths = self._learnt
@@ -254,27 +254,27 @@ class AnswerTimes:
             (tokens - 1) * fleet.token_s(beside)
         )
 
-    def _learn(self, now_s: float, signs_s: Iterable[float]) -> None:
+    def _learn(self, now_s: float, token_times_s: Iterable[float]) -> None:
         self._answers = [one for one in self._answers if not _is_past(one.served, now_s)]
         self._learnt, self._learnt_s = None, now_s
         if len(self._answers) >= MIN_ANSWERS:
-            self._learnt = *_work_times(self._answers, signs_s), AnswerLengths.of(self._answers)
+            self._learnt = *_work_times(self._answers, token_times_s), AnswerLengths.of(self._answers)
 
 
 def _is_past(served: ServedRequest, now_s: float) -> bool:
     return served.ended_s < now_s - max(KEPT_S, KEPT_DURATIONS * (served.ended_s - served.begun_s))
 
 
-def _work_times(answers: Sequence[PastAnswer], signs_s: Iterable[float]) -> tuple[WorkTimes, WorkTimes]:
+def _work_times(answers: Sequence[PastAnswer], token_times_s: Iterable[float]) -> tuple[WorkTimes, WorkTimes]:
     """Return the times of the prompts, and of the further tokens, of some answers."""
     prompts, further = [], []
     for served, prompt_s, further_s in answers:
         first_s = served.first_s or served.ended_s
         if prompt_s > 0:
-            prompts.append(SeenWork(served.begun_s, first_s, first_s - served.begun_s, prompt_s))
+            prompts.append(MeasuredWork(served.begun_s, first_s, first_s - served.begun_s, prompt_s))
         if further_s > 0:
-            further.append(SeenWork(first_s, served.last_s, served.last_s - first_s, further_s))
-    return WorkTimes(prompts, signs_s), WorkTimes(further, signs_s)
+            further.append(MeasuredWork(first_s, served.last_s, served.last_s - first_s, further_s))
+    return WorkTimes(prompts, token_times_s), WorkTimes(further, token_times_s)
 
 
 def _usual_tokens(by_length: list[ServedRequest]) -> int:

@@ -21,7 +21,7 @@ from pillion.gateway.admission.tenants import BoundMet, ConcurrencyLimit
 from pillion.gateway.admission.turns import AdmissionPermit, YieldingRequests
 
 
-def held_by(permit: AdmissionPermit, bound: ConcurrencyLimit) -> int:
+def quota_units(permit: AdmissionPermit, bound: ConcurrencyLimit) -> int:
     """Return the quota units used by this request."""
     return permit.weight if bound.of_prompts else permit.answers
 
@@ -33,7 +33,7 @@ def choose(
     suffice."""
     freed: Counter[str] = Counter()
     chosen: list[AdmissionPermit] = []
-    ends = {key: (one for one in line if held_by(one, bound)) for key, line in yielding.ends().items()}
+    ends = {key: (one for one in line if quota_units(one, bound)) for key, line in yielding.ends().items()}
     last = {key: next(line, None) for key, line in ends.items()}
     while (met := bound.met(permit.tenant, amount, freed)) is not None:
         if permit.tenant.background:
@@ -42,7 +42,7 @@ def choose(
         if found is None:
             return met
         chosen.append(found)
-        freed[found.tenant.name] += held_by(found, bound)
+        freed[found.tenant.name] += quota_units(found, bound)
         key = found.tenant.name, found.tenant.background
         last[key] = next(ends[key], None)
     return chosen

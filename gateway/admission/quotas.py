@@ -65,14 +65,14 @@ class Quotas:
             if tokens is not None:
                 self.take_prompt(tenant, tokens, now_s)
         except Overloaded:
-            self.give_back_here(tenant, count, 0, now_s)
+            self.refund_here(tenant, count, 0, now_s)
             raise
         short = await self._ask(tenant, count, tokens)
         if short is not None:
-            self.give_back_here(tenant, count, tokens or 0, now_s)
+            self.refund_here(tenant, count, tokens or 0, now_s)
             raise used_up(tenant, *short)
 
-    def give_back_here(self, tenant: Tenant, requests: int, tokens: int, now_s: float) -> None:
+    def refund_here(self, tenant: Tenant, requests: int, tokens: int, now_s: float) -> None:
         """Refund requests and tokens to the local quotas, but not to the shared ones."""
         for quota, amount in zip(QUOTAS, (requests, tokens), strict=True):
             bucket = self._bucket(tenant, quota, now_s)
@@ -188,7 +188,7 @@ class CountedCall:
             self.quotas.spend(self.tenant, -requests, now_s, "requests_per_minute")
             self.quotas.spend(self.tenant, -tokens, now_s)
         else:
-            self.quotas.give_back_here(self.tenant, requests, tokens, now_s)
+            self.quotas.refund_here(self.tenant, requests, tokens, now_s)
 
     def end(self, now_s: float, error: BaseException | None = None) -> None:
         """Refund everything if ``error`` refuses the call, and else the tokens of prompts that never started."""

@@ -51,7 +51,7 @@ ANSWER_RESERVE = 1.25
 
 WATCHED_STREAMS = 8
 # Sampled times of tokens: their number, and the shortest silence between two that is recorded.
-MAX_SIGNS = 256
+MAX_TOKEN_TIMES = 256
 MIN_SILENCE_S = 0.5
 
 
@@ -298,7 +298,7 @@ class ModelTurns:
         # Requests with slots and without a token when last looked at.
         self._prompts: dict[int, AdmissionPermit] = {}
         self._streams: dict[int, AdmissionPermit] = {}
-        self._signs_s: deque[float] = deque(maxlen=MAX_SIGNS)
+        self._token_times_s: deque[float] = deque(maxlen=MAX_TOKEN_TIMES)
         # Requests that ended since the last prediction, with the number of running answers and the time. Learning from
         # them is deferred, since predictions are needed only for requests with deadlines.
         self._ended: deque[tuple[AdmissionPermit, int, float]] = deque(maxlen=MAX_ANSWERS)
@@ -363,7 +363,7 @@ class ModelTurns:
         permit.queue, permit.generated_tokens = None, generated_tokens
         self._count(permit, -permit.answers)
         self._note_tokens()
-        self._note_sign(permit.last_token_s())
+        self._record_token_time(permit.last_token_s())
         self._prompts.pop(permit.number, None)
         self._streams.pop(permit.number, None)
         self._line(permit).charge(permit.tenant, generated_tokens)
@@ -415,7 +415,7 @@ class ModelTurns:
             return 0.0
         beside = self.running + permit.answers
         before = self._tokens_before()
-        return self._times.seconds(permit.tokens, before, beside, permit.allowed_tokens, now_s, self._signs_s)
+        return self._times.seconds(permit.tokens, before, beside, permit.allowed_tokens, now_s, self._token_times_s)
 
     def _tokens_before(self) -> int:
         """Return the tokens of the prompts at the workers whose answers have no token yet."""
@@ -428,17 +428,17 @@ class ModelTurns:
             if one.first_token_s():
                 self._streams[number] = self._prompts.pop(number)
         for one in itertools.islice(self._streams.values(), WATCHED_STREAMS):
-            self._note_sign(one.last_token_s())
+            self._record_token_time(one.last_token_s())
 
-    def _note_sign(self, at_s: float) -> None:
+    def _record_token_time(self, at_s: float) -> None:
         """Record the time of a token, unless a later one is recorded."""
-        signs_s = self._signs_s
-        if signs_s and at_s <= signs_s[-1]:
+        token_times_s = self._token_times_s
+        if token_times_s and at_s <= token_times_s[-1]:
             return
-        if len(signs_s) > 1 and at_s - signs_s[-2] < MIN_SILENCE_S:
-            signs_s[-1] = at_s
+        if len(token_times_s) > 1 and at_s - token_times_s[-2] < MIN_SILENCE_S:
+            token_times_s[-1] = at_s
         else:
-            signs_s.append(at_s)
+            token_times_s.append(at_s)
 
     def _line(self, permit: AdmissionPermit) -> FairQueue:
         return self.background if permit.tenant.background else self.waiting

@@ -20,9 +20,9 @@ from pillion.gateway.batches.batch_folder import (
     OUTPUT,
     OUTPUT_PURPOSE,
     BatchFolder,
+    disk_full_errors,
     open_new,
     replace_file,
-    told_if_full,
     write_all,
 )
 from pillion.gateway.batches.batch_lines import BatchLine, InputCheck, JournalEntry, read_request, whole_entries
@@ -65,7 +65,7 @@ class BatchClaim:
     def replay(self) -> list[tuple[int, bool]]:
         """Return the numbers of finished lines, and whether each result is an error. Enables :meth:`append`."""
         done, size = [], 0
-        with told_if_full():
+        with disk_full_errors():
             self._journal = os.open(self._place / "journal", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         with (self._place / "journal").open("rb") as entries:
             for entry, length in whole_entries(entries):
@@ -83,7 +83,7 @@ class BatchClaim:
     def append(self, entries: Sequence[JournalEntry]) -> None:
         """Append results to the journal. They survive this process at once, and a power loss after :meth:`save`. Raises
         FolderFull; then close the claim, because the journal's end may be torn."""
-        with told_if_full():
+        with disk_full_errors():
             write_all(self._journal, b"".join(entry.packed() for entry in entries))
 
     def save(self, record: BatchRecord) -> None:
@@ -91,7 +91,7 @@ class BatchClaim:
         if record == self.record:
             return
         moved = record.status != self.record.status
-        with told_if_full():
+        with disk_full_errors():
             if self._journal >= 0:
                 os.fdatasync(self._journal)
             replace_file(self._place / "batch.json", msgspec.json.encode(record), sync=moved)
@@ -135,7 +135,7 @@ class BatchClaim:
         first = next(lines, None)
         if first is None:
             return None
-        with told_if_full():
+        with disk_full_errors():
             file = open_new(part)
             try:
                 with open(file, "wb", buffering=PIECE_BYTES, closefd=False) as out:

@@ -63,7 +63,7 @@ class FileTooLarge(InvalidRequest):
 
 
 @contextlib.contextmanager
-def told_if_full() -> Iterator[None]:
+def disk_full_errors() -> Iterator[None]:
     """Raise FolderFull for an OSError that means that the disk cannot store more."""
     try:
         yield
@@ -98,7 +98,7 @@ class Upload:
         self.size += len(data)
         if self.size > self.most_bytes:
             raise self._folder.too_large()
-        with told_if_full():
+        with disk_full_errors():
             write_all(self._file, data)
 
     def keep(self, filename: str, purpose: str, seconds: int | None = None) -> FileRecord:
@@ -115,7 +115,7 @@ class Upload:
         self._path.unlink(missing_ok=True)
 
     def _resize(self, size_bytes: int) -> None:
-        with told_if_full():
+        with disk_full_errors():
             os.ftruncate(self._file, size_bytes)
 
 
@@ -162,7 +162,7 @@ class BatchFolder:
         if size_bytes > self.file_bytes:
             raise self.too_large()
         size_bytes = size_bytes or self.file_bytes
-        with self._lock, told_if_full():
+        with self._lock, disk_full_errors():
             mine = [upload for upload in self.uploads if upload.tenant == tenant]
             if len(mine) >= TENANT_UPLOADS or len(self.uploads) >= MAX_UPLOADS:
                 text = f"{TENANT_UPLOADS} files are being sent by this tenant, or {MAX_UPLOADS} by all"
@@ -213,7 +213,7 @@ class BatchFolder:
             created_at=now,
             expires_at=now + min(self.keep_s, self.keep_s if seconds is None else seconds),
         )
-        with told_if_full():
+        with disk_full_errors():
             os.fsync(file)
             part.replace(self.content(name))
             replace_file(self._files / f"{name}.json", msgspec.json.encode(record))
@@ -284,7 +284,7 @@ class BatchFolder:
             metadata=metadata,
             output_seconds=output_seconds,
         )
-        with told_if_full():
+        with disk_full_errors():
             self.of_batch(record.id).mkdir(mode=_OWNER_ONLY_FOLDER)
             replace_file(self.of_batch(record.id) / "batch.json", msgspec.json.encode(record))
             sync_folder(self._batches)
@@ -308,7 +308,7 @@ class BatchFolder:
         known = self.batch(tenant, name)
         if known.over:
             raise Conflict(f"batch {known.id} is {known.status}, so it cannot be cancelled")
-        with told_if_full():
+        with disk_full_errors():
             (self.of_batch(name) / "cancel").touch(mode=_OWNER_ONLY_FILE)
             sync_folder(self.of_batch(name))
         return self.batch(tenant, name)

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
 
-from pillion.gateway.grammars.json_strings import FORMAT_PATTERNS, LONG_CONTROLS, NUL, few_texts, rust_pattern
+from pillion.gateway.grammars.json_strings import FORMAT_PATTERNS, LONG_CONTROLS, NUL, finite_matches, rust_pattern
 from pillion.gateway.grammars.schema_dialects import TYPE_OF, TYPES, is_draft, looks_around, plain_schema
 from pillion.gateway.grammars.schema_places import (
     ALONE,
@@ -162,7 +162,7 @@ def _merged(schema: dict[str, Any], root: Any, passes: int) -> dict[str, Any]:
     return made | ({"required": required} if required else {})
 
 
-def rooted(schema: Any, root: Any) -> Any:
+def self_contained(schema: Any, root: Any) -> Any:
     """Return a subschema of ``root`` that is self-contained: its ``$defs`` have all targets of references, by
     pointer."""
     reached: dict[str, Any] = {}
@@ -180,7 +180,7 @@ def rooted(schema: Any, root: Any) -> Any:
 
 
 def _moved(schema: Any) -> Any:
-    """Return a schema with the references of :func:`rooted`."""
+    """Return a schema with the references of :func:`self_contained`."""
     if not isinstance(schema, dict):
         return schema
     made = with_inner(schema, _moved)
@@ -190,14 +190,14 @@ def _moved(schema: Any) -> Any:
 
 
 def root_place(base: str, place: str) -> str:
-    """Convert a place in the result of :func:`rooted` to the place in the root."""
+    """Convert a place in the result of :func:`self_contained` to the place in the root."""
     match parts_of(place):
         case ["$defs", name, *rest] if base and name.startswith("#"):
             return name[1:] + pointer(rest)
     return base + place
 
 
-def held_to(schema: Any, places: Iterable[str] = ()) -> tuple[Any, list[str]]:
+def relax(schema: Any, places: Iterable[str] = ()) -> tuple[Any, list[str]]:
     """Relax a normalized schema by removing ``places`` (JSON pointers) and whatever cannot be enforced. Returns the
     rest and the removed places. What fits the schema fits the rest."""
     left_out = list(places)
@@ -317,7 +317,7 @@ def _names_followed(schema: dict[str, Any], whole: _Whole) -> dict[str, Any]:
     listed, others = {**properties}, {}
     most, longest = len(whole.names), max(map(len, whole.names), default=0)
     for pattern, inner in patterns.items():
-        texts = few_texts(pattern, most, longest)
+        texts = finite_matches(pattern, most, longest)
         if texts is None or not texts <= whole.names:
             others[pattern] = inner
             continue

@@ -78,7 +78,7 @@ def rust_pattern(pattern: str, lost: str = NUL) -> str:
     return _PART.sub(lambda found: _part(found, lost), pattern)
 
 
-def few_texts(pattern: str, most: int, longest: int) -> frozenset[str] | None:
+def finite_matches(pattern: str, most: int, longest: int) -> frozenset[str] | None:
     """Return the texts that a pattern matches; None if there are more than ``most``, one is longer than ``longest``, or
     the pattern is not simple enough. Raises ValueError like ``rust_pattern``."""
     # Stack of open groups: texts of earlier alternatives, prefixes of the current one, and texts of its last part.

@@ -24,7 +24,7 @@ from pillion.gateway.formats.reasoning import ReasoningFormat
 from pillion.gateway.formats.tool_formats import APERTUS, COHERE, INTERNLM, LIST_FORMATS, OPENAI
 from pillion.gateway.formats.xml_calls import MAX_DEPTH, MAX_KEY_CHARS, XML_FORMS, XmlForm, escaped, types_of
 from pillion.gateway.grammars.answer_grammar import Piece, cut_at_tokens, expression, literal, terms, too_large
-from pillion.gateway.grammars.json_schema import held_to, rooted
+from pillion.gateway.grammars.json_schema import relax, self_contained
 from pillion.gateway.grammars.literal_values import (
     BESIDE_MEMBERS,
     KEY,
@@ -167,7 +167,7 @@ class _Calls:
             sources, grammars = writer.sources | structured.sources, grammars | structured.grammars
             either = f"({writer.calls}) | ({writer.content(structured.body)})"
             return Piece(either, rules + structured.rules, grammars, sources, unfollowed), writer.calls
-        body, more = writer.amid_text()
+        body, more = writer.text_with_calls()
         begin, end = (_term(mark, self.formats.mark_ids) for mark in self.around)
         if self.around[0] and _begins_with_token(self.around[0], self.formats.mark_ids):
             # Free text excludes tokens that are marks.
@@ -184,7 +184,7 @@ class _Calls:
             return _ANY_OBJECT
         schema: dict[str, Any] = schema_of(tool)
         if tool.strict is not True:
-            schema, places = held_to(schema, self.left_out.get(number, ()))
+            schema, places = relax(schema, self.left_out.get(number, ()))
             for place in places:
                 self.leave_out(number, place)
         given = schema.get("type", "object")
@@ -253,8 +253,8 @@ class _Writer:
     def json(self, schema: Any, number: int, place: str = "", root: Any = None) -> str:
         """Return a rule for JSON of ``schema``, which is at ``place``, a JSON pointer, in ``root``, the tool's schema.
         Raises InvalidRequest."""
-        inner = schema if root is None else rooted(schema, root)
-        # Other tools' schemas were checked by held_to.
+        inner = schema if root is None else self_contained(schema, root)
+        # Other tools' schemas were checked by relax.
         checked = self.asked.options.tools[number].strict is not True
         piece = plain_json_piece(inner, f"tools.tools[{number}].parameters", place, checked)
         self.sources |= piece.sources
@@ -305,7 +305,7 @@ class _Writer:
         """Return a rule for ``one`` or, if several calls are allowed, several of it with ``apart`` between them."""
         return f"{one} ({apart} {one})*" if self.several else one
 
-    def amid_text(self) -> tuple[str, tuple[str, ...]]:
+    def text_with_calls(self) -> tuple[str, tuple[str, ...]]:
         """Return a rule for free text with calls after marks, and auxiliary rules; if only one mark is allowed, nothing
         follows its calls."""
         ids, begin = self.asked.formats.mark_ids, self.marks.begin
@@ -315,9 +315,9 @@ class _Writer:
             rules.append(f"text_and_mark[lazy]: TEXT_AND_MARK\nTEXT_AND_MARK: {_TEXT} {literal(begin)}")
         return f"({head} call)* TEXT" if self.begins_again else f"TEXT | {head} call", tuple(rules)
 
-    def beside_text(self, first: str) -> tuple[str, tuple[str, ...]]:
-        """Return the counterpart of :meth:`amid_text` for calls without a mark: an answer is calls only if it begins
-        with ``first``, the inside of a character class. Empty answers are allowed, as elsewhere."""
+    def bare_calls(self, first: str) -> tuple[str, tuple[str, ...]]:
+        """Return the counterpart of :meth:`text_with_calls` for calls without a mark: an answer is calls only if it
+        begins with ``first``, the inside of a character class. Empty answers are allowed, as elsewhere."""
         text, begin = rf"/(\s*[^{first}\s](?s:.*))?/", self.marks.begin
         if begin not in self.asked.formats.mark_ids:
             return f"{text} | {self.calls}", ()
@@ -628,8 +628,8 @@ class _LiteralWriter(_TaggedWriter):
     def begins_again(self) -> bool:
         return self.several and not self.form.lines
 
-    def amid_text(self) -> tuple[str, tuple[str, ...]]:
-        return self.beside_text(r"\[") if self.form.listed else super().amid_text()
+    def text_with_calls(self) -> tuple[str, tuple[str, ...]]:
+        return self.bare_calls(r"\[") if self.form.listed else super().text_with_calls()
 
 
 class _LlamaWriter(_Writer):
@@ -640,8 +640,8 @@ class _LlamaWriter(_Writer):
     def all(self) -> str:
         return self.repeated(self.any, literal("; "))
 
-    def amid_text(self) -> tuple[str, tuple[str, ...]]:
-        return self.beside_text("{")
+    def text_with_calls(self) -> tuple[str, tuple[str, ...]]:
+        return self.bare_calls("{")
 
 
 class _MistralWriter(_ListWriter):
@@ -680,7 +680,7 @@ class _HarmonyWriter(_Writer):
     def content(self, body: str) -> str:
         return body if self.asked.opened is False else f"{_message('final', self.asked.formats.mark_ids)} ({body})"
 
-    def amid_text(self) -> tuple[str, tuple[str, ...]]:
+    def text_with_calls(self) -> tuple[str, tuple[str, ...]]:
         if self.asked.opened is False:
             return f"{_TEXT} | {self.calls}", ()
         marks = self.asked.formats.mark_ids

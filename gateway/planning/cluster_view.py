@@ -121,7 +121,7 @@ class ClusterView:
         """Return whether no call to the component has failed recently."""
         return now >= self._suspects.get(component_id, now)
 
-    def stood_still(self, component_id: str, now: float) -> tuple[float, float] | None:
+    def last_stall(self, component_id: str, now: float) -> tuple[float, float] | None:
         """Return begin and end of the component's last stall, which may last; None if it had none."""
         return self._still_until(component_id, now) or self._still_s.get(component_id)
 

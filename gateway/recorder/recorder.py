@@ -62,7 +62,7 @@ LOST, UNWRITTEN, OVER = "lost", "unwritten", "over"
 
 
 class Recorder:
-    """Recorder of one gateway's requests. ``counts`` has the outcomes by reason. ``stood_still`` returns begin and end
+    """Recorder of one gateway's requests. ``counts`` has the outcomes by reason. ``last_stall`` returns begin and end
     of a component's last stall, as of a time. Construction blocks; it raises ConfigError for an invalid folder or
     key."""
 
@@ -70,10 +70,10 @@ class Recorder:
         self,
         flags: GatewayFlags,
         limits: GatewayLimits = GatewayLimits(),  # noqa: B008  (frozen)
-        stood_still: Callable[[str, float], tuple[float, float] | None] = lambda component_id, now: None,
+        last_stall: Callable[[str, float], tuple[float, float] | None] = lambda component_id, now: None,
     ) -> None:
         self._flags, self._slow_ms = flags, limits.record_slow_ms
-        self._stood_still = stood_still
+        self._last_stall = last_stall
         max_bytes = limits.record_bytes or (REDIS_BYTES if flags.record_path == REDIS else FOLDER_BYTES)
         kept = open_records(flags.record_path, flags.redis_url, max_bytes, limits.record_days * DAY_S)
         with contextlib.ExitStack() as opened:
@@ -143,7 +143,7 @@ class Recorder:
             self.counts[OVER] += 1
             return
         for worker in story.workers():
-            if (still := self._stood_still(worker.component_id, story.ended_s)) is not None:
+            if (still := self._last_stall(worker.component_id, story.ended_s)) is not None:
                 story.still(worker.component_id, *still)
         try:
             self._jobs.put_nowait((story, reason))

@@ -41,7 +41,7 @@ MAX_MOMENTS = 4096
 _GAP_BOUNDS_S = tuple(bound / 1000 for bound in GAP_BOUNDS_MS)
 # Name of each event and action, and its component: the plan's decode or prefill worker, or its node. Of the actions,
 # only those that start something lengthy are listed.
-_TOLD: Mapping[type, tuple[str, str]] = {
+_EVENT_NAMES: Mapping[type, tuple[str, str]] = {
     ev.LookUp: ("retry", ""),
     ev.PlanMade: ("planned", "decode"),
     ev.PlanFailed: ("plan_lost", ""),
@@ -182,7 +182,7 @@ class Story:
                 if log.waits:
                     log.waits = False
                     self._keep(now, answer, event)
-            elif type(action) in _TOLD:
+            elif type(action) in _EVENT_NAMES:
                 self._keep(now, answer, action)
         if isinstance(event, ev.StopStringFound) and index is not None:
             log = self.answers[index]
@@ -241,7 +241,7 @@ class Story:
             plan = getattr(thing, "plan", None) or plans.get(answer) or plans.get(0)
             if plan is not None:
                 plans[answer] = plan
-            if type(thing) in _TOLD:
+            if type(thing) in _EVENT_NAMES:
                 yield _event(self._at(now), answer, thing, plan)
 
 
@@ -261,7 +261,7 @@ def _figures_of(message: Any, *names: str) -> dict[str, float]:
 
 def _event(at_ms: float, answer: int, thing: Event | Action, plan: RequestPlan | None) -> StoryEvent:
     """Convert ``thing``, which belongs to ``plan``, to a bundle's event."""
-    (what, whose), worker = _TOLD[type(thing)], ""
+    (what, whose), worker = _EVENT_NAMES[type(thing)], ""
     if plan is not None:
         prefill = "" if plan.prefill is None else plan.prefill.component_id
         worker = {"decode": plan.decode.component_id, "prefill": prefill, "node": plan.node_id}.get(whose, "")

@@ -38,9 +38,9 @@ def token_s(fleet: DecodeFleet, running: float) -> float:
     return fleet.model.plain_s(streams, streams * answer_times.ASSUMED_POSITION)
 
 
-def without_silence(seen: list[Work], signs_s: list[float]) -> list[Work]:
+def without_silence(seen: list[Work], token_times_s: list[float]) -> list[Work]:
     """Take off the one time between two signs in which most work, in terms of its expected time, stood still."""
-    edges = sorted({min(work[0] for work in seen), *signs_s, max(work[1] for work in seen)})
+    edges = sorted({min(work[0] for work in seen), *token_times_s, max(work[1] for work in seen)})
 
     def within(work: Work, begin_s: float, end_s: float) -> float:
         return max(0.0, min(work[1], end_s) - max(work[0], begin_s))
@@ -66,11 +66,11 @@ def pace_of(seen: list[Work]) -> float:
     return max(1.0, (median(work[2] for work in longer) - took + delay) / apart) if apart > 0 else 1.0
 
 
-def work_s(seen: list[Work], signs_s: list[float], model_s: float) -> float:
+def work_s(seen: list[Work], token_times_s: list[float], model_s: float) -> float:
     """The median of what each that was seen suggests: for shorter work its share, for longer the pace beyond it."""
     if len(seen) < 2:
         return 0.0
-    left = without_silence(seen, signs_s)
+    left = without_silence(seen, token_times_s)
     trusted, pace = len(left) >= 2, pace_of(left)
     suggested = []
     for _, _, took, size in left if trusted else seen:
@@ -96,7 +96,7 @@ def predicted_s(
     answers: list[tuple[ServedRequest, float, float]],
     fleet: DecodeFleet,
     asked: tuple[int, int, int, int],
-    signs_s: list[float],
+    token_times_s: list[float],
     now_s: float,
 ) -> float:
     recent = [
@@ -116,8 +116,8 @@ def predicted_s(
             prompts.append((one.begun_s, first_s, first_s - one.begun_s, prompt))
         if rest > 0:
             further.append((first_s, one.last_s, one.last_s - first_s, rest))
-    first = work_s(prompts, signs_s, prompt_s(fleet, tokens, before))
-    return first + work_s(further, signs_s, (length - 1) * token_s(fleet, beside))
+    first = work_s(prompts, token_times_s, prompt_s(fleet, tokens, before))
+    return first + work_s(further, token_times_s, (length - 1) * token_s(fleet, beside))
 
 
 @given(random_scenes(8))
@@ -133,7 +133,7 @@ def check_predictions(rng: Random) -> None:
     times, now_s = AnswerTimes(lambda: fleet), 100.0
     answers: list[tuple[ServedRequest, float, float]] = []
     learnt: tuple[float, list[tuple[ServedRequest, float, float]], list[float]] | None = None
-    signs_s: list[float] = []
+    token_times_s: list[float] = []
     long, itself = rng.random() < 0.2, rng.choice([0.0, 0.3, 0.8])
     for _ in range(rng.randint(1, 20)):
         now_s += rng.uniform(0.01, 90.0 if rng.random() < 0.1 else 0.5)
@@ -143,7 +143,7 @@ def check_predictions(rng: Random) -> None:
         if rng.random() < 0.15:
             first_s = last_s = 0.0
         tokens = 1 if not first_s else rng.choice([1, 2, 5, rng.randint(2, 40)])
-        signs_s += [last_s] if last_s else []
+        token_times_s += [last_s] if last_s else []
         one = ServedRequest(
             rng.randint(1, 500), rng.randint(0, 99), rng.uniform(0, 9), begun_s, first_s, last_s, now_s, tokens,
             rng.random() < itself, late,
@@ -159,7 +159,7 @@ def check_predictions(rng: Random) -> None:
             continue
         now_s += rng.choice([0.0, 0.02])
         if learnt is None or now_s - learnt[0] >= RELEARN_S:
-            learnt = now_s, list(answers), sorted(signs_s)
+            learnt = now_s, list(answers), sorted(token_times_s)
             limits = [max(KEPT_S, KEPT_DURATIONS * (seen.ended_s - seen.begun_s)) for seen, _, _ in answers]
             answers = [
                 seen for seen, limit_s in zip(answers, limits, strict=True) if now_s - seen[0].ended_s <= limit_s
@@ -168,7 +168,7 @@ def check_predictions(rng: Random) -> None:
                 learnt = None
         asked = rng.randint(1, 900), rng.randint(0, 99), rng.randint(1, 9), rng.choice([1, 10, 60, 2000])
         expected = 0.0 if learnt is None else predicted_s(learnt[1], fleet, asked, learnt[2], learnt[0])
-        assert times.seconds(*asked, now_s, sorted(signs_s)) == pytest.approx(expected)
+        assert times.seconds(*asked, now_s, sorted(token_times_s)) == pytest.approx(expected)
 
 
 def test_without_a_measured_step_nothing_is_learnt() -> None:

@@ -69,7 +69,7 @@ def expected_to_give_way(
     if hidden:
         return highest(hidden)
     others = highest([one for one in last if one.tenant.name != tenant.name])
-    amount = giving_way.held_by(newcomer, bound)
+    amount = giving_way.quota_units(newcomer, bound)
     if others and (bound.of[tenant.name] - freed[tenant.name] + amount) / tenant.weight < level(others[0]):
         return others
     return [one for one in last if one.tenant.name == tenant.name and one.order > newcomer.order]
@@ -87,7 +87,7 @@ def test_who_gives_way(scenes: list[Random]) -> None:
             order = float(rng.randint(0, 4))
             one = AdmissionPermit(rng.choice(tenants), rng.randint(1, 2), order=order, number=number)
             one.weight = rng.choice([0, 1, 1, 3])
-            bound.take(one.tenant.name, giving_way.held_by(one, bound))
+            bound.take(one.tenant.name, giving_way.quota_units(one, bound))
             if rng.random() < 0.7:
                 yielding.add(one)
                 waiting.append(one)
@@ -103,7 +103,7 @@ def test_who_gives_way(scenes: list[Random]) -> None:
             # One that has entered is weighed now.
             yielding.add(newcomer)
         found = giving_way.choose(yielding, bound, newcomer, amount)
-        left, freed = [one for one in waiting if giving_way.held_by(one, bound)], Counter[str]()
+        left, freed = [one for one in waiting if giving_way.quota_units(one, bound)], Counter[str]()
         chosen = iter([] if isinstance(found, BoundMet) else found)
         while (met := bound.met(newcomer.tenant, amount, freed)) is not None:
             able = expected_to_give_way(left, bound, newcomer, freed, met.own)
@@ -119,7 +119,7 @@ def test_who_gives_way(scenes: list[Random]) -> None:
                 one = next(chosen)
                 assert any(one is other for other in able)
             left.remove(one)
-            freed[one.tenant.name] += giving_way.held_by(one, bound)
+            freed[one.tenant.name] += giving_way.quota_units(one, bound)
         else:
             assert not isinstance(found, BoundMet)
             assert next(chosen, None) is None

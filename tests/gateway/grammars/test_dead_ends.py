@@ -22,8 +22,8 @@ from llguidance import LLParserLimits
 from pillion.errors import InvalidRequest
 from pillion.gateway.grammars.answer_grammar import join
 from pillion.gateway.grammars.grammar_worker import empty_part, trial
-from pillion.gateway.grammars.json_schema import held_to, plain, written
-from pillion.gateway.grammars.json_strings import few_texts
+from pillion.gateway.grammars.json_schema import plain, relax, written
+from pillion.gateway.grammars.json_strings import finite_matches
 from pillion.gateway.grammars.structured_outputs import structured_piece
 from pillion.rules.grammar_limits import PARSER_LIMITS
 from pillion.types import StructuredOutputs
@@ -207,7 +207,7 @@ def test_a_part_that_no_text_fits_is_refused(structured: dict[str, str], part: s
 
 def test_patterns_of_few_texts() -> None:
     found = {
-        pattern: few_texts(pattern, 16, 20)
+        pattern: finite_matches(pattern, 16, 20)
         for pattern in (
             "^a|b$",
             "a",
@@ -233,10 +233,10 @@ def test_patterns_of_few_texts() -> None:
         r"^\u0041\$$": "A$",
         r"^x[\d]?$": "x x0 x1 x2 x3 x4 x5 x6 x7 x8 x9",
     }
-    assert {pattern: " ".join(sorted(few_texts(pattern, 16, 20) or ())) for pattern in few} == few
-    assert few_texts("^[]$", 16, 20) == few_texts(r"^[^\s\S]$", 16, 20) == frozenset()
+    assert {pattern: " ".join(sorted(finite_matches(pattern, 16, 20) or ())) for pattern in few} == few
+    assert finite_matches("^[]$", 16, 20) == finite_matches(r"^[^\s\S]$", 16, 20) == frozenset()
     # Neither repetitions nor alternatives are made before they are counted.
-    assert few_texts("^" + "(" * 9 + "a" + "{9999})" * 9 + "$", 10**6, 10**6) is None
+    assert finite_matches("^" + "(" * 9 + "a" + "{9999})" * 9 + "$", 10**6, 10**6) is None
 
 
 def test_what_cannot_be_followed_of_a_schema_can_be_left_out() -> None:
@@ -252,7 +252,7 @@ def test_what_cannot_be_followed_of_a_schema_can_be_left_out() -> None:
         "if": {"required": ["b"]},
     }
     assert matcher_of(schema) is None
-    rest, left_out = held_to(plain(schema), ["/properties/b/oneOf"])
+    rest, left_out = relax(plain(schema), ["/properties/b/oneOf"])
     assert rest == {
         "type": "object",
         "properties": {
@@ -270,7 +270,7 @@ def test_what_cannot_be_followed_of_a_schema_can_be_left_out() -> None:
     deep: dict[str, Any] = {}
     for _ in range(5000):
         deep = {"items": deep}
-    assert held_to(plain(deep)) == ({}, [""])
+    assert relax(plain(deep)) == ({}, [""])
 
 
 def test_what_is_left_of_a_schema_keeps_its_order() -> None:

@@ -49,10 +49,10 @@ def test_times_without_heartbeats_are_remembered() -> None:
     for now in (100.0, 101.0, 102.0, 103.0):
         # The registry's answer has the same record until there is a new heartbeat.
         view.update([silent], now)
-        assert view.stood_still("a", now) == (None if now < 102 else (pytest.approx(99.1), now))
+        assert view.last_stall("a", now) == (None if now < 102 else (pytest.approx(99.1), now))
     view.update([replace(A, heartbeat_age_ms=100)], 103.5)
-    assert view.stood_still("a", 104.5) == (pytest.approx(99.1), pytest.approx(103.4))
-    assert view.stood_still("b", 104.5) is None
+    assert view.last_stall("a", 104.5) == (pytest.approx(99.1), pytest.approx(103.4))
+    assert view.last_stall("b", 104.5) is None
 
 
 def test_without_an_answer_the_last_view_stands() -> None:

@@ -153,10 +153,10 @@ async def test_a_dead_decode_worker(tmp_path: pathlib.Path, monkeypatch: pytest.
 
 
 async def test_a_decode_worker_that_stands_still(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stood_still(view: ClusterView, component_id: str, now: float) -> tuple[float, float] | None:
+    def last_stall(view: ClusterView, component_id: str, now: float) -> tuple[float, float] | None:
         return (now - HELD_S, now) if component_id == "decode-0" else None
 
-    monkeypatch.setattr(ClusterView, "stood_still", stood_still)
+    monkeypatch.setattr(ClusterView, "last_stall", last_stall)
     async with explained(tmp_path) as fakes:
         await held(fakes.decode.gate, "a stream", lambda: fakes.decode.submits, ask(fakes))
         (bundle,) = await recorded(tmp_path)
