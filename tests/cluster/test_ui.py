@@ -440,7 +440,7 @@ async def test_copy_retry_and_edit(browser: Browser) -> None:
             field = page.get_by_label("Message", exact=True)
             assert await field.input_value() == "q0"
             assert await seen.complaints() == []
-            await page.get_by_role("button", name="Leave it as it was").click()
+            await page.get_by_role("button", name="Cancel the edit").click()
             assert (await field.input_value(), await ended.count()) == ("", 2)
             await page.get_by_label("Edit this message").first.click()
             await seen.ask("q0, but better")

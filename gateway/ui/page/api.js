@@ -1,4 +1,4 @@
-// Calls to the gateway that served this page. The key is in this module's memory alone: a reload forgets it.
+// Calls to the gateway that served this page. The key is in this module's memory only: a reload drops it.
 
 import { tagOf } from "./kept.js";
 
@@ -8,10 +8,10 @@ let heard = () => {};
 export const useKey = (text) => { key = text; };
 export const keyTag = () => tagOf(key);
 
-// Calls `told` after each call with why it shows that there is no connection, in words; "" where there is one.
+// Sets the callback for the state of the connection: called after each call with the problem as text, or "".
 export const onHeard = (told) => { heard = told; };
 
-// An answer that is an error, in words for people. `status` is 0 where the gateway cannot be reached.
+// An error response, as text for people. `status` is 0 if the gateway is unreachable.
 export class Refusal extends Error {
   constructor(message, status) {
     super(message);
@@ -32,7 +32,7 @@ async function refusalOf(answer) {
   try {
     message = String((await answer.json()).error.message);
   } catch {
-    // A proxy's page is no text for people.
+    // A proxy's page is not shown to people.
   }
   if (answer.status === 401) message = "";
   const after = answer.headers.get("retry-after");
@@ -41,7 +41,7 @@ async function refusalOf(answer) {
   return new Refusal([begin, message].filter(Boolean).join(" ") + again, answer.status);
 }
 
-// The response of a page of this gateway. Throws Refusal, and AbortError where `options.signal` was used.
+// Returns the response of a page of this gateway. Throws Refusal, and AbortError if `options.signal` was aborted.
 export async function ask(path, options = {}) {
   const headers = new Headers(options.headers);
   if (key) headers.set("authorization", `Bearer ${key}`);
@@ -58,7 +58,7 @@ export async function ask(path, options = {}) {
   return answer;
 }
 
-// The objects of a stream of server-sent events, as they come. Throws as `ask` does.
+// Yields the objects of a stream of server-sent events. Throws as `ask` does.
 export async function* stream(path, body, signal) {
   const headers = { "content-type": "application/json" };
   const answer = await ask(path, { method: "POST", headers, body: JSON.stringify(body), signal });
@@ -77,7 +77,7 @@ export async function* stream(path, body, signal) {
     const events = (rest + part.value).split("\n\n");
     rest = events.pop();
     for (const event of events) {
-      // A comment, by which a gateway shows that it is there, has no data.
+      // A comment (keep-alive) has no data.
       const data = event.split("\n").filter((line) => line.startsWith("data: ")).map((line) => line.slice(6)).join("\n");
       if (!data) continue;
       if (data === "[DONE]") return;

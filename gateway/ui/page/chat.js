@@ -5,22 +5,22 @@ import { byId, make, say } from "./draw.js";
 import * as kept from "./kept.js";
 import { Turn } from "./turn.js";
 
-// A page that is still there after this time was not left.
+// Time after which the page counts as not left.
 const LEAVING_MS = 2000;
 const SETTINGS = ["model", "temperature", "max-tokens", "system"];
 
-// Characters of a chat's first question that are its title in the list.
+// Max length of a chat's title in the list, which is the start of its first question.
 const TITLE_CHARACTERS = 80;
 
-// The open chat's id. What was asked in one that was left must not come into the next, which may be another person's.
+// Id of the open chat. An answer for a chat that was left must not appear in the next, possibly another person's.
 let chat = newId();
 let turns = [];
 let running = null;
-// The turn whose question is being edited. It and what follows go when the message is sent.
+// Turn whose question is being edited. Sending replaces it and all later turns.
 let editing = null;
-// Until a chat was restored, or there was none, nothing is kept that could replace it.
+// False until the stored chat was restored, so that nothing overwrites it.
 let restored = false;
-// While the page is left the browser breaks off an answer, which is no failure to keep.
+// The browser aborts answers when the page is left; such a failure is not stored.
 let leaving = false;
 
 export async function start() {
@@ -50,13 +50,13 @@ export async function start() {
     leaving = true;
     setTimeout(() => { leaving = false; }, LEAVING_MS);
   });
-  // Phones fire this alone.
+  // The only event that fires on phones.
   window.addEventListener("pagehide", keep);
-  // Another tab has kept a chat.
+  // Another tab has stored a chat.
   window.addEventListener("storage", list);
 }
 
-// Fills the list of models; throws Refusal. The first one of the gateway is chosen.
+// Fills the list of models and selects the gateway's first one. Throws Refusal.
 export async function loadModels(signal) {
   const found = (await (await ask("v1/models", { signal })).json()).data.map((one) => one.id);
   const shown = [...byId("model").options].map((one) => one.value);
@@ -73,7 +73,7 @@ function newId() {
   return crypto.getRandomValues(new Uint32Array(2)).join("-");
 }
 
-// Shows the chat that this tab had with the same key before it was reloaded.
+// Restores this tab's chat after a reload with the same key.
 export function restore() {
   restored = true;
   const found = kept.openChat(keyTag());
@@ -91,7 +91,7 @@ function show(found) {
   summarize();
 }
 
-// Lists the chats that are kept, the most recently used one first.
+// Lists the stored chats, most recently used first.
 function list() {
   if (!restored) return;
   const found = kept.chats(keyTag());
@@ -122,7 +122,7 @@ function list() {
   if (focused !== document.activeElement?.id) byId(focused)?.focus();
 }
 
-// Keeps the open chat as it is now, and leaves it.
+// Stores and closes the open chat.
 function leave() {
   keep();
   clear();
@@ -134,7 +134,7 @@ function begin() {
   byId("prompt").focus();
 }
 
-// Ends the chat and all that its person has written, as somebody else's key may come.
+// Ends the chat and clears all input: the next key may be another person's.
 export function forget() {
   clear();
   byId("system").value = "";
@@ -173,7 +173,7 @@ function stop() {
   running?.abort();
 }
 
-// Begins to edit a turn's question; null leaves it as it was.
+// Starts editing a turn's question; null cancels.
 function edit(turn) {
   if (turn && running) return;
   if (turn || editing) byId("prompt").value = turn?.question ?? "";
@@ -185,12 +185,11 @@ function edit(turn) {
 function retry(turn) {
   if (running || !settingsHold()) return;
   if (byId("prompt").value.trim() === turn.question) byId("prompt").value = "";
-  // The button goes with its turn.
   byId("log").focus();
   answerTo(turn.question, turn);
 }
 
-// Asks for the rest of an answer that was cut off.
+// Requests the rest of a truncated answer.
 async function goOn(turn) {
   if (running || !settingsHold()) return;
   byId("log").focus();
@@ -198,7 +197,7 @@ async function goOn(turn) {
   await answered(turn, "The answer goes on.");
 }
 
-// Takes a turn and all that follow out of the conversation.
+// Removes a turn and all later ones.
 function cut(turn) {
   const at = turns.indexOf(turn);
   for (const one of turns.splice(at < 0 ? turns.length : at)) one.remove();
@@ -221,7 +220,7 @@ function settingsHold() {
   return true;
 }
 
-// Asks, in place of a turn and what follows where `from` is one.
+// Sends a question, replacing the turn `from` and all later ones if given.
 async function answerTo(text, from) {
   edit(null);
   cut(from);
@@ -230,7 +229,7 @@ async function answerTo(text, from) {
   await answered(turn, "The message was sent.");
 }
 
-// Has the last turn answered, or its answer continued, and says what was done.
+// Requests the last turn's answer, or its continuation, and shows the result.
 async function answered(turn, words) {
   running = new AbortController();
   rest(false);
@@ -243,7 +242,7 @@ async function answered(turn, words) {
   }
 }
 
-// Says whether nothing is being answered: what may be pressed then, and what may not.
+// Enables and disables buttons by whether an answer is running.
 function rest(still) {
   byId("stop").disabled = still;
   byId("send").disabled = !still;
@@ -263,18 +262,18 @@ async function answer(turn, signal) {
   if (!failure) {
     say(byId("spoken"), `Answer: ${turn.text}`);
   } else if (failure.name === "AbortError") {
-    turn.end("Stopped. What a prompt has cost is told at the end of an answer.");
+    turn.end("Stopped. The figures of a prompt come at the end of an answer.");
     say(byId("spoken"), "The answer was stopped.");
   } else {
     turn.end(failure.message, true);
-    // Nothing was answered, so nothing is lost: the message can be sent again.
+    // Nothing was answered: put the message back, to be sent again.
     if (!turn.text && !byId("prompt").value) byId("prompt").value = turn.question;
   }
   turn.settle();
   keep();
 }
 
-// What is asked for the last turn: those before it that were answered, its question, and what its answer has already.
+// Messages of a request: answered turns, the last question, and its answer so far.
 function bodyOf(turn) {
   const earlier = turns.filter((one) => one !== turn && one.text).flatMap((one) =>
     [{ role: "user", content: one.question }, { role: "assistant", content: one.text }]);

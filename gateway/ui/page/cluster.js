@@ -1,4 +1,4 @@
-// The live picture, drawn again every second while somebody can see it.
+// The live picture, redrawn every second while visible.
 
 import { Refusal, ask } from "./api.js";
 import { Bar, Strip, byId, count, make, percent, rate, say, some, time } from "./draw.js";
@@ -6,25 +6,25 @@ import * as kept from "./kept.js";
 
 const EVERY_MS = 1000;
 const PATIENCE_MS = 5000;
-// Time between two polls of a gateway that does not answer.
+// Polling interval while the gateway does not answer.
 const RETRY_MS = 4000;
-// Columns of a strip: one for each picture, so a pause makes it span more than a minute.
+// Columns of a strip, one per picture, so a pause stretches it beyond a minute.
 const COLUMNS = 60;
-// Cards of a kind; of more components, those in trouble come first.
-const MOST_CARDS = 48;
+// Max cards per kind; failing components come first.
+const MAX_CARDS = 48;
 
 const SOURCES = [
   ["pool", "found in the pool"],
   ["fetched", "fetched from other nodes"],
   ["restored", "restored from lower tiers"],
-  ["bucket", "brought from a bucket"],
+  ["bucket", "fetched from a bucket"],
   ["prefill", "prefill workers"],
   ["tail", "decode workers"],
 ];
-// What the steps of each kind of worker can be made of.
+// Uses of a step, by kind of worker.
 const USES = {
   prefill: [["prefill", "chunks"], ["idle", "unused"]],
-  decode: [["decode", "decodes"], ["tail", "prompt tails"], ["speculative", "guesses"], ["idle", "unused"]],
+  decode: [["decode", "decodes"], ["tail", "prompt tails"], ["speculative", "draft tokens"], ["idle", "unused"]],
 };
 const SLOTS = [
   ["pool", "cached"],
@@ -80,14 +80,14 @@ export function start() {
   });
 }
 
-// Begins to poll, with the key that holds now.
+// Starts polling with the current key.
 export function show() {
   generation += 1;
   lastGood = performance.now();
   poll(generation);
 }
 
-// Ends it, and removes what was shown: another key may see less.
+// Stops and clears the picture: another key may see less.
 export function hide() {
   generation += 1;
   lastGood = 0;
@@ -188,12 +188,12 @@ function drawGroups(components) {
     const late = found.filter((one) => one.state !== "ok").length;
     group.root.classList.toggle("many", found.length > 1);
     say(group.count, `${found.length}${late ? `, ${late} in trouble` : ""}`);
-    for (const one of found.slice(0, MOST_CARDS)) {
+    for (const one of found.slice(0, MAX_CARDS)) {
       seen.add(nameOf(one));
       const card = cards.get(nameOf(one)) ?? newCard(one, group.list);
       card.update(one);
     }
-    say(group.rest, found.length > MOST_CARDS ? `and ${found.length - MOST_CARDS} more` : "");
+    say(group.rest, found.length > MAX_CARDS ? `and ${found.length - MAX_CARDS} more` : "");
   }
   for (const [name, card] of cards) {
     if (!seen.has(name)) {
@@ -210,13 +210,12 @@ function newGroup(role, title) {
   };
   group.root.append(make("h3", {}, `${title} `, group.count), group.list, group.rest);
   groups.set(role, group);
-  // In their order above, whichever came first.
   const order = GROUPS.map(([name]) => name).filter((name) => groups.has(name));
   byId("groups").append(...order.map((name) => groups.get(name).root));
   return group;
 }
 
-// The name of a component's card: an expired record leaves a component without its role, which has another card then.
+// Key of a component's card. It includes the role, which is missing once the record has expired.
 const nameOf = (one) => `${one.role} ${one.component_id}`;
 
 function newCard(one, list) {
@@ -229,7 +228,7 @@ function newCard(one, list) {
 
 const STATES = { ok: "live", late: "late", fenced: "fenced" };
 
-// A component: its name, its state, and a line of figures.
+// Card of a component: name, state, and a line of figures.
 class Card {
   constructor(name) {
     this.state = make("span", { class: "state" });
@@ -246,7 +245,7 @@ class Card {
   }
 
   words(one) {
-    // Nobody tells the load of one without a role.
+    // Without a role there is no load.
     return one.role ? some(one.running_requests, "request") : "–";
   }
 }

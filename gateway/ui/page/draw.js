@@ -1,4 +1,4 @@
-// Elements, bars and numbers. Text becomes text nodes and nothing else, so no answer of a model can become markup.
+// Elements, bars and numbers. Text is only inserted as text nodes, so a model's answer cannot become markup.
 
 export function make(name, attributes = {}, ...children) {
   const element = document.createElement(name);
@@ -9,12 +9,12 @@ export function make(name, attributes = {}, ...children) {
 
 export const byId = (id) => document.getElementById(id);
 
-// Changes an element's text only where it differs, so that a reader's selection and place stay.
+// Sets an element's text only if it differs, to preserve the reader's selection and scroll position.
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-// Copies a text, also where the page came over plain HTTP from another machine and the browser has no clipboard for it.
+// Copies a text. Falls back where there is no clipboard API: plain HTTP from another machine.
 async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
@@ -31,7 +31,7 @@ async function copy(text) {
 
 const COPIED_MS = 1500;
 
-// A button that copies what `text` returns, and says so.
+// Button that copies the result of `text`, and confirms it.
 export function copyButton(label, text) {
   const button = make("button", { type: "button", class: "small", "aria-label": label }, "Copy");
   button.addEventListener("click", async () => {
@@ -49,8 +49,8 @@ export function copyButton(label, text) {
   return button;
 }
 
-// A bar of segments with a legend that says the same in words.
-// `kinds`: class, and label of each segment. `update` takes a value for each, and how a value is written.
+// Bar of segments with a legend.
+// `kinds`: class and label per segment. `update` takes a value per segment, and its format.
 export class Bar {
   constructor(kinds, { always = true } = {}) {
     this.always = always;
@@ -83,7 +83,7 @@ function shape(name, attributes) {
   return element;
 }
 
-// A strip of stacked columns, the newest at the right. A column is a list of shares that add up to at most 1.
+// Strip of stacked columns, newest at the right. A column is a list of shares whose sum is at most 1.
 export class Strip {
   constructor(kinds, columns) {
     this.kinds = kinds;

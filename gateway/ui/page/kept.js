@@ -1,26 +1,26 @@
-// Chats in the browser's local store, one item each, and which one is open, with its settings, in the tab's store, so
-// that a reload shows it again. A chat that was had with a key is shown for the same key alone, and goes when another key
-// comes. The key itself is not kept, nor anything that would prove a guess of it.
+// Chats in the browser's local storage, one item each; the open one's id and settings in the tab's session storage, so
+// that a reload restores it. A chat with a key is shown for the same key only, and deleted when another key is used.
+// Neither the key nor anything that would verify a guess of it is stored.
 
 const PREFIX = "pillion-chat-";
 const OPEN = "pillion-open-chat";
 const FOLDED = "pillion-cluster-folded";
-// Chats that are kept; the least recently used ones go first.
+// Max stored chats; the least recently used one is deleted first.
 const MOST_CHATS = 100;
-// Characters of one chat, whose oldest turns go first, and of all chats. A character takes two bytes; browsers allow
-// 10 MB.
+// Max characters per chat (its oldest turns are dropped first) and of all chats. A character takes two bytes; browsers
+// allow 10 MB.
 const MOST_CHAT_CHARACTERS = 1_000_000;
 const MOST_CHARACTERS = 3_000_000;
 const TAG_VALUES = 65_536;
 
-// Tells a key from another one, for 65,535 in 65,536 of them; 0 without a key.
+// 16-bit tag of a key; 0 without a key.
 export function tagOf(key) {
   let tag = 0;
   for (const sign of key) tag = (tag * 31 + sign.codePointAt(0)) % (TAG_VALUES - 1);
   return key ? tag + 1 : 0;
 }
 
-// Keeps the open chat for the key of this tag, as the most recently used one.
+// Stores the open chat for the key with this tag, as the most recently used one.
 export function keep(tag, id, settings, turns) {
   attempt(() => sessionStorage.setItem(OPEN, JSON.stringify({ tag, id, settings })));
   if (!turns.length) {
@@ -39,7 +39,7 @@ export function keep(tag, id, settings, turns) {
     characters -= others[0].characters;
     drop(others.shift().id);
   }
-  // The browser may have less room than that, or keep nothing at all.
+  // The browser may have less room, or storage may be disabled.
   while (!attempt(() => localStorage.setItem(PREFIX + id, text))) {
     drop(id);
     if (!others.length) return;
@@ -47,12 +47,12 @@ export function keep(tag, id, settings, turns) {
   }
 }
 
-// The chats of this tag's key, [{ id, settings, turns }], the most recently used one first.
+// Returns the chats of this tag's key, [{ id, settings, turns }], most recently used first.
 export function chats(tag) {
   return all().filter((one) => one.tag === tag).sort((a, b) => b.used - a.used);
 }
 
-// The chat that this tab had open with the key of this tag; null where it had none. Chats of other keys go.
+// Returns this tab's open chat if it has this key's tag, else null. Deletes chats of other keys.
 export function openChat(tag) {
   for (const one of all()) if (one.tag !== tag) drop(one.id);
   let open = null;
@@ -70,7 +70,7 @@ export function dropAll() {
   attempt(() => sessionStorage.removeItem(OPEN));
 }
 
-// Whether the cluster's panel is folded.
+// Whether the cluster's panel is collapsed.
 export function folded() {
   let said = null;
   attempt(() => { said = localStorage.getItem(FOLDED); });
@@ -96,7 +96,7 @@ function all() {
   return found;
 }
 
-// Returns whether it worked: a browser may keep nothing, or have no room.
+// Returns false if the storage is full or disabled.
 function attempt(work) {
   try {
     work();

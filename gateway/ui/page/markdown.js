@@ -1,13 +1,13 @@
-// Markdown of an answer, as elements. The library reads text to tokens and its own HTML is not used: each element is made
-// here, with the tags and the attributes below and text nodes, so no answer can become anything else. HTML stays text,
-// links lead to web pages and mail addresses alone, and an image is a link, which loads nothing.
+// Markdown of an answer, as elements. Of the library only the tokens are used, not its HTML: each element is created
+// here, with the tags and attributes below and text nodes, so an answer cannot become anything else. HTML stays text,
+// links lead only to web pages and mail addresses, and an image becomes a link, which loads nothing.
 
 import MarkdownIt from "./markdown-it.js";
 import { copyButton, make } from "./draw.js";
 
-// A longer answer is shown as it is. Reading takes a browser some 20 µs a character at worst.
+// Longer answers are shown as plain text. Parsing takes at worst about 20 µs per character.
 const MOST_CHARACTERS = 50_000;
-// An answer that grows is drawn again after this time, and after this many times what the last drawing took.
+// Min interval of redraws of a growing answer, and its ratio to the duration of the last redraw.
 const EVERY_MS = 100;
 const REST = 5;
 
@@ -18,7 +18,7 @@ const SCHEMES = new Set(["http:", "https:", "mailto:"]);
 const reader = new MarkdownIt({ html: false, breaks: true, linkify: true });
 reader.linkify.set({ fuzzyLink: false, fuzzyEmail: false });
 
-// The parts of a text that follow each other: tokens, and the lines from which they were read.
+// Yields the top-level blocks of a text: tokens, and their source lines.
 function* blocksOf(text) {
   const lines = text.split("\n");
   let tokens = [];
@@ -30,7 +30,7 @@ function* blocksOf(text) {
   }
 }
 
-// The address of a link that is offered; null for any other.
+// Returns the URL of an allowed link, else null.
 function addressOf(text) {
   try {
     const address = new URL(text);
@@ -56,7 +56,7 @@ function code(text, language) {
 
 function opened(token) {
   if (token.tag === "a") return link(token.attrGet("href") ?? "");
-  // The page's own headings end with h3.
+  // The page's own headings go down to h3.
   if (/^h[1-6]$/.test(token.tag)) return make("h4", { class: token.tag });
   if (!TAGS.has(token.tag)) return make("span");
   const side = /^text-align:(left|center|right)$/.exec(token.attrGet("style") ?? "");
@@ -88,11 +88,11 @@ function draw(tokens, parent) {
     } else if (token.nesting === 0) {
       top.append(leaf(token));
     } else if (token.hidden) {
-      // The paragraphs of a tight list.
+      // Paragraphs of a tight list.
       open.push(top);
     } else {
       const element = opened(token);
-      // A wide table scrolls by itself.
+      // A wide table has its own scrollbar.
       const wide = token.tag === "table";
       top.append(wide ? make("div", { class: "wide-table", tabindex: "0", role: "group", "aria-label": "Table" }, element) : element);
       open.push(element);
@@ -100,7 +100,7 @@ function draw(tokens, parent) {
   }
 }
 
-// An element that shows a text as Markdown, also while it grows.
+// Element that shows a growing text as Markdown.
 export class MarkdownView {
   constructor() {
     this.root = make("div", { class: "text markdown" });
@@ -110,7 +110,7 @@ export class MarkdownView {
     this.tookMs = 0;
   }
 
-  // Shows the text soon; `drawn` is called after that.
+  // Schedules a redraw; `drawn` is called after it.
   grow(text, drawn) {
     this.text = text;
     this.timer ||= setTimeout(() => {
@@ -120,12 +120,12 @@ export class MarkdownView {
     }, Math.max(EVERY_MS, REST * this.tookMs));
   }
 
-  // Shows the whole text now.
+  // Draws the whole text immediately.
   show(text) {
     clearTimeout(this.timer);
     this.timer = 0;
     this.text = text;
-    // A definition of a link that came late changes what was drawn before it.
+    // A late link definition changes earlier blocks.
     this.sources = [];
     this.draw();
   }
@@ -138,7 +138,7 @@ export class MarkdownView {
       return;
     }
     const blocks = [...blocksOf(this.text)];
-    // What has not changed stays, and with it a reader's selection and what was scrolled.
+    // Unchanged blocks stay, to preserve the reader's selection and scroll position.
     let same = 0;
     while (same < blocks.length && blocks[same].source === this.sources[same]) same += 1;
     while (this.root.childNodes.length > same) this.root.lastChild.remove();

@@ -1,4 +1,4 @@
-// The page: who may see it, and its parts.
+// The page: login, and its parts.
 //
 //   open --gateway takes calls without a key--> chat, picture
 //     '--401--> the form for a key --good key--> chat, picture --"Forget the key"--> the form
@@ -9,16 +9,16 @@ import * as cluster from "./cluster.js";
 import { byId, say } from "./draw.js";
 import * as records from "./records.js";
 
-// What fits into a header; the gateway's own keys are shorter.
+// Max length of a key, which must fit into a header; the gateway's keys are shorter.
 const KEY = /^[\x21-\x7e]{1,512}$/;
-// The gateway is asked this often whether it is there, while the page can be seen, and has this long to answer.
+// Interval of the gateway's health checks while the page is visible, and their timeout.
 const WATCH_MS = 5000;
 const PATIENCE_MS = 4000;
 
 let connected = false;
 let models = 0;
 
-// Says whether the gateway answers, as the last call has shown: `problem` is "" where it did.
+// Shows whether the gateway answers; `problem` is "" after a successful call.
 function tell(problem) {
   if (!connected) return;
   const words = models ? "Connected" : "Connected; no model is served now";
@@ -34,7 +34,7 @@ async function watch() {
     models = await chat.loadModels(patience.signal);
     tell("");
   } catch (error) {
-    // The call itself has told of all else.
+    // The call itself reports failures.
     if (error.name === "AbortError") tell("The gateway does not answer.");
   } finally {
     clearTimeout(timer);

@@ -1,4 +1,4 @@
-// The newest recorded requests: where the time of each went, in the words of `pillion explain`. Operators alone see them.
+// The newest recorded requests: where their time went, as explained by `pillion explain`. For operators only.
 
 import { ask } from "./api.js";
 import { byId, make, say, some, time } from "./draw.js";
@@ -9,14 +9,14 @@ export function start() {
   byId("look").addEventListener("click", look);
 }
 
-// Ends it, and removes what was shown: another key may see less.
+// Stops and clears the list: another key may see less.
 export function hide() {
   generation += 1;
   byId("records").hidden = true;
   byId("stories").replaceChildren();
 }
 
-// Asks for the stories with the key that holds now. A gateway that records nothing has none, nor has a tenant.
+// Loads the stories with the current key. There are none without a recorder, and for tenants.
 export async function look() {
   generation += 1;
   const mine = generation;
@@ -43,7 +43,7 @@ function drawn(story) {
     ...story.sentences.map((sentence) => make("p", {}, sentence)));
 }
 
-// What the request waited for, as a bar over the time of the whole request.
+// Bar of a request's waits over its whole time.
 function bar(phase, end) {
   const track = make("div", { class: "track", "aria-hidden": "true" });
   for (const [kind, from, to] of [["", 0, phase.start_ms], ["pool", phase.start_ms, phase.end_ms], ["", phase.end_ms, end]]) {

@@ -1,4 +1,4 @@
-// A question and its answer on the page, and below the answer where its prompt's tokens went.
+// A question and its answer, and the sources of its prompt's tokens.
 
 import { Bar, byId, copyButton, count, make, say, some, time } from "./draw.js";
 import { MarkdownView } from "./markdown.js";
@@ -7,15 +7,15 @@ const WENT = [
   ["pool", "found in the pool"],
   ["fetched", "fetched from other nodes"],
   ["restored", "restored from lower tiers"],
-  ["bucket", "brought from a bucket"],
+  ["bucket", "fetched from a bucket"],
   ["prefill", "computed by a prefill worker"],
   ["tail", "computed by the decode worker, beside other streams"],
 ];
 const ENDED = { stop: "the model ended it", length: "at the most tokens", tool_calls: "with a call of a tool" };
-// Further down than this many pixels from the end, the reader reads, and the log does not scroll by itself.
+// Distance from the end in pixels beyond which new text does not scroll the log, since the reader is further up.
 const NEAR_END_PX = 80;
 
-// `kept` is what `state` returned for a turn of before; `edit`, `retry` and `goOn` are called with the turn.
+// `kept`: an earlier turn's `state`. `edit`, `retry` and `goOn` are called with the turn.
 export class Turn {
   constructor(question, model, { edit, retry, goOn, kept = null }) {
     this.question = question;
@@ -66,14 +66,14 @@ export class Turn {
     this.grow(this.thought, this.thoughts);
   }
 
-  // Shows more of the answer, and follows its end unless the reader reads further up.
+  // Shows more of the answer, and scrolls to its end unless the reader is further up.
   grow(view, text) {
     const log = byId("log");
     const follows = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR_END_PX;
     view.grow(text, () => { if (follows) log.scrollTop = log.scrollHeight; });
   }
 
-  // Shows where the prompt's tokens and the time went.
+  // Shows the sources of the prompt's tokens, and the times.
   account(accounts) {
     this.accounts = accounts;
     const { usage, timings, id } = accounts;
@@ -110,14 +110,14 @@ export class Turn {
       list(figures, "figures"), make("details", {}, make("summary", {}, "More of this request"), list(more, "more")));
   }
 
-  // Says why the answer has no figures.
+  // Shows why the answer has no figures.
   end(words, failed = false) {
     this.words = words;
     this.failed = failed;
     this.below.replaceChildren(make("p", failed ? { class: "error", role: "alert" } : { class: "muted" }, words));
   }
 
-  // The rest of the answer begins to come.
+  // The answer's continuation starts.
   begin() {
     this.words = "";
     this.reason = "";
@@ -133,7 +133,7 @@ export class Turn {
     this.root.classList.remove("busy");
     this.thought.show(this.thoughts);
     this.shown.show(this.text);
-    // It was stopped, broke off, or met the most tokens.
+    // Stopped, interrupted, or truncated at the max tokens.
     this.more.hidden = !this.text || !(this.words || this.reason === "length");
     if (!this.text && !this.failed) say(this.shown.root, "(The answer is empty.)");
     if (follows) log.scrollTop = log.scrollHeight;
@@ -144,7 +144,7 @@ export class Turn {
     this.root.remove();
   }
 
-  // What a reload keeps of this turn. One that is still answered counts as ended by the reload.
+  // State to restore after a reload. A running answer counts as ended by the reload.
   state() {
     const words = this.root.classList.contains("busy") ? "The page was left before the end of the answer." : this.words;
     const { question, model, text, thoughts, reason, accounts, failed } = this;
