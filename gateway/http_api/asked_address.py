@@ -9,18 +9,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 # Valid Host headers. They are written into pages and commands, so all other characters are refused.
 _HOST = re.compile(r"[A-Za-z0-9.-]{1,253}(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](:[0-9]{1,5})?")
-USUAL_HOST = "127.0.0.1:8000"
+DEFAULT_ADDRESS = "127.0.0.1:8000"
 
 
 def asked_address(host: str, root_path: str, *, encrypted: bool) -> str:
     """Return the URL, without a trailing slash, by which a client reaches this port.
 
     Args:
-        host: the client's Host header; if invalid, USUAL_HOST is used.
+        host: the client's Host header; if invalid, DEFAULT_ADDRESS is used.
         root_path: the value of --root-path.
         encrypted: whether the client's connection has TLS.
     """
-    shown = host if _HOST.fullmatch(host) else USUAL_HOST
+    shown = host if _HOST.fullmatch(host) else DEFAULT_ADDRESS
     return f"{'https' if encrypted else 'http'}://{shown}{root_path}"
 
 

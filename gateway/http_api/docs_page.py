@@ -7,11 +7,11 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from pillion.gateway.http_api.asked_address import USUAL_HOST
+from pillion.gateway.http_api.asked_address import DEFAULT_ADDRESS
 from pillion.gateway.http_api.openapi import POLICY, REF
 
 # Placeholder for the address that the reader used.
-ADDRESS = f"http://{USUAL_HOST}"
+ADDRESS = f"http://{DEFAULT_ADDRESS}"
 _PAGE = Path(__file__).with_suffix(".html")
 
 

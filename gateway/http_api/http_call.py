@@ -49,7 +49,7 @@ MAX_PATIENCE_S = 7 * 24 * 3600.0
 MAX_HEADER_BYTES = 32 * 2**10
 BODY_TIMEOUT_S = 60.0
 JSON_TYPE = b"application/json"
-_UNREAD = (401, 403, 405, 408, 413, 415, 421, 431)
+_STATUSES_BEFORE_BODY = (401, 403, 405, 408, 413, 415, 421, 431)
 
 Api = TypeVar("Api")
 Headers = list[tuple[bytes, bytes]]
@@ -196,7 +196,7 @@ class HttpCall:
         if self._streams:
             await self.write((self.error_event or self.error_form.event)(body), last=True)
             return
-        close: Headers = [(b"connection", b"close")] if self._reading or error.status in _UNREAD else []
+        close: Headers = [(b"connection", b"close")] if self._reading or error.status in _STATUSES_BEFORE_BODY else []
         await self.answer(status, body, [*error.headers(), *close])
 
     async def start_events(self) -> None:
@@ -361,8 +361,8 @@ class Methods:
 
 
 # Methods that change nothing, and methods for which browsers send a preflight.
-_SAFE = ("GET", "HEAD", "OPTIONS")
-_ASKED_FIRST = ("DELETE", "PUT", "PATCH")
+_READ_ONLY_METHODS = ("GET", "HEAD", "OPTIONS")
+_PREFLIGHTED_METHODS = ("DELETE", "PUT", "PATCH")
 
 
 def is_foreign_write(method: str, headers: Mapping[bytes, bytes], allowed: Collection[str]) -> bool:
@@ -371,7 +371,7 @@ def is_foreign_write(method: str, headers: Mapping[bytes, bytes], allowed: Colle
     Names of ``headers`` are in lower case.
     """
     kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-    unasked = method not in _SAFE and method not in _ASKED_FIRST and kind != JSON_TYPE
+    unasked = method not in _READ_ONLY_METHODS and method not in _PREFLIGHTED_METHODS and kind != JSON_TYPE
     return unasked and _is_foreign(headers, allowed)
 
 

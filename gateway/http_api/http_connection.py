@@ -16,8 +16,8 @@ from uvicorn.server import ServerState
 HEAD_TIMEOUT_S = 20.0
 # Time without a read by the client, while the transport's buffer is full, after which it counts as gone.
 STALL_TIMEOUT_S = 120.0
-# Delays of the checks of a half-closed connection: the first one, then each LOOK_GROWTH times longer.
-FIRST_LOOK_S, LOOK_GROWTH, MAX_LOOK_S = 0.01, 4, 10.0
+# Delays of the probes of a half-closed connection: the first one, then each PROBE_GROWTH times longer.
+FIRST_PROBE_S, PROBE_GROWTH, MAX_PROBE_S = 0.01, 4, 10.0
 # Linux's TCP state of a connection whose peer has closed its side; any other one means that the peer is gone.
 TCP_CLOSE_WAIT = 8
 # Connections above the limit that are accepted and answered with 503.
@@ -171,9 +171,9 @@ class HttpConnection(H11Protocol):
 
     server_state: PortState
     conn: StrictParser
-    _head: asyncio.TimerHandle | None = None
-    _stall: asyncio.TimerHandle | None = None
-    _look: asyncio.TimerHandle | None = None
+    _head_timer: asyncio.TimerHandle | None = None
+    _stall_timer: asyncio.TimerHandle | None = None
+    _probe_timer: asyncio.TimerHandle | None = None
     _peer = ""
 
     def __init__(self, config: Any, server_state: Any, *arguments: Any, **options: Any) -> None:
@@ -193,16 +193,16 @@ class HttpConnection(H11Protocol):
         if len(self.connections) >= places:
             longest = state.idle.longest() or state.sending.longest()
             if longest is not None:
-                longest.give_up()
+                longest.make_room()
         if len(self.connections) > places + SPARE_CONNECTIONS:
             transport.abort()
             return
         state.idle.add(self, self._peer)
-        self._head = self.loop.call_later(HEAD_TIMEOUT_S, transport.abort)
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, transport.abort)
 
-    def give_up(self) -> None:
+    def make_room(self) -> None:
         """Abort the connection in favor of a new one."""
-        self._leave()
+        self._stop_waiting()
         self.connections.discard(self)
         self.transport.abort()
 
@@ -210,11 +210,11 @@ class HttpConnection(H11Protocol):
         before = self.cycle
         super().data_received(data)
         if self.cycle is not before:
-            _stop(self._head)
-            self._head = None
-        elif self._head is None and before is not None and before.response_complete:
-            self._head = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.abort)
-        self._sort()
+            _stop(self._head_timer)
+            self._head_timer = None
+        elif self._head_timer is None and before is not None and before.response_complete:
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.abort)
+        self._update_waiting()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether the connection stays open for answers after the client has closed its side."""
@@ -228,10 +228,10 @@ class HttpConnection(H11Protocol):
             or not hasattr(socket, "TCP_INFO")
         ):
             return False
-        self._look_at_client(FIRST_LOOK_S)
+        self._probe_client(FIRST_PROBE_S)
         return True
 
-    def _look_at_client(self, again_s: float) -> None:
+    def _probe_client(self, again_s: float) -> None:
         """Abort the connection if its client is gone; else probe it, and check again after ``again_s``."""
         info = self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
         if info[0] != TCP_CLOSE_WAIT:
@@ -239,7 +239,7 @@ class HttpConnection(H11Protocol):
             return
         if self.conn.our_state is h11.SEND_RESPONSE:
             self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])))
-        self._look = self.loop.call_later(again_s, self._look_at_client, min(LOOK_GROWTH * again_s, MAX_LOOK_S))
+        self._probe_timer = self.loop.call_later(again_s, self._probe_client, min(PROBE_GROWTH * again_s, MAX_PROBE_S))
 
     def _unsupported_upgrade_warning(self) -> None:
         """Ignore the offer of another protocol."""
@@ -253,23 +253,23 @@ class HttpConnection(H11Protocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._sort()
-        if self._look is not None and (self.cycle is None or self.cycle.response_complete):
+        self._update_waiting()
+        if self._probe_timer is not None and (self.cycle is None or self.cycle.response_complete):
             self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stall = self.loop.call_later(STALL_TIMEOUT_S, self.transport.abort)
+        self._stall_timer = self.loop.call_later(STALL_TIMEOUT_S, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        _stop(self._stall)
+        _stop(self._stall_timer)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._leave()
+        self._stop_waiting()
         super().connection_lost(exc)
 
-    def _sort(self) -> None:
+    def _update_waiting(self) -> None:
         """Record whether the connection waits for its client: for a request, or for the rest of a body."""
         cycle, state = self.cycle, self.server_state
         idle = cycle is None or cycle.response_complete
@@ -279,10 +279,10 @@ class HttpConnection(H11Protocol):
             else:
                 waiting.remove(self, self._peer)
 
-    def _leave(self) -> None:
+    def _stop_waiting(self) -> None:
         for waiting in (self.server_state.idle, self.server_state.sending):
             waiting.remove(self, self._peer)
-        for timer in (self._head, self._stall, self._look):
+        for timer in (self._head_timer, self._stall_timer, self._probe_timer):
             _stop(timer)
 
 

@@ -29,7 +29,7 @@ RETRY_AFTER_MS = 1000
 MAX_MESSAGE_CHARS = 4096
 
 _INVALID = "invalid_request_error"
-_MAPPED: dict[type[PillionError], tuple[int, str, str | None]] = {
+_HTTP_ERRORS: dict[type[PillionError], tuple[int, str, str | None]] = {
     InvalidRequest: (400, _INVALID, "invalid_value"),
     NotFound: (404, _INVALID, "not_found"),
     Conflict: (409, _INVALID, "conflict"),
@@ -133,7 +133,7 @@ def from_pillion(error: PillionError, spelled: Mapping[str, str]) -> ApiError:
 
     ``spelled`` maps the gateway's names of fields to the client's, where different.
     """
-    status, kind, code = _MAPPED.get(type(error), (500, "server_error", "internal_error"))
+    status, kind, code = _HTTP_ERRORS.get(type(error), (500, "server_error", "internal_error"))
     message, param, retry_after_ms, brief = error.message, None, 0, ""
     if isinstance(error, InvalidRequest) and isinstance(long := next(iter(error.violations), None), LengthViolation):
         message, brief, code = long.description, long.brief, "context_length_exceeded"

@@ -55,15 +55,15 @@ ACCEPTED_AT_ONCE = 32
 EXHAUSTED_LOG_S = 60.0
 DATE_INTERVAL_S = 1.0
 # vLLM has these paths; here each pooling task has a separate path.
-NOT_OFFERED = frozenset(f"{version}/pooling" for version in ("", "/v1", "/v2"))
-STORED = "/v1/responses/"
+UNSUPPORTED_PATHS = frozenset(f"{version}/pooling" for version in ("", "/v1", "/v2"))
+STORED_RESPONSES_PREFIX = "/v1/responses/"
 # Min similarity (difflib ratio, 1 for equality) of an unknown path to the one that an error suggests. A missing or
 # doubled /v1, a trailing slash and a missing letter are above it.
-LIKENESS = 0.8
+MIN_PATH_SIMILARITY = 0.8
 MAX_SHOWN_PATH_CHARS = 200
 # Names of this machine: its own, and those in Docker's and Podman's containers. None can be registered.
 _LOCAL_NAMES = ("localhost", "host.docker.internal", "host.containers.internal")
-_ASKS_PRIVATE = b"access-control-request-private-network"
+_PRIVATE_NETWORK_HEADER = b"access-control-request-private-network"
 
 
 class _Pages:
@@ -195,13 +195,13 @@ class _Pages:
         """Answer unknown paths with 404."""
         path = call.path[:MAX_SHOWN_PATH_CHARS]
         known = [route.path for route in self.routes if "{" not in route.path]
-        near = next(iter(difflib.get_close_matches(path, known, 1, LIKENESS)), path)
+        near = next(iter(difflib.get_close_matches(path, known, 1, MIN_PATH_SIMILARITY)), path)
         call.api = "unknown path"
         call.error_form = next((form for above, form in self._forms if f"{near}/".startswith(above)), OPENAI_ERRORS)
         said = f"there is no {path!r} here"
-        if path in NOT_OFFERED:
+        if path in UNSUPPORTED_PATHS:
             said = f"{path} is not supported; use /v1/embeddings, /v1/classify, /v1/score or /v1/rerank"
-        elif path.startswith(STORED):
+        elif path.startswith(STORED_RESPONSES_PREFIX):
             said = (
                 f"{path} is not supported, because no response is stored here: send the whole conversation to"
                 " /v1/responses; the client can shorten one that is too long"
@@ -293,7 +293,7 @@ class _NamedOrigins(CORSMiddleware):
 
     def preflight_response(self, request_headers: Headers) -> Response:
         """Answer a preflight as Starlette does, but allow named origins on private networks."""
-        plain = Headers(raw=[(name, value) for name, value in request_headers.raw if name != _ASKS_PRIVATE])
+        plain = Headers(raw=[(name, value) for name, value in request_headers.raw if name != _PRIVATE_NETWORK_HEADER])
         response = super().preflight_response(plain)
         is_named = request_headers["origin"] in self.allow_origins
         if response.status_code == 200 and is_named and len(plain) < len(request_headers):
@@ -360,7 +360,7 @@ class HttpServer:
         await asyncio.gather(self.task, return_exceptions=True)
 
 
-def _log_exhaustion_seldom() -> None:
+def _limit_accept_error_logs() -> None:
     """Limit the event loop's log of failed accepts, for lack of file descriptors, to a line per EXHAUSTED_LOG_S.
 
     asyncio logs a traceback per attempt, and retries a second later.
@@ -426,6 +426,6 @@ async def start_http(
         await asyncio.sleep(0.005)
     # asyncio has set the backlog to ACCEPTED_AT_ONCE.
     listener.listen(LISTEN_BACKLOG)
-    _log_exhaustion_seldom()
+    _limit_accept_error_logs()
     name = f"[{host}]" if ":" in host else host
     return HttpServer(server, task, f"{name}:{bound}")

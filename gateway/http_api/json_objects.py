@@ -30,7 +30,7 @@ JsonSchema = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": ["object", "
 JsonShape = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": ["object", "string", "boolean", "null"]})]
 # Key under which a truncated call's arguments, which are not a JSON object, are stored as text.
 CUT_SHORT = "INVALID_JSON"
-TOLD_LEVELS = 6
+MAX_TEXT_DEPTH = 6
 
 _KINDS: tuple[tuple[type[Any], bytes, str], ...] = (
     (dict, b"{", "a JSON object"),
@@ -90,7 +90,7 @@ class _TextHolder(msgspec.Struct):
     data: Raw = Raw()
 
 
-def text_in(raw: Raw, levels: int = TOLD_LEVELS) -> str:
+def text_in(raw: Raw, levels: int = MAX_TEXT_DEPTH) -> str:
     """Return the text of a part of an unknown type: the text itself or that of its parts, to a depth of ``levels``; ""
     for none."""
     first = memoryview(raw)[:1].tobytes() if levels else b""

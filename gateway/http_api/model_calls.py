@@ -115,9 +115,9 @@ class DeltaReader:
             self._pumps = [asyncio.create_task(self._pump(n, turns)) for n in range(len(self._requests))]
         batch: DeltaBatch = []
         while self._running and not batch:
-            batch = self._taken(await self._queue.get(), batch)
+            batch = self._add_to_batch(await self._queue.get(), batch)
         while self._queue.qsize() and len(batch) < MAX_BATCH_DELTAS:
-            batch = self._taken(self._queue.get_nowait(), batch)
+            batch = self._add_to_batch(self._queue.get_nowait(), batch)
         return batch
 
     def close(self) -> None:
@@ -141,7 +141,7 @@ class DeltaReader:
                 log.exception("a prompt of a list failed")
                 await self._queue.put((number, Internal(DEFECT)))
 
-    def _taken(self, item: tuple[int, Delta | PillionError] | None, batch: DeltaBatch) -> DeltaBatch:
+    def _add_to_batch(self, item: tuple[int, Delta | PillionError] | None, batch: DeltaBatch) -> DeltaBatch:
         if item is None:
             self._running -= 1
             return batch
@@ -267,8 +267,8 @@ class ModelCalls:
 
         reader = DeltaReader(asked.requests, start)
         try:
-            heard = self._heard(call, arrived) if asked.stream and self._ping_s else contextlib.nullcontext()
-            async with heard, contextlib.AsyncExitStack() as refusable:
+            pinging = self._pinging(call, arrived) if asked.stream and self._ping_s else contextlib.nullcontext()
+            async with pinging, contextlib.AsyncExitStack() as refusable:
                 # Resolved once: all prompts of a call use the same model.
                 entry = await self.entry(asked.requests[0].model, call.tenant)
                 if len(asked.requests) > 1:
@@ -336,20 +336,20 @@ class ModelCalls:
         return self._texts[name]
 
     @contextlib.asynccontextmanager
-    async def _heard(self, call: HttpCall, arrived_s: float) -> AsyncIterator[None]:
+    async def _pinging(self, call: HttpCall, arrived_s: float) -> AsyncIterator[None]:
         """Send a ping per ``ping_ms`` until the answer starts, counted from ``arrived_s`` (loop time)."""
-        loop, speaking = asyncio.get_running_loop(), set[asyncio.Task[None]]()
-        timer = loop.call_at(arrived_s + self._ping_s, lambda: speaking.add(loop.create_task(self._speak(call))))
+        loop, pings = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+        timer = loop.call_at(arrived_s + self._ping_s, lambda: pings.add(loop.create_task(self._send_pings(call))))
         try:
             yield
         finally:
             timer.cancel()
-            for task in speaking:
+            for task in pings:
                 task.cancel()
             # A ping must be written completely before the next event.
-            await asyncio.gather(*speaking, return_exceptions=True)
+            await asyncio.gather(*pings, return_exceptions=True)
 
-    async def _speak(self, call: HttpCall) -> None:
+    async def _send_pings(self, call: HttpCall) -> None:
         await call.start_events()
         while True:
             await call.write(call.error_form.waiting)

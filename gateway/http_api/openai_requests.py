@@ -273,10 +273,10 @@ def read_messages(raw: Raw) -> tuple[ChatMessage, ...]:
         raise refused("messages", "at least one message is needed")
     if len(messages) > MAX_MESSAGES:
         raise refused("messages", f"more than {MAX_MESSAGES} messages")
-    return tuple(_told(messages))
+    return tuple(_chat_messages(messages))
 
 
-def _told(messages: Sequence[MessageBody]) -> Iterator[ChatMessage]:
+def _chat_messages(messages: Sequence[MessageBody]) -> Iterator[ChatMessage]:
     """Yield the messages of a conversation in the gateway's form. Raises ApiError."""
     last_user = max((n for n, one in enumerate(messages) if one.role == "user"), default=-1)
     unanswered: dict[str, str] = {}
@@ -300,13 +300,13 @@ def _told(messages: Sequence[MessageBody]) -> Iterator[ChatMessage]:
             role=role,
             content=text if isinstance(content, list) else content or message.refusal or "",
             tool_calls=calls,
-            tool_call_id=_answered(message, unanswered) if role == "tool" else message.tool_call_id or "",
+            tool_call_id=_answered_call(message, unanswered) if role == "tool" else message.tool_call_id or "",
             name=message.name or "",
             reasoning=message.reasoning_content or message.reasoning or thought,
         )
 
 
-def _answered(message: MessageBody, unanswered: dict[str, str]) -> str:
+def _answered_call(message: MessageBody, unanswered: dict[str, str]) -> str:
     """Return the id of the call that a result answers, and remove it from ``unanswered``.
 
     A result without an id belongs to the first unanswered call of its name, or else to the first one.

@@ -40,7 +40,7 @@ _LISTED_PROMPTS = 16
 MAX_CUTS = 4
 # Prompts, if the checkpoint has them, before the texts of a pair, as in sentence-transformers' encode_query and
 # encode_document.
-_OF_QUERY, _OF_DOCUMENT = "query", "document"
+_QUERY_PROMPT, _DOCUMENT_PROMPT = "query", "document"
 
 _NO_ANSWER = ChatOptions(add_generation_prompt=False)
 
@@ -240,7 +240,7 @@ async def _cosines(
 ) -> tuple[list[float], TextRows]:
     """Return the cosine of each pair's vectors; a text in several pairs is computed once."""
     default = form.prompts.get(form.default_prompt, "")
-    prompts = {name: form.prompts.get(name, default) for name in (_OF_QUERY, _OF_DOCUMENT)}
+    prompts = {name: form.prompts.get(name, default) for name in (_QUERY_PROMPT, _DOCUMENT_PROMPT)}
     places: dict[tuple[str, str], int] = {}
     names: list[str] = []
 
@@ -252,7 +252,7 @@ async def _cosines(
         return places[whole]
 
     asked = [
-        (place(_OF_QUERY, number, pair.query), place(_OF_DOCUMENT, number, pair.document))
+        (place(_QUERY_PROMPT, number, pair.query), place(_DOCUMENT_PROMPT, number, pair.document))
         for number, pair in enumerate(pairs)
     ]
     texts = await in_turns([_asked_of(call, form, prompt, text, shared) for prompt, text in places])
@@ -277,7 +277,7 @@ async def _asked_of(
     def make(text: str) -> GenerateRequest:
         return replace(shared, text="", messages=(*told, ChatMessage("user", text)), chat=_NO_ANSWER)
 
-    return make(text) if call.cut_tokens is None else await _fitted(call, make, text, call.cut_tokens)
+    return make(text) if call.cut_tokens is None else await _truncated_request(call, make, text, call.cut_tokens)
 
 
 async def _pair_request(
@@ -293,16 +293,18 @@ async def _pair_request(
         size, encode = len(pair.query) + len(pair.document), call.model.tokenizer.encode_pair
         ids, second = await call.gateway.on_thread(call.tenant or OPEN, size, encode, pair.query, pair.document, most)
         if most is not None and len(ids) > most:
-            raise _no_room(most)
+            raise _no_room_error(most)
         return replace(shared, token_ids=ids), second
     if most is None:
         return form.request(pair, shared), 0
-    return await _fitted(
+    return await _truncated_request(
         call, lambda document: form.request(replace(pair, document=document), shared), pair.document, most
     ), 0
 
 
-async def _fitted(call: TextCall, make: Callable[[str], GenerateRequest], text: str, most: int) -> GenerateRequest:
+async def _truncated_request(
+    call: TextCall, make: Callable[[str], GenerateRequest], text: str, most: int
+) -> GenerateRequest:
     """Return the request that ``make`` creates from the start of a text, such that the whole has at most ``most``
     tokens."""
     kept = most - len(await call.whole_ids(make("")))
@@ -314,10 +316,10 @@ async def _fitted(call: TextCall, make: Callable[[str], GenerateRequest], text: 
         if len(ids) <= most:
             return as_ids(request, ids)
         kept -= len(ids) - most
-    raise _no_room(most)
+    raise _no_room_error(most)
 
 
-def _no_room(most: int) -> InvalidRequest:
+def _no_room_error(most: int) -> InvalidRequest:
     text = f"the prompt or template around the text leaves no room for it within {most} tokens"
     return InvalidRequest.of(FieldViolation("truncate_prompt_tokens", text))
 

@@ -56,11 +56,11 @@ class ResponsesWriter(AnswerWriter):
         self._parts = OutputParts()
         self._custom = CustomCalls(asked.custom)
         self._spaced = asked.spaced
-        self._number = 0
+        self._sequence_number = 0
         # Bytes of a delta event before and after the text, for the current item.
         self._front = self._back = b""
         self._finish_reason: FinishReason | None = None
-        self._held: list[TokenLogprob] = []
+        self._pending_logprobs: list[TokenLogprob] = []
 
     def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:
         """Return deltas as events of output items, preceded by the start of the response."""
@@ -90,7 +90,7 @@ class ResponsesWriter(AnswerWriter):
         for part, text, _ in self._parts.take(self._custom.read(delta)):
             self.size_bytes += len(text)
             self._add_logprobs(part, delta)
-        self._hold_logprobs(delta)
+        self._store_pending_logprobs(delta)
         self._finish_reason = delta.finish_reason or self._finish_reason
         self._last_logprobs()
 
@@ -100,7 +100,7 @@ class ResponsesWriter(AnswerWriter):
 
     def _begin(self) -> list[bytes]:
         """Return the events of the response's start, once."""
-        if self._number:
+        if self._sequence_number:
             return []
         begun = self._response("in_progress", None)
         return [self._event(f"response.{kind}", {"response": begun}) for kind in ("created", "in_progress")]
@@ -118,7 +118,7 @@ class ResponsesWriter(AnswerWriter):
                 yield self._event("response.output_text.delta", fields)
             elif text:
                 yield self._text_event(text)
-        self._hold_logprobs(delta)
+        self._store_pending_logprobs(delta)
         if last := self._last_logprobs():
             fields = {**self._place(self._parts.all[-1]), "delta": "", "logprobs": self._logprobs(last)}
             yield self._event("response.output_text.delta", fields)
@@ -127,30 +127,30 @@ class ResponsesWriter(AnswerWriter):
         """Add a delta's log probabilities, and those of preceding tokens without text, to a text part."""
         if not self._shows or part.kind is not PartKind.TEXT:
             return []
-        logprobs = [*self._held, *delta.logprobs]
+        logprobs = [*self._pending_logprobs, *delta.logprobs]
         self._keep_logprobs(part, logprobs)
         return logprobs
 
     def _last_logprobs(self) -> list[TokenLogprob]:
         """At the end, add the log probabilities of tokens without text, e.g. EOS, to the text before them."""
-        held = self._held
-        if self._finish_reason is None or not held or not self._parts.all:
+        pending = self._pending_logprobs
+        if self._finish_reason is None or not pending or not self._parts.all:
             return []
-        part, self._held = self._parts.all[-1], []
+        part, self._pending_logprobs = self._parts.all[-1], []
         if part.kind is not PartKind.TEXT:
             return []
-        self._keep_logprobs(part, held)
-        return held
+        self._keep_logprobs(part, pending)
+        return pending
 
     def _keep_logprobs(self, part: OutputPart, logprobs: Sequence[TokenLogprob]) -> None:
         part.logprobs.extend(logprobs)
         self.size_bytes += LOGPROB_BYTES * sum(1 + len(one.top_ids) for one in logprobs)
 
-    def _hold_logprobs(self, delta: Delta) -> None:
+    def _store_pending_logprobs(self, delta: Delta) -> None:
         if delta.text or delta.reasoning or delta.tool_calls:
-            self._held.clear()
+            self._pending_logprobs.clear()
         elif self._shows:
-            self._held += delta.logprobs
+            self._pending_logprobs += delta.logprobs
 
     def _item_begun(self, part: OutputPart) -> Iterator[bytes]:
         empty = OutputPart(part.kind, part.index, part.call_id, part.name)
@@ -177,13 +177,13 @@ class ResponsesWriter(AnswerWriter):
         yield self._event("response.output_item.done", {"output_index": part.index, "item": item})
 
     def _text_event(self, text: str) -> bytes:
-        event = self._front + _encode(text) + self._back + b"%d}\n\n" % self._number
-        self._number += 1
+        event = self._front + _encode(text) + self._back + b"%d}\n\n" % self._sequence_number
+        self._sequence_number += 1
         return event
 
     def _event(self, kind: str, fields: Mapping[str, Any]) -> bytes:
-        numbered = {"type": kind, "sequence_number": self._number, **fields}
-        self._number += 1
+        numbered = {"type": kind, "sequence_number": self._sequence_number, **fields}
+        self._sequence_number += 1
         return b"event: " + kind.encode() + b"\ndata: " + _encode(numbered) + b"\n\n"
 
     def _status(self) -> str:

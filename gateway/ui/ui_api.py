@@ -55,7 +55,7 @@ HEADERS = [
 
 # Number of newest bundles that the page explains, the max size of each, and the max size of all explanations.
 NEWEST_STORIES = 20
-MAX_TOLD_BUNDLE_BYTES, MAX_STORIES_BYTES = 2**18, 2**20
+MAX_BUNDLE_BYTES, MAX_STORIES_BYTES = 2**18, 2**20
 
 
 def read_files() -> dict[str, tuple[bytes, bytes]]:
@@ -76,15 +76,15 @@ def newest_stories(path: str, key_file: str, redis_url: str = "") -> bytes:
     with open_records(path, redis_url) as records:
         for bundle_id, size_bytes in itertools.islice(records.listed(), NEWEST_STORIES):
             try:
-                if size_bytes > MAX_TOLD_BUNDLE_BYTES:
+                if size_bytes > MAX_BUNDLE_BYTES:
                     raise ConfigError("This bundle is too large for this page; use pillion explain.")
                 story = explained(*decode(records.read(bundle_id), bundle_id, key_at(path, key_file)))
             except ConfigError as error:
                 story = {"title": bundle_id, "phases": [], "sentences": [error.message]}
-            told = msgspec.json.encode(story)
-            if sum(map(len, stories)) + len(told) > MAX_STORIES_BYTES:
+            encoded = msgspec.json.encode(story)
+            if sum(map(len, stories)) + len(encoded) > MAX_STORIES_BYTES:
                 break
-            stories.append(told)
+            stories.append(encoded)
     return b'{"stories":[' + b",".join(stories) + b"]}"
 
 
