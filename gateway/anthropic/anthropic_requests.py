@@ -33,7 +33,7 @@ from pillion.gateway.http_api.content_parts import read_calls
 from pillion.gateway.http_api.gathered_messages import UNSEEN, GatheredMessages, without_text
 from pillion.gateway.http_api.http_errors import refused
 from pillion.gateway.http_api.json_objects import arguments_of, text_in
-from pillion.gateway.http_api.model_calls import AskedCall
+from pillion.gateway.http_api.model_calls import ParsedCall
 from pillion.gateway.http_api.openai_requests import limited, request_of, structure_of, template_kwargs
 from pillion.gateway.http_api.tool_reading import ToolsRead
 from pillion.gateway.prefix_pins.breakpoints import Breakpoint
@@ -61,7 +61,7 @@ _NAMES: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MessagesRequest(AskedCall):
+class MessagesRequest(ParsedCall):
     """A parsed call of /v1/messages.
 
     Attributes:

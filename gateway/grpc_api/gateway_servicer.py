@@ -78,7 +78,7 @@ class KeyCheck(grpc.aio.ServerInterceptor):
             try:
                 self._gateway.tenant_of(header(metadata, "authorization"))
             except Unauthenticated as error:
-                note_refusal(self._gateway, details.method.removeprefix(_NEEDS_KEY), metadata, error)
+                record_refusal(self._gateway, details.method.removeprefix(_NEEDS_KEY), metadata, error)
                 raise
         return await continuation(details)
 
@@ -147,7 +147,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             try:
                 return await serve(request, context)
             except PillionError as error:
-                note_refusal(self._gateway, name, context.invocation_metadata(), error)
+                record_refusal(self._gateway, name, context.invocation_metadata(), error)
                 raise
 
         return noted
@@ -188,7 +188,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         return status_to_pb(self._gateway.status(caller(self._gateway, context)))
 
 
-def note_refusal(gateway: Gateway, name: str, metadata: Any, error: PillionError) -> None:
+def record_refusal(gateway: Gateway, name: str, metadata: Any, error: PillionError) -> None:
     """Record that a call of method ``name`` is answered with an error."""
     tenant = STRANGERS
     with contextlib.suppress(Unauthenticated):

@@ -3,7 +3,7 @@
 http_server.py       routes, and the server
 http_connection.py   one connection, with limits for idle, slow and malicious clients
 http_call.py         one call: its body, its response, disconnects, and writes that are blocked as cross-origin
-asked_address.py     the URL by which clients reach the port, and a proxy's path prefix
+public_url.py        the URL by which clients reach the port, and a proxy's path prefix
 request_bodies.py    a body's bytes: decompressed, and without images that no model sees (no I/O)
 http_errors.py       errors in the formats of OpenAI's and Anthropic's clients
 model_calls.py       calls that a model answers, of all APIs: their deltas, and the pace of writes
@@ -15,7 +15,7 @@ openapi.py           /openapi.json, generated from those fields
 docs_page.py         /docs, generated from it
 openai_requests.py   bodies to requests of the gateway, including chat messages
 structure_fields.py  fields for structured outputs, of all APIs
-asked_structure.py   parses them
+structure_reading.py   parses them
 tool_fields.py       fields of tools and tool choice, of all APIs
 tool_reading.py      parses them
 content_parts.py     parts of a message: texts, reasoning, calls and their results

@@ -115,7 +115,7 @@ _reading: ContextVar[BodyReading | None] = ContextVar("reading", default=None)
 
 
 def current_reading() -> BodyReading:
-    """Return the active reading. Outside of read_noting there is no header, so undocumented fields are refused."""
+    """Return the active reading. Outside of with_reading there is no header, so undocumented fields are refused."""
     return _reading.get() or BodyReading(strict=True)
 
 
@@ -124,7 +124,7 @@ def note_ignored(name: str) -> None:
     current_reading().note(name)
 
 
-def read_noting(reading: BodyReading, read: Callable[..., T], *arguments: Any) -> T:
+def with_reading(reading: BodyReading, read: Callable[..., T], *arguments: Any) -> T:
     """Return ``read(*arguments)``, which parses a body, with ``reading`` active."""
     before = _reading.set(reading)
     try:
@@ -139,7 +139,7 @@ def parse(body: bytes, kind: type[T]) -> T:
         raise _too_many(kind, f"{MAX_STRINGS} texts, names of fields included")
     if holds_too_many_brackets(body):
         raise _too_many(kind, f"{MAX_BRACKETS} brackets and braces")
-    parsed: T = parse_field(without_halves(body), READ_AS.get(kind, kind), "")
+    parsed: T = parse_field(replace_unpaired_surrogates(body), READ_AS.get(kind, kind), "")
     for name, spelled in _required_fields(kind):  # type: ignore[arg-type]
         value = getattr(parsed, name)
         if isinstance(value, Raw) and not given(value):
@@ -161,10 +161,10 @@ def parse_field(raw: bytes | Raw, kind: Any, field: str) -> Any:
         try:
             parsed = msgspec.json.decode(raw, type=kind)
         except msgspec.ValidationError:
-            parsed = msgspec.json.decode(mended(raw, kind, field), type=kind)
+            parsed = msgspec.json.decode(repaired(raw, kind, field), type=kind)
     except (ValueError, RecursionError) as error:
-        raise _unreadable(error, field) from None
-    _judge(parsed, field)
+        raise _parse_error(error, field) from None
+    _validate(parsed, field)
     return parsed
 
 
@@ -173,13 +173,13 @@ def given(raw: Raw) -> bool:
     return memoryview(raw)[:5].tobytes() not in (b"", b"null")
 
 
-def _judge(parsed: Any, path: str) -> None:
+def _validate(parsed: Any, path: str) -> None:
     """Raise ApiError for unsupported fields of ``parsed``, at ``path``, and of its objects; record those without
     effect."""
     if isinstance(parsed, list) and parsed and isinstance(parsed[0], msgspec.Struct):
         for n, one in enumerate(parsed):
             check_wanted()
-            _judge(one, f"{path}[{n}]")
+            _validate(one, f"{path}[{n}]")
     if not isinstance(parsed, msgspec.Struct):
         return
     kind: Any = type(parsed)
@@ -201,7 +201,7 @@ def _judge(parsed: Any, path: str) -> None:
     for name in _nested_fields(kind):
         inner = getattr(parsed, name)
         if isinstance(inner, list | msgspec.Struct):
-            _judge(inner, prefix + name)
+            _validate(inner, prefix + name)
 
 
 def _unsupported(prefix: str, name: str) -> ApiError:
@@ -266,7 +266,7 @@ def _holds_structs(kind: msgspec.inspect.Type) -> bool:
     return False
 
 
-def _unreadable(error: Exception, field: str) -> ApiError:
+def _parse_error(error: Exception, field: str) -> ApiError:
     """Convert a parser's exception to an ApiError that names the field; msgspec's message has its path."""
     if isinstance(error, UnicodeDecodeError):
         return ApiError(400, "the body is not valid UTF-8", param=field or None, code="invalid_json")
@@ -294,32 +294,32 @@ def _unreadable(error: Exception, field: str) -> ApiError:
     return refused(param, what, "invalid_type") if param else ApiError(400, what, code="invalid_type")
 
 
-def without_halves(body: bytes) -> bytes:
+def replace_unpaired_surrogates(body: bytes) -> bytes:
     """Replace unpaired surrogate escapes with U+FFFD, as other servers do, if there are at most MAX_SURROGATES."""
     escapes = body.count(b"\\ud") + body.count(b"\\uD")
-    return _without_halves(body) if 0 < escapes <= MAX_SURROGATES else body
+    return _replace_unpaired(body) if 0 < escapes <= MAX_SURROGATES else body
 
 
-def _without_halves(body: bytes) -> bytes:
-    mended, done = bytearray(body), 0
+def _replace_unpaired(body: bytes) -> bytes:
+    result, done = bytearray(body), 0
     for found in _SURROGATES.finditer(body):
         before = body[done : found.start()]
         # After an odd number of backslashes the match is no escape, so its second half is unpaired.
         escaped = (len(before) - len(before.rstrip(b"\\"))) % 2
         if bool(found[1]) == bool(escaped):
             half = found.start() + 6 * escaped
-            mended[half : half + 6] = b"\\ufffd"
+            result[half : half + 6] = b"\\ufffd"
         done = found.end()
-    return bytes(mended)
+    return bytes(result)
 
 
-def mended(raw: bytes | Raw, kind: Any, path: str) -> bytes:
+def repaired(raw: bytes | Raw, kind: Any, path: str) -> bytes:
     """Return the JSON of a body, or of its field ``path``, repaired for ``kind``.
 
     Raises ApiError for a field at the top that is a near miss of a known one, and msgspec's errors for invalid JSON.
     """
     text = bytes(raw).lstrip()
-    made = _mended(text, _shape(kind), path, current_reading())
+    made = _repaired(text, _shape(kind), path, current_reading())
     return text if made is text else msgspec.json.encode(made)
 
 
@@ -380,19 +380,19 @@ def _fields(kind: type[Any]) -> Mapping[str, _Shape]:
     return {one.encode_name: _shape_of(one.type) for one in msgspec.inspect.type_info(kind).fields}  # type: ignore[attr-defined]
 
 
-def _mended(raw: Any, shape: _Shape, path: str, reading: BodyReading) -> Any:
+def _repaired(raw: Any, shape: _Shape, path: str, reading: BodyReading) -> Any:
     """Return ``raw`` itself without repairs, else an object that encodes as the repaired JSON."""
     first = memoryview(raw)[:1].tobytes() if not shape.idle else b""
     if first == b"{" and shape.structs:
-        return _object(_object_in(raw), shape, path, reading)
+        return _repaired_object(_object_in(raw), shape, path, reading)
     if first == b"[" and shape.items is not None:
-        return _list(raw, shape.items, path, reading)
+        return _repaired_list(raw, shape.items, path, reading)
     if shape.whole and (first == b"-" or first.isdigit()):
-        return _whole(raw)
+        return _repaired_integer(raw)
     return raw
 
 
-def _list(raw: Any, items: _Shape, path: str, reading: BodyReading) -> Any:
+def _repaired_list(raw: Any, items: _Shape, path: str, reading: BodyReading) -> Any:
     if not items.structs:
         try:
             numbers = msgspec.json.decode(raw, type=list[float]) if items.whole else ()
@@ -408,31 +408,32 @@ def _list(raw: Any, items: _Shape, path: str, reading: BodyReading) -> Any:
         place = _ITEM.search(str(error))
         raise refused(path + (place[0] if place else ""), "expected an object", "invalid_type") from None
     return [
-        one if isinstance(one, str) else _object(one, items, f"{path}[{n}]", reading) for n, one in enumerate(objects)
+        one if isinstance(one, str) else _repaired_object(one, items, f"{path}[{n}]", reading)
+        for n, one in enumerate(objects)
     ]
 
 
-def _object(found: dict[str, Raw], shape: _Shape, path: str, reading: BodyReading) -> Any:
+def _repaired_object(found: dict[str, Raw], shape: _Shape, path: str, reading: BodyReading) -> Any:
     """Repair an object that is one of the structs of ``shape``."""
     check_wanted()
     tag = _text(found[shape.tag_field]) if shape.tag_field in found else ""
     if tag not in shape.structs and OTHER in shape.structs:
         fields = _fields(shape.structs[OTHER])  # type: ignore[arg-type]
-        kept = {name: _mended(value, fields[name], path, reading) for name, value in found.items() if name in fields}
+        kept = {name: _repaired(value, fields[name], path, reading) for name, value in found.items() if name in fields}
         return {**_without_nulls(kept), "sent_type": tag, shape.tag_field: OTHER}
     only = next(iter(shape.structs.values())) if len(shape.structs) == 1 and not tag else None
     kind = shape.structs.get(tag) or shape.structs.get("") or only
     if kind is None:
         return found
     known, made = _fields(kind), dict[str, Any]()  # type: ignore[arg-type]
-    passes_over = getattr(kind, "passed_over", None)
+    passes_over = getattr(kind, "is_server_side", None)
     is_quiet = passes_over is not None and passes_over(found)
     if "structured_outputs" in known:
         found = _with_own_names(found, known)
     for name, value in found.items():
         where = f"{path}.{name}" if path else name
         if name in known:
-            made[name] = _mended(value, known[name], where, reading)
+            made[name] = _repaired(value, known[name], where, reading)
         elif name == shape.tag_field:
             made[name] = value
         elif not (is_quiet or _is_null(value)):
@@ -461,7 +462,7 @@ def _text(raw: Raw) -> str:
         return ""
 
 
-def _whole(raw: Any) -> Any:
+def _repaired_integer(raw: Any) -> Any:
     """Return a number as an integer if it is one, else ``raw``."""
     text = bytes(raw)
     if len(text) > _MAX_NUMBER_CHARS or text.lstrip(b"-").isdigit():
@@ -493,18 +494,18 @@ def _with_own_names(found: dict[str, Raw], known: Mapping[str, Any]) -> dict[str
 def _refuse_structure(name: str, value: Raw) -> None:
     """Raise ApiError for an unknown field that requests a structure or contains such a field, since ignoring it would
     change the answer."""
-    spelled = _plain(name)
+    spelled = _normalized(name)
     fields = {name: value}
     if spelled in CARRIERS and bytes(value)[:1] == b"{":
         fields = {f"{name}.{inner}": held for inner, held in _object_in(value).items()}
     for path, sent in fields.items():
         asks = bytes(sent) not in (b"null", b"false", b'""', b"[]", b"{}")
-        if asks and _plain(path.rpartition(".")[2]) in OTHER_SPELLINGS:
+        if asks and _normalized(path.rpartition(".")[2]) in OTHER_SPELLINGS:
             text = "this name of the answer's structure is unknown here; send response_format, at the top of the body"
             raise refused(path[: 2 * MAX_IGNORED_NAME_CHARS], text, "unknown_parameter")
 
 
-def _plain(name: str) -> str:
+def _normalized(name: str) -> str:
     return name[:MAX_IGNORED_NAME_CHARS].lower().replace("_", "").replace("-", "")
 
 

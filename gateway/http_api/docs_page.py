@@ -7,8 +7,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from pillion.gateway.http_api.asked_address import DEFAULT_ADDRESS
 from pillion.gateway.http_api.openapi import POLICY, REF
+from pillion.gateway.http_api.public_url import DEFAULT_ADDRESS
 
 # Placeholder for the address that the reader used.
 ADDRESS = f"http://{DEFAULT_ADDRESS}"

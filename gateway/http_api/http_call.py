@@ -365,7 +365,7 @@ _READ_ONLY_METHODS = ("GET", "HEAD", "OPTIONS")
 _PREFLIGHTED_METHODS = ("DELETE", "PUT", "PATCH")
 
 
-def is_foreign_write(method: str, headers: Mapping[bytes, bytes], allowed: Collection[str]) -> bool:
+def is_cross_origin_write(method: str, headers: Mapping[bytes, bytes], allowed: Collection[str]) -> bool:
     """Return True if a browser may have sent this call without a preflight for a page of an origin not in ``allowed``.
 
     Names of ``headers`` are in lower case.
@@ -399,7 +399,7 @@ def host_name(host: str) -> str:
     return name.lower().removesuffix(".")
 
 
-class OwnPagesWrite:
+class CrossOriginGuard:
     """ASGI application that forwards calls to ``app``, except cross-origin writes, and calls for names not in ``hosts``
     (None: any name). A trailing slash in the path of a POST is removed."""
 
@@ -426,7 +426,7 @@ class OwnPagesWrite:
         error = None
         if self._hosts is not None and name and name not in self._hosts and not name.endswith(".localhost"):
             error = _misdirected(name)
-        elif known and is_foreign_write(scope["method"], known, self._allowed):
+        elif known and is_cross_origin_write(scope["method"], known, self._allowed):
             text = "a browser sent this for a page of another origin; allow it with --allowed-origins"
             error = ApiError(403, text, kind="permission_error", code="cross_origin")
         await (self._app(scope, receive, send) if error is None else HttpCall(scope, receive, send).fail(error))

@@ -137,9 +137,9 @@ def from_pillion(error: PillionError, spelled: Mapping[str, str]) -> ApiError:
     message, param, retry_after_ms, brief = error.message, None, 0, ""
     if isinstance(error, InvalidRequest) and isinstance(long := next(iter(error.violations), None), LengthViolation):
         message, brief, code = long.description, long.brief, "context_length_exceeded"
-        param = spelled_field(long.field, spelled)
+        param = client_field(long.field, spelled)
     elif isinstance(error, InvalidRequest) and error.violations:
-        named = [(spelled_field(violation.field, spelled), violation.description) for violation in error.violations]
+        named = [(client_field(violation.field, spelled), violation.description) for violation in error.violations]
         message, param = "; ".join(f"{name}: {description}" for name, description in named), named[0][0]
     elif isinstance(error, Overloaded | Unavailable):
         retry_after_ms = error.retry_after_ms or RETRY_AFTER_MS
@@ -155,7 +155,7 @@ def from_pillion(error: PillionError, spelled: Mapping[str, str]) -> ApiError:
     )
 
 
-def spelled_field(field: str, spelled: Mapping[str, str]) -> str:
+def client_field(field: str, spelled: Mapping[str, str]) -> str:
     """Return the client's name of a field: ``sampling.stop[2]`` is ``stop[2]``.
 
     In ``spelled``, ``name[]`` stands for the field of any item; ``name[3]`` takes precedence.

@@ -29,13 +29,13 @@ from pillion.config import GatewayFlags, parse_origins
 from pillion.errors import NotFound, Unavailable
 from pillion.gateway.gateway import Gateway
 from pillion.gateway.http_api import docs_page, openapi
-from pillion.gateway.http_api.asked_address import BelowPath, asked_address
 from pillion.gateway.http_api.body_reading import IGNORED_HEADER
-from pillion.gateway.http_api.http_call import MAX_HEADER_BYTES, Endpoint, HttpCall, Methods, OwnPagesWrite
+from pillion.gateway.http_api.http_call import MAX_HEADER_BYTES, CrossOriginGuard, Endpoint, HttpCall, Methods
 from pillion.gateway.http_api.http_connection import HttpConnection, PortState, TlsListener
 from pillion.gateway.http_api.http_errors import OPENAI_ERRORS, ApiError, ErrorForm
-from pillion.gateway.http_api.model_calls import ModelCalls, unknown_model
+from pillion.gateway.http_api.model_calls import ModelCalls, unknown_model_error
 from pillion.gateway.http_api.openai_api import openai_routes
+from pillion.gateway.http_api.public_url import PathPrefixRemover, public_url
 from pillion.gateway.request.validation import MAX_TOKENS_HEADER
 from pillion.net import tls
 from pillion.net.addresses import is_local, listen
@@ -112,7 +112,7 @@ class _Pages:
         try:
             entry = await self._gateway.find_entry(name, call.tenant)
         except NotFound as error:
-            raise unknown_model(error.message) from None
+            raise unknown_model_error(error.message) from None
         tokenizer = entry.tokenizer
         await call.answer(
             200,
@@ -159,7 +159,7 @@ class _Pages:
         try:
             entry = await self._gateway.find_entry(asked, call.tenant)
         except NotFound as error:
-            raise unknown_model(error.message) from None
+            raise unknown_model_error(error.message) from None
         for info in self._gateway.models(call.tenant):
             if info.name == asked:
                 await call.answer(200, msgspec.json.encode(self._entry(info)))
@@ -181,7 +181,7 @@ class _Pages:
         policy = (b"content-security-policy", b"default-src 'none'; style-src 'unsafe-inline'")
         _, page = await asyncio.to_thread(lambda: self._description)
         encrypted = self._encrypted or call.header(b"x-forwarded-proto") == "https"
-        address = asked_address(call.header(b"host"), self._root_path, encrypted=encrypted)
+        address = public_url(call.header(b"host"), self._root_path, encrypted=encrypted)
         page = page.replace(docs_page.ADDRESS.encode(), address.encode())
         await call.answer(200, page, [policy], content_type=b"text/html; charset=utf-8")
 
@@ -266,12 +266,15 @@ def make_app(gateway: Gateway, flags: GatewayFlags, more_routes: MoreRoutes) -> 
     pages.describe(routes)
     origins = parse_origins(flags.allowed_origins)
     router = Router(routes, redirect_slashes=False, default=Endpoint("", pages.nothing, None))
-    app = OwnPagesWrite(
-        BelowPath(router, flags.root_path) if flags.root_path else router, origins, gateway.refusals, _own_hosts(flags)
+    app = CrossOriginGuard(
+        PathPrefixRemover(router, flags.root_path) if flags.root_path else router,
+        origins,
+        gateway.refusals,
+        _own_hosts(flags),
     )
     if not origins:
         return app
-    return _NamedOrigins(
+    return _NamedOriginsCors(
         app,
         allow_origins=origins,
         allow_methods=["GET", "POST", "DELETE"],
@@ -287,7 +290,7 @@ def make_app(gateway: Gateway, flags: GatewayFlags, more_routes: MoreRoutes) -> 
     )
 
 
-class _NamedOrigins(CORSMiddleware):
+class _NamedOriginsCors(CORSMiddleware):
     """CORS preflights and headers. A page of the internet may call a private address only if its origin is named: '*'
     would allow every page that a user of this network ever opens."""
 

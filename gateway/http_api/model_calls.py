@@ -28,9 +28,9 @@ from pillion.errors import Internal, NotFound, PillionError
 from pillion.gateway.admission.quotas import CountedCall
 from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.gateway import Gateway, ModelEntry
-from pillion.gateway.http_api.body_reading import IGNORED_HEADER, BodyReading, read_noting
+from pillion.gateway.http_api.body_reading import IGNORED_HEADER, BodyReading, with_reading
 from pillion.gateway.http_api.http_call import HttpCall
-from pillion.gateway.http_api.http_errors import ApiError, from_pillion, spelled_field
+from pillion.gateway.http_api.http_errors import ApiError, client_field, from_pillion
 from pillion.gateway.http_api.openai_logprobs import TokenTexts
 from pillion.gateway.request.admitted_request import AdmittedRequest, PlacedPrefix
 from pillion.gateway.request.request_runner import DEFECT, RequestRunner
@@ -159,7 +159,7 @@ MAX_WRITES_PER_S = 12_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskedCall:
+class ParsedCall:
     """A parsed call for a model's answers; subclassed by each HTTP API.
 
     Attributes:
@@ -205,7 +205,7 @@ class AnswerWriter:
 
 
 T = TypeVar("T")
-Asked = TypeVar("Asked", bound=AskedCall)
+Asked = TypeVar("Asked", bound=ParsedCall)
 # Returns the numbers of tokens of a call's first prompt after which other prompts are expected to diverge.
 Places = Callable[[HttpCall, Asked, ModelEntry, tuple[int, ...]], Awaitable[tuple[int, ...]]]
 NewWriter = Callable[[HttpCall, Asked, ModelEntry, DeltaReader], Awaitable[AnswerWriter]]
@@ -301,7 +301,7 @@ class ModelCalls:
         Raises ApiError.
         """
         reading = BodyReading(self._strict_fields)
-        found: T = await self.gateway.off_loop(call.tenant, len(raw), read_noting, reading, read, raw, *arguments)
+        found: T = await self.gateway.off_loop(call.tenant, len(raw), with_reading, reading, read, raw, *arguments)
         call.reading = reading
         self._name_ignored(call, reading.found)
         return found
@@ -314,11 +314,11 @@ class ModelCalls:
             call.notes.append((header, call.reading.ignored.encode()))
             self.gateway.refusals.without_effect(call.caller(), new)
 
-    def _name_left_out(self, call: HttpCall, asked: AskedCall, places: Sequence[tuple[str, str]]) -> None:
+    def _name_left_out(self, call: HttpCall, asked: ParsedCall, places: Sequence[tuple[str, str]]) -> None:
         """Name the places in a call's schemas that its answers are not constrained by in the response header."""
         before = dict(call.reading.found)
         for name, place in places:
-            call.reading.note(spelled_field(name, asked.names[0]) + place)
+            call.reading.note(client_field(name, asked.names[0]) + place)
         self._name_ignored(call, call.reading.found.keys() - before)
 
     async def entry(self, name: str, tenant: Tenant) -> ModelEntry:
@@ -326,7 +326,7 @@ class ModelCalls:
         try:
             return await self.gateway.find_entry(name, tenant)
         except NotFound as error:
-            raise unknown_model(error.message) from None
+            raise unknown_model_error(error.message) from None
 
     def texts_of(self, entry: ModelEntry) -> TokenTexts:
         """Return the cached texts of a model's tokens."""
@@ -381,7 +381,7 @@ class ModelCalls:
         await call.write(writer.last_events(reader.usage()), last=True)
 
     async def _counted(
-        self, asked: AskedCall, entry: ModelEntry, tenant: Tenant
+        self, asked: ParsedCall, entry: ModelEntry, tenant: Tenant
     ) -> contextlib.AbstractAsyncContextManager[CountedCall]:
         """Validate all prompts of a call before any of them runs.
 
@@ -400,6 +400,6 @@ class ModelCalls:
         return self.gateway.counted(tenant, fields, tokens)
 
 
-def unknown_model(message: str) -> ApiError:
+def unknown_model_error(message: str) -> ApiError:
     """Return OpenAI's error for an unknown model, with status 404."""
     return ApiError(404, message, param="model", code="model_not_found")

@@ -18,7 +18,7 @@ from pillion.gateway.http_api.model_calls import DeltaReader, ModelCalls
 from pillion.gateway.http_api.openai_events import (
     ChatResponseWriter,
     CompletionResponseWriter,
-    ReadResponseWriter,
+    ParsedChatWriter,
     ResponseWriter,
 )
 from pillion.gateway.http_api.openai_fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -127,7 +127,7 @@ class OpenAIApi:
             texts = TokenTexts(entry.tokenizer.spellings, by_ids=True)
         if is_chat and entry.formats.read_answers(asked.requests[0].tools):
             reasons = entry.formats.reads_reasoning
-            return ReadResponseWriter(head, texts, asked, ids, reasons)
+            return ParsedChatWriter(head, texts, asked, ids, reasons)
         if is_chat:
             return ChatResponseWriter(head, texts, asked, ids)
         echoed = [await self._prompt_text(one, entry, call.tenant) for one in asked.requests] if asked.body.echo else []

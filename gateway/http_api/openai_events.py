@@ -17,7 +17,7 @@ import msgspec
 from pillion.gateway.http_api.custom_tools import CustomCalls
 from pillion.gateway.http_api.model_calls import AnswerWriter, DeltaBatch
 from pillion.gateway.http_api.openai_fields import ChatBody
-from pillion.gateway.http_api.openai_logprobs import TextPlace, TokenTexts
+from pillion.gateway.http_api.openai_logprobs import TokenOffsets, TokenTexts
 from pillion.gateway.http_api.openai_requests import OpenAIRequest
 from pillion.types import Delta, Timings, TokenLogprob, ToolCallDelta, Usage
 
@@ -44,7 +44,7 @@ class _WrittenAnswer:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_string: str = ""
-    place: TextPlace | None = None
+    place: TokenOffsets | None = None
     # First token of a prompt whose echoed log probabilities are still to be written.
     first_token: int | None = None
     opened: bool = False
@@ -294,7 +294,7 @@ class _WrittenParts:
     left: bool = False
 
 
-class ReadResponseWriter(ChatResponseWriter):
+class ParsedChatWriter(ChatResponseWriter):
     """Writer of responses whose answers may have reasoning and tool calls. An event has a part of at most one call.
 
     Args:
@@ -465,7 +465,7 @@ class CompletionResponseWriter(ResponseWriter):
             answer.first_token, echoed, prompt_tokens = ids[0], self._prompts[prompt], len(ids)
         if self._shows:
             shows_specials = self._asked.requests[0].sampling.skip_special_tokens is False
-            answer.place = TextPlace(self._tokens, echoed, prompt_tokens, shows_specials)
+            answer.place = TokenOffsets(self._tokens, echoed, prompt_tokens, shows_specials)
         return answer
 
     def _logprobs(self, answer: _WrittenAnswer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:

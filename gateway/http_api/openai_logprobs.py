@@ -62,9 +62,9 @@ class TokenTexts:
         }
 
     def completion(
-        self, logprobs: Sequence[TokenLogprob], place: TextPlace, first_token: int | None = None
+        self, logprobs: Sequence[TokenLogprob], position: TokenOffsets, first_token: int | None = None
     ) -> dict[str, Any]:
-        """Return log probabilities of a completion's next tokens, one list per field, and advance ``place``.
+        """Return log probabilities of a completion's next tokens, one list per field, and advance ``position``.
 
         ``first_token``, of an echoed prompt, precedes them and has no log probability.
         """
@@ -72,12 +72,12 @@ class TokenTexts:
         values: list[float | None] = [_finite(one.logprob) for one in logprobs]
         if first_token is not None:
             tokens.append(self.text_of(first_token))
-            offsets.append(place.pass_by(first_token))
+            offsets.append(position.advance(first_token))
             values.insert(0, None)
         for one in logprobs:
             text = self.text_of(one.token_id)
             tokens.append(text)
-            offsets.append(place.pass_by(one.token_id))
+            offsets.append(position.advance(one.token_id))
             alternatives = zip(one.top_ids, one.top_logprobs, strict=True)
             # The answer's token is always included, so there may be one more than requested.
             tops.append(
@@ -96,7 +96,7 @@ class TokenTexts:
         return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
 
 
-class TextPlace:
+class TokenOffsets:
     """Offset of each token in a text, in characters.
 
     Args:
@@ -114,7 +114,7 @@ class TextPlace:
         self._offset = 0
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def pass_by(self, token_id: int) -> int:
+    def advance(self, token_id: int) -> int:
         """Return the offset of the next token. A token with the rest of a character has the character's offset."""
         begin, text = self._offset, self._utf8.decode(self._tokens.bytes_of(token_id))
         is_text = self._tokens.is_text(token_id)

@@ -16,11 +16,10 @@ import msgspec
 from msgspec import Raw
 
 from pillion.config import MAX_TEMPLATE_KWARGS_BYTES
-from pillion.gateway.http_api.asked_structure import ASKING, AskedStructure, read_structure
 from pillion.gateway.http_api.body_reading import REQUIRED, given, note_ignored, parse, parse_field
 from pillion.gateway.http_api.content_parts import read_calls, read_content
 from pillion.gateway.http_api.http_errors import from_pillion, refused
-from pillion.gateway.http_api.model_calls import AskedCall
+from pillion.gateway.http_api.model_calls import ParsedCall
 from pillion.gateway.http_api.openai_fields import (
     MAX_LABEL_CHARS,
     READ_LATER,
@@ -32,6 +31,7 @@ from pillion.gateway.http_api.openai_fields import (
     TokenizeBody,
 )
 from pillion.gateway.http_api.structure_fields import StructureBody
+from pillion.gateway.http_api.structure_reading import ASKING, RequestedStructure, read_structure
 from pillion.gateway.http_api.tool_reading import ToolsRead
 from pillion.gateway.request.validation import (
     MAX_BAD_WORD_CHARS,
@@ -109,7 +109,7 @@ Prompt = str | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenAIRequest(AskedCall):
+class OpenAIRequest(ParsedCall):
     """A parsed call of either endpoint.
 
     Attributes:
@@ -198,7 +198,7 @@ def chat_request(raw: bytes, request_id: str) -> OpenAIRequest:
     )
 
 
-def structure_of(body: StructureBody) -> AskedStructure:
+def structure_of(body: StructureBody) -> RequestedStructure:
     """Return the structure that the answer must have. Raises ApiError."""
     return read_structure(body) if any(getattr(body, name) for name in ASKING) else (None, {})
 

@@ -1,4 +1,4 @@
-"""Fields of any API's body that request structured outputs; asked_structure.py parses them."""
+"""Fields of any API's body that request structured outputs; structure_reading.py parses them."""
 
 from __future__ import annotations
 

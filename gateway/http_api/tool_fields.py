@@ -111,7 +111,7 @@ class ToolBody(SchemaFields, forbid_unknown_fields=True, kw_only=True):
     allowed_callers: Ignored[Raw] = Raw()
 
     @staticmethod
-    def passed_over(sent: Mapping[str, Raw]) -> bool:
+    def is_server_side(sent: Mapping[str, Raw]) -> bool:
         """Return True if an object is a server-side tool; only its type is then named as without effect."""
         kind = bytes(sent.get("type", b""))
         return (
@@ -175,9 +175,9 @@ class ChoiceBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True)
     disable_parallel_tool_use: bool | None = None
 
     @staticmethod
-    def passed_over(sent: Mapping[str, Raw]) -> bool:
+    def is_server_side(sent: Mapping[str, Raw]) -> bool:
         """Return True if an object names a server-side tool."""
-        return ToolBody.passed_over(sent)
+        return ToolBody.is_server_side(sent)
 
     def __post_init__(self) -> None:
         if not (self.type or self.name or self.function or self.custom):

@@ -17,7 +17,7 @@ from pillion.types import Tool, ToolOptions
 _WORDS = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
 
 
-def flat_name(namespace: str | None, name: str) -> str:
+def model_tool_name(namespace: str | None, name: str) -> str:
     """Return the name that the model has for a namespaced tool, since models have no namespaces."""
     return name if not namespace else f"{namespace}{'' if namespace.endswith('_') else '__'}{name}"
 
@@ -73,14 +73,14 @@ class ToolsRead:
         schema, field = body.schema()
         parameters = compact_json(schema, f"{path}.{field}", dict) if given(schema) else ""
         text = "\n\n".join(filter(None, (about, body.description)))
-        tool = Tool(name=flat_name(namespace, name), description=text, parameters=parameters, strict=body.strict)
+        tool = Tool(name=model_tool_name(namespace, name), description=text, parameters=parameters, strict=body.strict)
         self._keep(tool, path, f"{path}.{field}", namespace, name)
 
     def _add_custom(
         self, body: CustomBody | ToolBody, name: str, path: str, namespace: str | None, about: str | None
     ) -> None:
         text = "\n\n".join(filter(None, (about, body.description)))
-        tool = custom_tool(flat_name(namespace, name), text, _grammar(body.format, f"{path}.format"))
+        tool = custom_tool(model_tool_name(namespace, name), text, _grammar(body.format, f"{path}.format"))
         self.custom.add(tool.name)
         self._keep(tool, path, f"{path}.format", namespace, name)
 
@@ -134,9 +134,9 @@ def _chosen_name(choice: ChoiceBody) -> tuple[str, str]:
     """Return the name of the tool in a choice, and its field; "" twice without a name or for a server-side tool."""
     for field, named in (("function", choice.function), ("custom", choice.custom)):
         if named is not None:
-            return flat_name(named.namespace, named.name), f"{field}.name"
+            return model_tool_name(named.namespace, named.name), f"{field}.name"
     if choice.name and choice.type in ("", "function", "custom", "tool"):
-        return flat_name(choice.namespace, choice.name), "name"
+        return model_tool_name(choice.namespace, choice.name), "name"
     return "", ""
 
 
@@ -152,14 +152,14 @@ def _grammar(form: InputFormat | None, path: str) -> ToolGrammar | None:
     return ToolGrammar(syntax=form.syntax, definition=form.definition)
 
 
-def shown_tools(bodies: Sequence[ToolBody]) -> list[dict[str, Any]]:
+def echoed_tools(bodies: Sequence[ToolBody]) -> list[dict[str, Any]]:
     """Return tools as OpenAI's responses repeat them: flat, functions with all fields."""
     return [shown for body in bodies for shown in _shown(body)]
 
 
 def _shown(body: ToolBody) -> list[dict[str, Any]]:
     if body.type == "namespace":
-        inner = shown_tools(body.tools or ())
+        inner = echoed_tools(body.tools or ())
         return [{"type": "namespace", "name": body.name, "description": body.description, "tools": inner}]
     if body.custom is not None or (body.type == "custom" and not given(body.schema()[0])):
         custom = body.custom or body

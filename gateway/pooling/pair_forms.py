@@ -91,7 +91,7 @@ class PairForm:
     instruction: str = ""
     max_tokens: int | None = None
 
-    def told(self, instruction: str | None) -> PairForm:
+    def with_instruction(self, instruction: str | None) -> PairForm:
         """Return the form with another instruction, if not None. Raises InvalidRequest if the form has no place for
         one."""
         if instruction is None:
@@ -105,8 +105,8 @@ class PairForm:
         if self.text is PairText.JOINED:
             return replace(shared, text=pair.query + pair.document)
         if self.text is PairText.QWEN3:
-            told = self.instruction or QWEN3_INSTRUCTION
-            text = _QWEN3_TEXT.format(instruction=told, query=pair.query, document=pair.document)
+            instruction = self.instruction or QWEN3_INSTRUCTION
+            text = _QWEN3_TEXT.format(instruction=instruction, query=pair.query, document=pair.document)
             return replace(shared, text=text)
         messages = (ChatMessage("query", pair.query), ChatMessage("document", pair.document))
         if not self.instruction:
@@ -130,7 +130,7 @@ def cosine(one: Vector, other: Vector) -> float:
     return float(left @ right) / length if length else 0.0
 
 
-def named_reranker(name: str) -> bool:
+def is_reranker_name(name: str) -> bool:
     """Return True if a model's name contains "reranker"; the configs of Qwen3's rerankers do not identify them."""
     return _RERANKER in name.lower()
 

@@ -15,7 +15,7 @@ from pillion.gateway.http_api.model_calls import ModelCalls
 from pillion.gateway.pooling.classify_form import ClassifyBody, read_classify, write_labels
 from pillion.gateway.pooling.embeddings_form import EmbeddingsBody, read_embeddings, write_vectors
 from pillion.gateway.pooling.rerank_forms import (
-    AskedPairs,
+    PairsRequest,
     RerankBody,
     ScoreBody,
     read_rerank,
@@ -102,8 +102,8 @@ class PoolingApi:
         self,
         call: HttpCall,
         raw: bytes,
-        read: Callable[[bytes, str], AskedPairs],
-        write: Callable[[AskedPairs, ScoredPairs], bytes],
+        read: Callable[[bytes, str], PairsRequest],
+        write: Callable[[PairsRequest, ScoredPairs], bytes],
     ) -> None:
         asked = await self._calls.read(call, read, raw, call.request_id)
         body = asked.body

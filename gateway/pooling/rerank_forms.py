@@ -89,7 +89,7 @@ class ScoreBody(PairsBody, forbid_unknown_fields=True, kw_only=True):
 
 
 @dataclass(frozen=True, slots=True)
-class AskedPairs:
+class PairsRequest:
     """A parsed call: its pairs, the fields that their requests share, and the client's names of fields."""
 
     body: PairsBody
@@ -98,7 +98,7 @@ class AskedPairs:
     names: Mapping[str, str]
 
 
-def read_rerank(raw: bytes, request_id: str) -> AskedPairs:
+def read_rerank(raw: bytes, request_id: str) -> PairsRequest:
     """Parse the body of a call that ranks documents. Raises ApiError."""
     body = _read(raw, RerankBody)
     if body.top_n is not None and body.top_n < 0:
@@ -109,10 +109,10 @@ def read_rerank(raw: bytes, request_id: str) -> AskedPairs:
     for n, field in enumerate(documents):
         names[f"inputs[{n}]"] = names[f"inputs[{n}].document"] = field
     pairs = tuple(TextPair(query, document) for document in documents.values())
-    return AskedPairs(body, pairs, body.shared(request_id), names)
+    return PairsRequest(body, pairs, body.shared(request_id), names)
 
 
-def read_score(raw: bytes, request_id: str) -> AskedPairs:
+def read_score(raw: bytes, request_id: str) -> PairsRequest:
     """Parse the body of a call that scores pairs. Raises ApiError."""
     body = _read(raw, ScoreBody)
     sent = {name for pair in SCORED_FIELDS for name in pair if getattr(body, name) is not None}
@@ -129,7 +129,7 @@ def read_score(raw: bytes, request_id: str) -> AskedPairs:
     for n, ((query, _), document) in enumerate(zip(asked, second, strict=True)):
         names |= {f"inputs[{n}].query": query, f"inputs[{n}].document": document, f"inputs[{n}]": document}
     pairs = tuple(TextPair(query, document) for (_, query), document in zip(asked, second.values(), strict=True))
-    return AskedPairs(body, pairs, body.shared(request_id), names)
+    return PairsRequest(body, pairs, body.shared(request_id), names)
 
 
 def _read(raw: bytes, kind: type[B]) -> B:
@@ -155,7 +155,7 @@ def _filled(text: str, field: str) -> str:
     return text
 
 
-def _ranked(asked: AskedPairs, found: ScoredPairs, with_texts: bool) -> list[dict[str, Any]]:
+def _ranked(asked: PairsRequest, found: ScoredPairs, with_texts: bool) -> list[dict[str, Any]]:
     """Return the best documents, best first; documents of equal score keep their order."""
     body = asked.body
     assert isinstance(body, RerankBody)
@@ -172,14 +172,14 @@ def _usage(found: ScoredPairs) -> dict[str, Any]:
     return {"prompt_tokens": found.usage.prompt_tokens, "total_tokens": found.usage.prompt_tokens}
 
 
-def write_rerank(answer_id: str, asked: AskedPairs, found: ScoredPairs) -> bytes:
+def write_rerank(answer_id: str, asked: PairsRequest, found: ScoredPairs) -> bytes:
     """Encode the best documents, in vLLM's and Jina's format."""
     results = _ranked(asked, found, with_texts=True)
     answer = {"id": answer_id, "model": found.model, "usage": _usage(found), "results": results}
     return msgspec.json.encode(answer)
 
 
-def write_cohere(answer_id: str, asked: AskedPairs, found: ScoredPairs) -> bytes:
+def write_cohere(answer_id: str, asked: PairsRequest, found: ScoredPairs) -> bytes:
     """Encode the best documents, in the format of Cohere's version 2."""
     meta = {
         "api_version": {"version": COHERE_VERSION, "is_experimental": False},
@@ -191,7 +191,7 @@ def write_cohere(answer_id: str, asked: AskedPairs, found: ScoredPairs) -> bytes
     return msgspec.json.encode(answer)
 
 
-def write_score(answer_id: str, asked: AskedPairs, found: ScoredPairs) -> bytes:
+def write_score(answer_id: str, asked: PairsRequest, found: ScoredPairs) -> bytes:
     """Encode a score per pair."""
     data = [{"index": n, "object": "score", "score": score} for n, score in enumerate(found.scores)]
     return write_list(answer_id, found.model, data, found.usage)

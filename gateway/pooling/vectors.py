@@ -27,7 +27,7 @@ from pillion.gateway.pooling.pair_forms import (
     ScoreKind,
     TextPair,
     cosine,
-    named_reranker,
+    is_reranker_name,
     read_pair_form,
 )
 from pillion.gateway.pooling.pooling_files import Vector, VectorForm, read_vector_form
@@ -159,7 +159,7 @@ class GatewayVectors:
         _check_count(len(pairs))
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         model = entry or await self._gateway.find_entry(shared.model, tenant)
-        form = (await self._pair_form(model)).told(instruction)
+        form = (await self._pair_form(model)).with_instruction(instruction)
         vectors = await self._vector_form(model) if form.kind is ScoreKind.COSINE else VectorForm()
         most = _most(vectors if form.kind is ScoreKind.COSINE else form, model)
         call = TextCall(self._gateway, model, tenant, most, cut_tokens, deadline, parent)
@@ -216,7 +216,7 @@ class GatewayVectors:
         """Return the form of a model's scores. Raises InvalidRequest if it is not supported."""
         if model.folder is None:
             return PairForm()
-        reranker = named_reranker(f"{model.limits.name} {' '.join(model.aliases)} {model.folder}")
+        reranker = is_reranker_name(f"{model.limits.name} {' '.join(model.aliases)} {model.folder}")
         read = partial(read_pair_form, model.folder, model.tokenizer, reranker)
         return await self._form("scores", model, (model.folder, reranker), read)
 
@@ -272,10 +272,10 @@ async def _asked_of(
     the chat template's end is preserved."""
     if not form.as_messages:
         return replace(shared, text=prompt + text)
-    told = (ChatMessage("system", prompt),) if prompt else ()
+    system = (ChatMessage("system", prompt),) if prompt else ()
 
     def make(text: str) -> GenerateRequest:
-        return replace(shared, text="", messages=(*told, ChatMessage("user", text)), chat=_NO_ANSWER)
+        return replace(shared, text="", messages=(*system, ChatMessage("user", text)), chat=_NO_ANSWER)
 
     return make(text) if call.cut_tokens is None else await _truncated_request(call, make, text, call.cut_tokens)
 

@@ -18,7 +18,7 @@ from pillion.gateway.http_api.custom_tools import custom_call
 from pillion.gateway.http_api.gathered_messages import GatheredMessages
 from pillion.gateway.http_api.http_errors import refused
 from pillion.gateway.http_api.json_objects import arguments_of, text_in
-from pillion.gateway.http_api.model_calls import AskedCall
+from pillion.gateway.http_api.model_calls import ParsedCall
 from pillion.gateway.http_api.openai_fields import ContentPart
 from pillion.gateway.http_api.openai_requests import (
     limited,
@@ -29,7 +29,7 @@ from pillion.gateway.http_api.openai_requests import (
     structure_of,
     template_kwargs,
 )
-from pillion.gateway.http_api.tool_reading import ToolsRead, flat_name, shown_tools
+from pillion.gateway.http_api.tool_reading import ToolsRead, echoed_tools, model_tool_name
 from pillion.gateway.responses.responses_fields import InputItem, ReasoningConfig, ResponsesBody
 from pillion.types import (
     ChatMessage,
@@ -54,7 +54,7 @@ _NAMES: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResponsesRequest(AskedCall):
+class ResponsesRequest(ParsedCall):
     """A parsed call of the Responses API.
 
     Attributes:
@@ -148,7 +148,7 @@ class _ItemConversation:
             self._add_message(item, path, is_new)
         elif item.type in ("function_call", "custom_tool_call"):
             name, call_id = _needed(item.name, f"{path}.name"), _needed(item.call_id, f"{path}.call_id")
-            name = self._called[call_id] = flat_name(item.namespace, name)
+            name = self._called[call_id] = model_tool_name(item.namespace, name)
             if item.type == "function_call":
                 call = ToolCall(call_id, name, arguments_of(item.arguments))
             else:
@@ -235,7 +235,7 @@ def _echoed(body: ResponsesBody, structured: StructuredOutputs | None) -> dict[s
         "safety_identifier": body.safety_identifier,
         "text": {"format": _echoed_format(body, structured)},
         "tool_choice": body.tool_choice or "auto",
-        "tools": shown_tools(body.tools or ()),
+        "tools": echoed_tools(body.tools or ()),
         "top_logprobs": body.top_logprobs or 0,
         "user": body.user,
     }

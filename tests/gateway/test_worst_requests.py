@@ -17,7 +17,7 @@ from lab.testbed.conditions import loop_turns
 from pillion.gateway.anthropic import anthropic_requests
 from pillion.gateway.anthropic.anthropic_requests import messages_request
 from pillion.gateway.http_api.http_errors import ApiError
-from pillion.gateway.http_api.model_calls import AskedCall
+from pillion.gateway.http_api.model_calls import ParsedCall
 from pillion.gateway.http_api.request_bodies import MAX_COMMAS
 from pillion.gateway.request import client_json
 from pillion.gateway.responses import responses_requests
@@ -361,7 +361,7 @@ async def test_the_worst_bodies_leave_the_loop_to_others(
 
 
 # APIs that make one message of several, the field that has them, and whose they are.
-JOINING: tuple[tuple[Callable[[bytes, str], AskedCall], str, bytes], ...] = (
+JOINING: tuple[tuple[Callable[[bytes, str], ParsedCall], str, bytes], ...] = (
     (messages_request, "messages", b"user"),
     (responses_request, "input", b"assistant"),
 )

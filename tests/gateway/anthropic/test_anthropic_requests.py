@@ -10,7 +10,7 @@ import pytest
 from pillion.errors import FieldViolation, InvalidRequest
 from pillion.gateway.anthropic.anthropic_requests import MessagesRequest, count_tokens_request, messages_request
 from pillion.gateway.anthropic.signatures import signature_of
-from pillion.gateway.http_api.body_reading import BodyReading, read_noting
+from pillion.gateway.http_api.body_reading import BodyReading, with_reading
 from pillion.gateway.http_api.gathered_messages import UNSEEN
 from pillion.gateway.http_api.http_errors import ApiError, from_pillion
 from pillion.types import (
@@ -193,7 +193,7 @@ def test_a_signature_has_the_thoughts_that_were_not_shown(thinking: str, signatu
     block = {"type": "thinking", "thinking": thinking, "signature": signature}
     messages = [*LEAST["messages"], {"role": "assistant", "content": [block]}, *LEAST["messages"]]
     reading = BodyReading()
-    asked = read_noting(reading, messages_request, json.dumps(LEAST | {"messages": messages}).encode(), "r")
+    asked = with_reading(reading, messages_request, json.dumps(LEAST | {"messages": messages}).encode(), "r")
     assert asked.requests[0].messages[1].reasoning == read_as
     # It has no effect where it is another server's, or where the text is there.
     assert reading.ignored == ("messages.content.signature" if signature and not (read_as and not thinking) else "")
@@ -338,7 +338,7 @@ def test_too_many_or_strange_breakpoints_are_refused() -> None:
 def test_what_cannot_change_the_answer_has_no_effect_and_is_named(fields: dict[str, Any], ignored: str | None) -> None:
     body = json.dumps(LEAST | fields).encode()
     reading = BodyReading()
-    asked, named = read_noting(reading, messages_request, body, "r"), reading.ignored
+    asked, named = with_reading(reading, messages_request, body, "r"), reading.ignored
     assert named == (", ".join(sorted(fields)) if ignored is None else ignored)
     plain = {"system": {"system": "x"}, "tools": {"tools": [TOOL]}}
     without = next((plain[name] for name in fields if name in plain), {})
@@ -363,7 +363,7 @@ def test_lines_that_change_with_each_request_are_cut(system: Any, kept: str) -> 
     for mark in ("eb6c6", "0aaa9"):
         body = json.dumps(LEAST | {"system": system}).replace("%s", mark).encode()
         reading = BodyReading()
-        made = read_noting(reading, messages_request, body, "r")
+        made = with_reading(reading, messages_request, body, "r")
         assert reading.ignored == "system.line"
         count_body = {name: value for name, value in json.loads(body).items() if name != "max_tokens"}
         counted, _ = count_tokens_request(json.dumps(count_body).encode())
@@ -390,7 +390,7 @@ def test_what_no_model_here_can_read_is_told_or_left_out_and_named() -> None:
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": found}]},
     ]
     reading = BodyReading()
-    made = read_noting(reading, messages_request, json.dumps(LEAST | {"messages": messages}).encode(), "r")
+    made = with_reading(reading, messages_request, json.dumps(LEAST | {"messages": messages}).encode(), "r")
     assert reading.ignored == "messages.content.content.source, messages.content.redacted_thinking"
     unseen = "[There is an image here, which this model cannot see.]"
     assert made.requests[0].messages[1:] == (
@@ -402,7 +402,7 @@ def test_what_no_model_here_can_read_is_told_or_left_out_and_named() -> None:
 
 def noted(**fields: Any) -> tuple[GenerateRequest, str]:
     reading = BodyReading()
-    asked = read_noting(reading, messages_request, json.dumps(LEAST | fields).encode(), "r")
+    asked = with_reading(reading, messages_request, json.dumps(LEAST | fields).encode(), "r")
     (request,) = asked.requests
     return request, reading.ignored
 

@@ -1,4 +1,4 @@
-"""Bodies that their types do not take as they stand: what is mended, what is named, and what stays the client's
+"""Bodies that their types do not take as they stand: what is repaired, what is named, and what stays the client's
 mistake."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pillion.gateway.http_api.body_reading import (
     BodyReading,
     is_one_edit,
     parse,
-    read_noting,
-    without_halves,
+    replace_unpaired_surrogates,
+    with_reading,
 )
 from pillion.gateway.http_api.http_errors import ApiError
 from pillion.gateway.http_api.json_objects import OTHER, JsonObject
@@ -56,7 +56,7 @@ class TreeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 def read(body: Any, *, strict: bool = False) -> tuple[TreeBody, str]:
     reading = BodyReading(strict)
     sent = body if isinstance(body, bytes) else json.dumps({"messages": [], **body}).encode()
-    return read_noting(reading, parse, sent, TreeBody), reading.ignored
+    return with_reading(reading, parse, sent, TreeBody), reading.ignored
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def read(body: Any, *, strict: bool = False) -> tuple[TreeBody, str]:
     ],
     ids=lambda value: str(value)[:70],
 )
-def test_what_is_mended(body: dict[str, Any], made: dict[str, Any], ignored: str) -> None:
+def test_repairs(body: dict[str, Any], made: dict[str, Any], ignored: str) -> None:
     tree, named = read(body)
     expected = TreeBody(**{"messages": [], **made})
     tree.tree_schema, expected.tree_schema = Raw(), Raw()
@@ -167,7 +167,7 @@ def test_one_edit(name: str, other: str, near: bool) -> None:
     ids=str,
 )
 def test_half_a_pair_is_no_character(sent: bytes, text: str) -> None:
-    assert msgspec.json.decode(without_halves(sent)) == text
+    assert msgspec.json.decode(replace_unpaired_surrogates(sent)) == text
     tree, _ = read(b'{"messages": [], "tree_schema": {"a": ' + sent + b'}, "bark": ' + sent + b"}")
     assert (tree.bark, msgspec.json.decode(tree.tree_schema)) == (text, {"a": text})
 

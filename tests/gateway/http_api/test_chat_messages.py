@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pillion.gateway.http_api.body_reading import BodyReading, read_noting
+from pillion.gateway.http_api.body_reading import BodyReading, with_reading
 from pillion.gateway.http_api.gathered_messages import UNSEEN
 from pillion.gateway.http_api.http_errors import ApiError
 from pillion.gateway.http_api.openai_requests import chat_request, tokenize_request
@@ -22,8 +22,8 @@ TOLD = (ChatMessage("user", "hi"), ChatMessage("assistant", "", (ToolCall("c1", 
 def told(messages: list[Any]) -> tuple[tuple[ChatMessage, ...], str]:
     """The messages as /v1/chat/completions and /tokenize read them, and the names of what had no effect."""
     raw, reading, other = json.dumps({"messages": messages}).encode(), BodyReading(), BodyReading()
-    asked = read_noting(reading, chat_request, raw, "r").requests[0].messages
-    assert read_noting(other, tokenize_request, raw)[1].messages == asked
+    asked = with_reading(reading, chat_request, raw, "r").requests[0].messages
+    assert with_reading(other, tokenize_request, raw)[1].messages == asked
     assert reading.ignored == other.ignored
     return asked, reading.ignored
 

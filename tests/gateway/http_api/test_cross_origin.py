@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from pillion.gateway.http_api.http_call import host_name, is_foreign_write
+from pillion.gateway.http_api.http_call import host_name, is_cross_origin_write
 from tests.support.fake_components import running_fake_cluster
 from tests.support.http import call
 
@@ -47,8 +47,8 @@ EVIL, FRIEND = "https://evil.example", "https://chat.example.org"
 )
 def test_who_has_sent_a_call(method: str, headers: dict[str, str], foreign: bool) -> None:
     raw = {name.encode(): value.encode() for name, value in headers.items()}
-    assert is_foreign_write(method, raw, {FRIEND}) is foreign
-    assert not is_foreign_write(method, raw, {"*"}) or "origin" not in headers
+    assert is_cross_origin_write(method, raw, {FRIEND}) is foreign
+    assert not is_cross_origin_write(method, raw, {"*"}) or "origin" not in headers
 
 
 def kept(path: pathlib.Path) -> list[pathlib.Path]:

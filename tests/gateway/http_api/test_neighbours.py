@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pillion.gateway.anthropic.anthropic_requests import messages_request
-from pillion.gateway.http_api.body_reading import BodyReading, read_noting
+from pillion.gateway.http_api.body_reading import BodyReading, with_reading
 from pillion.gateway.http_api.http_errors import ApiError
 from pillion.gateway.http_api.openai_requests import chat_request, completion_request
 from pillion.gateway.responses.responses_requests import responses_request
@@ -32,7 +32,7 @@ def read(door: str, fields: dict[str, Any]) -> tuple[GenerateRequest, str]:
     """The request that a body becomes at a door, and the names of what had no effect."""
     reader, least = DOORS[door]
     reading = BodyReading()
-    asked = read_noting(reading, reader, json.dumps(least | fields).encode(), "r")
+    asked = with_reading(reading, reader, json.dumps(least | fields).encode(), "r")
     return asked.requests[0], reading.ignored
 
 
@@ -320,7 +320,7 @@ def test_a_result_and_what_the_user_says_beside_it_are_two_messages(door: str) -
 def test_a_limit_of_tokens_is_read_alike_everywhere(door: str, name: str) -> None:
     body = {key: value for key, value in DOORS[door][1].items() if key != "max_tokens"} | {name: 7}
     reading = BodyReading()
-    asked = read_noting(reading, DOORS[door][0], json.dumps(body).encode(), "r")
+    asked = with_reading(reading, DOORS[door][0], json.dumps(body).encode(), "r")
     assert (asked.requests[0].sampling.max_tokens, reading.ignored) == (7, "")
 
 

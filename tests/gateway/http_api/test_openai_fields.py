@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pillion.errors import FieldViolation, InvalidRequest
-from pillion.gateway.http_api.body_reading import BodyReading, harmless_values, read_noting, unsupported_fields
+from pillion.gateway.http_api.body_reading import BodyReading, harmless_values, unsupported_fields, with_reading
 from pillion.gateway.http_api.http_errors import ApiError, from_pillion
 from pillion.gateway.http_api.openai_fields import READ_AS, ChatBody, CompletionBody
 from pillion.gateway.http_api.openai_requests import (
@@ -117,7 +117,7 @@ def test_neutral_and_sloppy_values(read) -> None:
         False,
     )
     for harmless in ({"length_penalty": 1.5}, {"early_stopping": True}, {"kv_transfer_params": {"a": 1}}):
-        assert read_noting(BodyReading(), lambda fields: read(**fields), harmless).requests == read().requests
+        assert with_reading(BodyReading(), lambda fields: read(**fields), harmless).requests == read().requests
 
 
 def test_what_nobody_said_is_nobodys() -> None:
@@ -212,7 +212,7 @@ def test_stream_options() -> None:
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     ):
         reading = BodyReading()
-        asked = read_noting(reading, lambda given: chat(**given), fields)
+        asked = with_reading(reading, lambda given: chat(**given), fields)
         assert (asked.requests, reading.ignored) == (chat().requests, ignored)
 
 
@@ -253,7 +253,7 @@ def check_undone(read, name: str) -> None:
 def test_what_cannot_change_the_answer_has_no_effect_and_is_named(fields: dict[str, Any], ignored: str | None) -> None:
     reading = BodyReading()
     asked, named = (
-        read_noting(reading, chat_request, json.dumps({"messages": MESSAGES, **fields}).encode(), "r"),
+        with_reading(reading, chat_request, json.dumps({"messages": MESSAGES, **fields}).encode(), "r"),
         reading.ignored,
     )
     assert named == (", ".join(sorted(fields)) if ignored is None else ignored)
@@ -264,7 +264,7 @@ def test_tools_of_a_server_are_left_out_and_named() -> None:
     function = {"type": "function", "function": {"name": "f"}, "cache_control": {"type": "ephemeral", "scope": "x"}}
     tools = [{"type": "web_search", "filters": {}}, function, {"function": {"name": "g"}}, CUSTOM]
     reading = BodyReading()
-    asked = read_noting(reading, lambda given: chat(**given), {"tools": tools, "tool_choice": "auto"})
+    asked = with_reading(reading, lambda given: chat(**given), {"tools": tools, "tool_choice": "auto"})
     assert reading.ignored == "tools.cache_control, tools.web_search"
     assert [tool.name for tool in asked.requests[0].tools.tools] == ["f", "g", "patch"]
     wrong = InvalidRequest.of(*(FieldViolation(f"tools.tools[{n}].name", "x") for n in range(3)))
@@ -328,12 +328,12 @@ def test_unknown_fields_have_no_effect_and_are_named(read: Any, least: dict[str,
         {**least, "new-field": [1], "top_a": 0.5, "gone": None, "seed": 4.0, "temperature": None}
     ).encode()
     reading = BodyReading()
-    asked = read_noting(reading, read, body, "r")
+    asked = with_reading(reading, read, body, "r")
     assert reading.ignored == "new-field, top_a"
     assert asked.requests == read(json.dumps({**least, "seed": 4}).encode(), "r").requests
     for strict, wrong in ((True, {"top_a": 0.5}), (False, {"temprature": 1})):
         with pytest.raises(ApiError) as caught:
-            read_noting(BodyReading(strict), read, json.dumps(least | wrong).encode(), "r")
+            with_reading(BodyReading(strict), read, json.dumps(least | wrong).encode(), "r")
         assert (caught.value.param, caught.value.code) == (next(iter(wrong)), "unknown_parameter")
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pillion.gateway.http_api.asked_address import asked_address
+from pillion.gateway.http_api.public_url import public_url
 from tests.support.fake_components import running_fake_cluster
 from tests.support.http import call
 
@@ -68,9 +68,9 @@ async def test_below_the_path_of_a_proxy() -> None:
 
 @pytest.mark.parametrize("host", ["", "a b", "x<script>", "$(id)", "a'b", "a;b", "[::1", "x:port", "a" * 300])
 def test_a_host_that_is_none_is_not_shown(host: str) -> None:
-    assert asked_address(host, "", encrypted=False) == "http://127.0.0.1:8000"
+    assert public_url(host, "", encrypted=False) == "http://127.0.0.1:8000"
 
 
 def test_hosts_that_are_shown() -> None:
-    shown = {host: asked_address(host, "/a", encrypted=True) for host in ("x.org", "x.org:81", "[::1]:80", "10.0.0.1")}
+    shown = {host: public_url(host, "/a", encrypted=True) for host in ("x.org", "x.org:81", "[::1]:80", "10.0.0.1")}
     assert json.dumps(shown) == json.dumps({host: f"https://{host}/a" for host in shown})

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from lab.testbed.conditions import until
 from lab.testbed.tiny_model import save_model
 from pillion import LLM, InvalidRequest
-from pillion.gateway.pooling.pair_forms import ScoreKind, named_reranker, read_pair_form
+from pillion.gateway.pooling.pair_forms import ScoreKind, is_reranker_name, read_pair_form
 from pillion.gateway.pooling.text_call import TextCall
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.gateway.tokens.tokenizer import ModelTokenizer
@@ -157,7 +157,7 @@ def test_a_qwen3_reranker_without_such_files_reads_the_text_of_its_card(tmp_path
 def test_a_checkpoint_of_two_names_is_a_reranker_under_one_of_them(tmp_path: pathlib.Path) -> None:
     folder = save_model(tmp_path / "model", model_type="qwen3", marks=("yes", "no"))
     tokenizer = ModelTokenizer.load(folder)
-    kinds = [read_pair_form(folder, tokenizer, named_reranker(name)).kind for name in ("chat", "My-Reranker", "chat")]
+    kinds = [read_pair_form(folder, tokenizer, is_reranker_name(name)).kind for name in ("chat", "My-Reranker", "chat")]
     assert kinds == [ScoreKind.COSINE, ScoreKind.TOKENS, ScoreKind.COSINE]
 
 

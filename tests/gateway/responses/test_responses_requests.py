@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pillion.errors import FieldViolation, InvalidRequest
-from pillion.gateway.http_api.body_reading import BodyReading, read_noting
+from pillion.gateway.http_api.body_reading import BodyReading, with_reading
 from pillion.gateway.http_api.http_errors import ApiError, from_pillion
 from pillion.gateway.responses.responses_requests import LOST_CALL, ResponsesRequest, responses_request
 from pillion.types import ChatMessage, GenerateRequest, SamplingParams, StructuredOutputs, Tool, ToolCall, ToolOptions
@@ -245,7 +245,7 @@ def test_too_many_strings_are_refused_unread() -> None:
 def test_what_cannot_change_the_answer_has_no_effect_and_is_named(fields: dict[str, Any], ignored: str | None) -> None:
     reading = BodyReading()
     asked, named = (
-        read_noting(reading, responses_request, json.dumps({"input": "hi", **fields}).encode(), "r"),
+        with_reading(reading, responses_request, json.dumps({"input": "hi", **fields}).encode(), "r"),
         reading.ignored,
     )
     assert named == (", ".join(sorted(fields)) if ignored is None else ignored)
@@ -270,7 +270,7 @@ def test_items_that_come_back_are_taken_with_what_stood_beside_them() -> None:
         {"role": "user", "content": "b"},
     ]
     reading = BodyReading()
-    asked, named = read_noting(reading, responses_request, json.dumps({"input": items}).encode(), "r"), reading.ignored
+    asked, named = with_reading(reading, responses_request, json.dumps({"input": items}).encode(), "r"), reading.ignored
     assert named == (
         "input.content.annotations, input.content.logprobs, input.encrypted_content, input.id, "
         "input.phase, input.status"
@@ -294,7 +294,7 @@ def test_what_would_need_a_store_is_refused_with_what_to_send(fields: dict[str, 
 
 def noted(**fields: Any) -> tuple[GenerateRequest, str]:
     reading = BodyReading()
-    asked = read_noting(reading, responses_request, json.dumps({"input": "hi", **fields}).encode(), "r")
+    asked = with_reading(reading, responses_request, json.dumps({"input": "hi", **fields}).encode(), "r")
     (request,) = asked.requests
     return request, reading.ignored
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from pillion.gateway.http_api.body_reading import current_reading, given, note_ignored, parse_field, read_noting
+from pillion.gateway.http_api.body_reading import current_reading, given, note_ignored, parse_field, with_reading
 from pillion.gateway.http_api.http_errors import refused
 from pillion.gateway.http_api.json_objects import compact_json
 from pillion.gateway.http_api.structure_fields import FormatBody, ShapeBody, StructureBody
@@ -23,7 +23,7 @@ from pillion.types import StructuredOutputs
 # JSON needs at most six bytes per character of a structure.
 _MAX_RAW_BYTES = 6 * MAX_STRUCTURED_BYTES
 # A structure (None for free text), and the gateway's names of its fields -> the client's.
-AskedStructure = tuple[StructuredOutputs | None, Mapping[str, str]]
+RequestedStructure = tuple[StructuredOutputs | None, Mapping[str, str]]
 _SHAPE = "sampling.structured_outputs"
 _BY_NAME = {
     "json_schema": "json",
@@ -46,7 +46,7 @@ _KEYWORDS = frozenset(
 _WRAPPING = frozenset({"name", "schema", "strict", "description"})
 
 
-def read_structure(body: StructureBody) -> AskedStructure:
+def read_structure(body: StructureBody) -> RequestedStructure:
     """Parse the structure of the answer, which at most one field may request. Raises ApiError.
 
     Returns it, and the gateway's names of its fields -> the client's.
@@ -101,7 +101,7 @@ def _of_shape(raw: Raw) -> StructuredOutputs:
     )
 
 
-def _of_format(raw: Raw, field: str) -> AskedStructure:
+def _of_format(raw: Raw, field: str) -> RequestedStructure:
     """Parse a format: an object with a type, a JSON schema, or the name of a type. Raises ApiError."""
     if bytes(raw)[:1] == b'"':
         word = parse_field(raw, str, field)
@@ -114,7 +114,7 @@ def _of_format(raw: Raw, field: str) -> AskedStructure:
     if _is_schema(fields):
         return _json(raw, field, field)
     # Strict, since an unknown field of a format may be another server's constraint.
-    form: FormatBody = read_noting(replace(current_reading(), strict=True), parse_field, raw, FormatBody, field)
+    form: FormatBody = with_reading(replace(current_reading(), strict=True), parse_field, raw, FormatBody, field)
     match form.type:
         case "text":
             return None, {}
@@ -144,7 +144,7 @@ def _is_schema(fields: Mapping[str, Raw]) -> bool:
     return kind[:1] == b"[" or (not kind and not _KEYWORDS.isdisjoint(fields))
 
 
-def _of_json_format(form: FormatBody, field: str) -> AskedStructure:
+def _of_json_format(form: FormatBody, field: str) -> RequestedStructure:
     sent = {"json_schema": form.json_schema, "schema": form.schema, "value": form.value}
     schemas = [name for name, raw in sent.items() if given(raw)]
     if len(schemas) > 1:
@@ -157,7 +157,7 @@ def _of_json_format(form: FormatBody, field: str) -> AskedStructure:
     return StructuredOutputs(json_object=True), {_SHAPE: field}
 
 
-def _json(raw: Raw, path: str, field: str) -> AskedStructure:
+def _json(raw: Raw, path: str, field: str) -> RequestedStructure:
     """Return the structure of the schema at ``path`` in the format ``field``. OpenAI's wrapping without a schema means
     any JSON object."""
     schema, path = _schema(raw, path)
@@ -180,7 +180,7 @@ def _schema(raw: Raw, path: str) -> tuple[str, str]:
     return (msgspec.json.decode(schema, type=str) if schema[:1] == '"' else schema), path
 
 
-def _of_text(form: FormatBody, named: Mapping[str, str | None], kind: str, field: str) -> AskedStructure:
+def _of_text(form: FormatBody, named: Mapping[str, str | None], kind: str, field: str) -> RequestedStructure:
     """Return a structure that is a text, under one of its names in a format."""
     texts = {name: text for name, text in named.items() if text is not None}
     if given(form.value):

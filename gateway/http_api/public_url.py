@@ -12,7 +12,7 @@ _HOST = re.compile(r"[A-Za-z0-9.-]{1,253}(:[0-9]{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](
 DEFAULT_ADDRESS = "127.0.0.1:8000"
 
 
-def asked_address(host: str, root_path: str, *, encrypted: bool) -> str:
+def public_url(host: str, root_path: str, *, encrypted: bool) -> str:
     """Return the URL, without a trailing slash, by which a client reaches this port.
 
     Args:
@@ -24,7 +24,7 @@ def asked_address(host: str, root_path: str, *, encrypted: bool) -> str:
     return f"{'https' if encrypted else 'http'}://{shown}{root_path}"
 
 
-class BelowPath:
+class PathPrefixRemover:
     """ASGI application that forwards calls to ``app`` without a proxy's path prefix, whether the proxy has removed it
     or not."""
 
