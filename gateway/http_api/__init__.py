@@ -15,7 +15,7 @@ openapi.py           /openapi.json, generated from those fields
 docs_page.py         /docs, generated from it
 openai_requests.py   bodies to requests of the gateway, including chat messages
 structure_fields.py  fields for structured outputs, of all APIs
-structure_reading.py   parses them
+structure_reading.py  parses them
 tool_fields.py       fields of tools and tool choice, of all APIs
 tool_reading.py      parses them
 content_parts.py     parts of a message: texts, reasoning, calls and their results

@@ -191,7 +191,7 @@ class _Pages:
         described = openapi.describe(self.routes, self._root_path)
         return msgspec.json.encode(described), docs_page.page(described)
 
-    async def nothing(self, call: HttpCall) -> None:
+    async def not_found(self, call: HttpCall) -> None:
         """Answer unknown paths with 404."""
         path = call.path[:MAX_SHOWN_PATH_CHARS]
         known = [route.path for route in self.routes if "{" not in route.path]
@@ -265,7 +265,7 @@ def make_app(gateway: Gateway, flags: GatewayFlags, more_routes: MoreRoutes) -> 
     routes += more_routes(calls, tuple(routes))
     pages.describe(routes)
     origins = parse_origins(flags.allowed_origins)
-    router = Router(routes, redirect_slashes=False, default=Endpoint("", pages.nothing, None))
+    router = Router(routes, redirect_slashes=False, default=Endpoint("", pages.not_found, None))
     app = CrossOriginGuard(
         PathPrefixRemover(router, flags.root_path) if flags.root_path else router,
         origins,
