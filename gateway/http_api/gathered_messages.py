@@ -14,8 +14,7 @@ from pillion.gateway.request.validation import MAX_MESSAGES, MAX_PROMPT_CHARS, m
 from pillion.gateway.tokens.tokenizer import check_wanted
 from pillion.types import ChatMessage
 
-# Replaces an image in a tool result. It stays in the conversation, so that the model knows of it and the conversation
-# can continue.
+# Replaces an image in a tool result, so that the conversation can continue.
 UNSEEN = "[There is an image here, which this model cannot see.]"
 
 
