@@ -14,7 +14,7 @@ import libcst as cst
 from mutmut.mutation import file_mutation, mutators
 
 # Checks of state are oracles of the tests, and texts are no rules.
-UNMUTATED_FUNCTIONS = {"check_integrity", "__repr__", "__str__"}
+UNMUTATED_FUNCTIONS = {"check", "check_integrity", "__repr__", "__str__"}
 LOGGERS = {"_LOG", "LOG", "logger", "_logger", "log", "_log"}
 OPPOSITES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 

@@ -9,10 +9,13 @@ import pytest
 from hypothesis import given
 
 from pillion.errors import InvalidRequest, Overloaded
+from pillion.kvstore.hashing import state_page
 from pillion.kvstore.ledger import pin_table
+from pillion.kvstore.ledger.eviction import LruEviction
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import PoolShares
-from pillion.kvstore.ledger.pin_table import MAX_PREFIX_PIN_S, PrefixPinRequest
+from pillion.kvstore.ledger.pin_table import MAX_PREFIX_PIN_S, PrefixPinRequest, PrefixPinTable
+from pillion.kvstore.ledger.tree import BlockTree
 from tests.support.scenes import random_scenes
 from tests.support.serving_pool import TEXTS, ServingPool, prompt
 
@@ -194,3 +197,22 @@ def test_a_chain_ends_with_the_block_that_names_it() -> None:
     a, b = prompt(1, 2)
     with pytest.raises(InvalidRequest):
         table.pin_prefix(PrefixPinRequest("a", "x", a, 2, 9.0), 0.0, [a, b])
+
+
+def test_only_the_state_after_a_whole_chain_is_pinned_with_it() -> None:
+    tree = BlockTree(LruEviction())
+    table = PrefixPinTable(tree, 100, 100)
+    table.shape(SLOTS)
+    hashes = prompt(1, 2)
+    first = tree.add(0, hashes[0], None)
+    pin = table.pin_prefix(PrefixPinRequest("a", "x", hashes[1], 2, 9.0), 0.0, hashes)
+    early = tree.add(1, state_page(hashes[0], 0), first, page=True)
+    table.came(early)
+    assert pin.end is first
+    tree.pin(first)
+    second = tree.add(2, hashes[1], first)
+    table.came(second)
+    state = tree.add(3, state_page(hashes[1], 0), second, page=True)
+    table.came(state)
+    assert (pin.end, pin.blocks) == (state, 2)
+    assert (early.prefix_pins, state.prefix_pins) == (0, 1)

@@ -258,6 +258,7 @@ def test_no_length_is_believed(ephemeral: bool) -> None:
     pool.serve(1, 2, 3)
     assert {one.wish.name for one in prefix_pins.of("a")} == {"before", "right"}
     assert prefix_pins.all["a", "right"].blocks == 3
+    assert prefix_pins.refused_ever == 1
     check_integrity(pool.ledger)
 
 
