@@ -275,8 +275,9 @@ class Sampled:
     scored; its log probability is NaN if the logits are not finite.
 
     ``borrowed_s``: time that cores lent by other workers saved. ``states``: the states requested by
-    ``HostBackend.keep_states``, of every row of the step, else None. ``pooled`` has a row of float32 for each of
-    StepBatch.pooled_ids: the output of the model's last norm for a token, [hidden], or the requested logits.
+    ``HostBackend.set_aux_hidden_state_layers``, of every row of the step, else None. ``pooled`` has a row of float32
+    for each of StepBatch.pooled_ids: the output of the model's last norm for a token, [hidden], or the requested
+    logits.
     """
 
     token_ids: tuple[int, ...] = ()

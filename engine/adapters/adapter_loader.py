@@ -1,6 +1,6 @@
 """Loading of adapters by a worker: files to its machine, matrices to the backend's form.
 
-    request --bring--> the files are in this machine's store, or come from the worker's KV node, verified by digest
+    request --fetch--> the files are in this machine's store, or come from the worker's KV node, verified by digest
     scheduler's order --load--> read and packed by a subprocess, beside steps --> placed by the scheduler between steps
 
 Requests for one adapter share a transfer. An unavailable adapter is an error of those requests only, which the gateway
@@ -58,7 +58,7 @@ class AdapterLoader:
         self._backend = backend
         self._store = AdapterStore(store_bytes=store_bytes, digest_of=process.digest)
         self._node = node
-        self._bringing: dict[str, asyncio.Task[None]] = {}
+        self._fetches: dict[str, asyncio.Task[None]] = {}
         self._transfers = asyncio.Semaphore(MAX_TRANSFERS)
         self._turn = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, "pillion-adapter")
@@ -69,7 +69,7 @@ class AdapterLoader:
         self._durations = meters.distribution(metric_catalog.ADAPTER_LOAD)
         self._transferred = meters.counter(metric_catalog.ADAPTER_TRANSFERS)
 
-    async def bring(self, digest: str) -> None:
+    async def fetch(self, digest: str) -> None:
         """Wait until the adapter's files are in this machine's store. Raises NotFound, Unavailable or Overloaded if
         they cannot be fetched; another worker may have them."""
         try:
@@ -78,21 +78,21 @@ class AdapterLoader:
             pass
         else:
             return
-        bringing = self._bringing.get(digest)
-        if bringing is None:
-            if len(self._bringing) >= MAX_PENDING_FETCHES:
+        fetch = self._fetches.get(digest)
+        if fetch is None:
+            if len(self._fetches) >= MAX_PENDING_FETCHES:
                 raise Overloaded(f"{MAX_PENDING_FETCHES} adapters are already being fetched by this worker")
-            bringing = self._bringing[digest] = asyncio.create_task(self._bring(digest))
-            bringing.add_done_callback(lambda task: self._on_fetched(digest, task))
+            fetch = self._fetches[digest] = asyncio.create_task(self._fetch(digest))
+            fetch.add_done_callback(lambda task: self._on_fetched(digest, task))
         # Shielded: the transfer continues if one of its waiters is cancelled.
-        await asyncio.shield(bringing)
+        await asyncio.shield(fetch)
 
     async def load(self, digest: str) -> PackedAdapter:
         """Read and pack an adapter. Raises PillionError; InvalidRequest for one that this worker can never run."""
         loop = asyncio.get_running_loop()
         try:
             # The store may have evicted the copy since the request arrived.
-            await self.bring(digest)
+            await self.fetch(digest)
             async with self._turn:
                 packed, pack_s = await loop.run_in_executor(self._thread, self._pack, digest)
         except PillionError:
@@ -111,16 +111,16 @@ class AdapterLoader:
         """Stop running transfers and the subprocess. Idempotent."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._process.close()
-        for bringing in self._bringing.values():
-            bringing.cancel()
+        for fetch in self._fetches.values():
+            fetch.cancel()
 
     def _on_fetched(self, digest: str, task: asyncio.Task[None]) -> None:
-        del self._bringing[digest]
+        del self._fetches[digest]
         if not task.cancelled():
             # Retrieve the exception: all waiters may be gone.
             task.exception()
 
-    async def _bring(self, digest: str) -> None:
+    async def _fetch(self, digest: str) -> None:
         try:
             async with asyncio.timeout(TRANSFER_TIMEOUT_S), self._transfers:
                 await self._transfer(digest)
@@ -146,7 +146,7 @@ class AdapterLoader:
         began_s, folder = time.monotonic(), self._store.find(digest)
         try:
             about, data = self._process.run(READ_TIMEOUT_S, "packed", str(folder), digest)
-            return bound_adapters(self._backend.adapters).take(digest, about, data), time.monotonic() - began_s
+            return bound_adapters(self._backend.adapters).build(digest, about, data), time.monotonic() - began_s
         except Unavailable as error:
             raise Unavailable(f"adapter {digest[:12]} cannot be packed: {error.message}") from None
         except ConfigError as error:

@@ -57,7 +57,7 @@ class AdapterTable:
         self._words = np.zeros((len(sizes), max_adapters, SLOT.num_words), np.int64)
         self.slots = dict(zip(sizes, self._words, strict=True))
 
-    def take(self, about: list[Any], data: Bytes) -> CpuAdapter:
+    def build(self, about: list[Any], data: Bytes) -> CpuAdapter:
         """Return an adapter from the output of :class:`CpuAdapterForm`; ``data`` is aligned to a cache line."""
         words = np.array(about, np.int64)
         for field in SLOT.pointers:

@@ -89,9 +89,9 @@ class CpuAdapters(PlainAdapters):
         slice adapters."""
         return self._table.form if self._model.shard.whole else super().form()
 
-    def take(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
+    def build(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
         """Return a packed adapter; it owns ``data``, which is aligned to a cache line."""
-        return self._table.take(about, data) if self._model.shard.whole else super().take(digest, about, data)
+        return self._table.build(about, data) if self._model.shard.whole else super().build(digest, about, data)
 
     def place(self, slot: int, packed: PackedAdapter) -> None:
         super().place(slot, packed)
@@ -101,7 +101,7 @@ class CpuAdapters(PlainAdapters):
     def _pack(self, weights: AdapterWeights) -> CpuAdapter:
         model, table = self._model, self._table
         mine = shard_adapter(weights, model.config, model.shard, self._inner_values)
-        return table.take(*table.form.pack(bits_of(mine)))
+        return table.build(*table.form.pack(bits_of(mine)))
 
 
 def compile_adapter_kernels(model: CpuModel, progress: Progress) -> None:

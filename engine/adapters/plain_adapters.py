@@ -40,7 +40,7 @@ class PlainAdapters:
     def form(self) -> AdapterForm:
         return PlainForm()
 
-    def take(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
+    def build(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
         """Return an adapter from the output of :class:`PlainForm`. Raises ConfigError if it does not fit the model."""
         return self.pack(weights_of(digest, plain_bits(about, data)))
 

@@ -279,7 +279,7 @@ class BackendAdapters(Protocol):
     def form(self) -> object:
         """Return the form into which another process converts adapters for this backend."""
 
-    def take(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
+    def build(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
         """Pack an adapter from the output of ``form``. Thread-safe, concurrent with steps. If the form is plain, it is
         packed here, which takes cores and the interpreter from the steps.
 

@@ -67,7 +67,7 @@ class HostBackend(ABC):
         """Allocate the adapter slots. Raises ConfigError, unless a subclass supports adapters."""
         raise ConfigError("--enable-lora: this backend does not support adapters")
 
-    def keep_states(self, layers: Sequence[int]) -> None:
+    def set_aux_hidden_state_layers(self, layers: Sequence[int]) -> None:
         """Make each step return the inputs of these layers for all its rows (``Sampled.states``). Called at most once,
         before ``bind_adapters`` and ``bind_pool``."""
         self.state_layers = tuple(layers)

@@ -49,9 +49,9 @@ class TorchBackend(HostBackend):
         # Rows of the last step with logits, after the last norm.
         self._normed = torch.empty(0)
 
-    def keep_states(self, layers: Sequence[int]) -> None:
+    def set_aux_hidden_state_layers(self, layers: Sequence[int]) -> None:
         """Keep references to the inputs of these layers, which costs no computation."""
-        super().keep_states(layers)
+        super().set_aux_hidden_state_layers(layers)
         self._states = dict.fromkeys(layers, torch.empty(0))
 
     def _read_states(self, num_tokens: int) -> States:

@@ -201,8 +201,8 @@ class TensorSource(Protocol):
     """Source of tensors by the decoder's names; :class:`Checkpoint` reads real checkpoints."""
 
     def has(self, key: str) -> bool: ...
-    def take(self, key: str, dtype: torch.dtype) -> torch.Tensor: ...
-    def take_matrix(self, key: str, dtype: torch.dtype) -> Matrix: ...
+    def load(self, key: str, dtype: torch.dtype) -> torch.Tensor: ...
+    def load_matrix(self, key: str, dtype: torch.dtype) -> Matrix: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,14 +289,14 @@ class Checkpoint:
         self._check_names()
         self._check_shapes()
 
-    def take(self, key: str, dtype: torch.dtype) -> torch.Tensor:
+    def load(self, key: str, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor by the decoder's name, in ``dtype``; a view of the file if nothing has to change. Raises
         ConfigError for NaN or infinities."""
-        return plain(self.take_matrix(key, dtype), dtype)
+        return plain(self.load_matrix(key, dtype), dtype)
 
-    def take_matrix(self, key: str, dtype: torch.dtype) -> Matrix:
+    def load_matrix(self, key: str, dtype: torch.dtype) -> Matrix:
         """Return a quantized matrix if the checkpoint has all its parts quantized and compatible, else what
-        :meth:`take` returns."""
+        :meth:`load` returns."""
         return stack_rows([self._read(wanted, dtype) for wanted in self._checkpoint_names[key]], dtype)
 
     def _read(self, wanted: CheckpointTensor, dtype: torch.dtype) -> Matrix:

@@ -43,7 +43,7 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Model
         return Linear(plain(weight, dtype), bias, row_group=row_group_of([weight]))
 
     with open_checkpoint(folder, config) as checkpoint:
-        embedding = checkpoint.take("embedding", dtype)
+        embedding = checkpoint.load("embedding", dtype)
         return ModelWeights(
             embedding=embedding,
             embedding_scale=embedding_scale(config, dtype),
@@ -73,9 +73,9 @@ def load_head(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype,
     """Load the output projection: the embedding if the two are tied and the checkpoint has no other. A tied head stays
     quantized if the embedding is."""
     if not checkpoint.has("lm_head"):
-        tied = checkpoint.take_matrix("embedding", dtype)
+        tied = checkpoint.load_matrix("embedding", dtype)
         return _without_row_codes(tied) if isinstance(tied, QuantizedMatrix) else embedding
-    head = _without_row_codes(checkpoint.take_matrix("lm_head", dtype))
+    head = _without_row_codes(checkpoint.load_matrix("lm_head", dtype))
     same = config.tie_word_embeddings and isinstance(head, torch.Tensor) and torch.equal(head, embedding)
     return embedding if same else head
 
@@ -90,15 +90,15 @@ def _without_row_codes(head: Matrix) -> Matrix:
 def load_positions(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype) -> torch.Tensor | None:
     """Load the position embeddings [positions, hidden]; None for a model without."""
     first = FAMILIES[config.family].first_position
-    return None if first is None else checkpoint.take("positions", dtype)[first:]
+    return None if first is None else checkpoint.load("positions", dtype)[first:]
 
 
 def load_token_inputs(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype) -> TokenInputWeights | None:
     """Load the weights of per-layer token inputs (Gemma 3n, 4); None for a model without."""
     if config.token_inputs is None:
         return None
-    embedding, projection = (checkpoint.take(f"token_inputs.{part}", dtype) for part in ("embedding", "projection"))
-    weight = checkpoint.take("token_inputs.norm", torch.float32)
+    embedding, projection = (checkpoint.load(f"token_inputs.{part}", dtype) for part in ("embedding", "projection"))
+    weight = checkpoint.load("token_inputs.norm", torch.float32)
     return TokenInputWeights(embedding, projection, RmsNorm(weight, config.rms_norm_eps, wide=True))
 
 
@@ -108,7 +108,7 @@ def load_labels(folder: Path, config: ModelConfig) -> torch.Tensor | None:
     if not config.labels:
         return None
     with open_checkpoint(folder, config) as checkpoint:
-        return checkpoint.take("score", torch.float32).clone()
+        return checkpoint.load("score", torch.float32).clone()
 
 
 def load_layer(
@@ -130,14 +130,14 @@ def load_layer(
             case Role.MATRIX:
                 weights[tensor.name] = _linear(checkpoint, dtype, key, tensor, linear)
             case Role.EXACT_MATRIX | Role.HEAD_MATRICES | Role.VECTOR:
-                weights[tensor.name] = checkpoint.take(key, dtype)
+                weights[tensor.name] = checkpoint.load(key, dtype)
             case Role.EXACT_VECTOR if tensor.optional and not checkpoint.has(key):
                 weights[tensor.name] = torch.zeros(tensor.shape)
             case Role.EXACT_VECTOR:
-                weights[tensor.name] = checkpoint.take(key, torch.float32).view(tensor.shape)
+                weights[tensor.name] = checkpoint.load(key, torch.float32).view(tensor.shape)
             case Role.TAPS:
-                bias = checkpoint.take(f"{key}.bias", torch.float32) if tensor.bias else None
-                weights[tensor.name] = Taps(checkpoint.take(key, torch.float32)[:, 0], bias)
+                bias = checkpoint.load(f"{key}.bias", torch.float32) if tensor.bias else None
+                weights[tensor.name] = Taps(checkpoint.load(key, torch.float32)[:, 0], bias)
     return weights
 
 
@@ -149,7 +149,7 @@ def _norm(
     key = prefix + tensor.name
     kind = dtype if config.norm == "plain" else torch.float32
     shape = (len(tensor.rows), *tensor.shape[1:]) if tensor.role is Role.HEAD_NORM else tensor.shape
-    weight = in_order(checkpoint.take(key, kind) if tensor.checkpoint_names else torch.ones(shape, dtype=kind), tensor)
+    weight = in_order(checkpoint.load(key, kind) if tensor.checkpoint_names else torch.ones(shape, dtype=kind), tensor)
     if config.norm == "offset":
         weight = weight + 1.0
     if tensor.factor != 1.0:
@@ -157,7 +157,7 @@ def _norm(
     eps, layer_norm = tensor.eps or config.rms_norm_eps, config.norm == "layer" or tensor.centered
     if not layer_norm or (tensor.role is Role.HEAD_NORM and not tensor.by_head):
         return RmsNorm(weight, eps, config.norm != "plain")
-    bias = in_order(checkpoint.take(f"{key}.bias", dtype).float(), tensor) if tensor.bias else None
+    bias = in_order(checkpoint.load(f"{key}.bias", dtype).float(), tensor) if tensor.bias else None
     return LayerNorm(weight.float(), eps, bias)
 
 
@@ -167,7 +167,7 @@ def _linear(checkpoint: TensorSource, dtype: torch.dtype, key: str, tensor: Laye
 
 
 def _matrix(checkpoint: TensorSource, dtype: torch.dtype, key: str, tensor: LayerTensor) -> Matrix:
-    weight, order = checkpoint.take_matrix(key, dtype), row_order(tensor)
+    weight, order = checkpoint.load_matrix(key, dtype), row_order(tensor)
     if tensor.padded:
         weight = _padded(_padded(plain(weight, dtype), tensor.rows, 0), tensor.inputs, 1)
     weight = weight if order is None else select_rows(weight, order)
@@ -182,7 +182,7 @@ def _matrix(checkpoint: TensorSource, dtype: torch.dtype, key: str, tensor: Laye
 def _bias(checkpoint: TensorSource, dtype: torch.dtype, key: str, tensor: LayerTensor) -> torch.Tensor | None:
     if not tensor.bias:
         return None
-    bias, order = _padded(checkpoint.take(f"{key}.bias", dtype), tensor.rows, 0), row_order(tensor)
+    bias, order = _padded(checkpoint.load(f"{key}.bias", dtype), tensor.rows, 0), row_order(tensor)
     return bias if order is None else bias[order]
 
 

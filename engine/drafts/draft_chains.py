@@ -188,7 +188,7 @@ class DraftChains:
             return False
         return not chain.has_drafted and self._now >= self._paused_until_s
 
-    def landed(self, scheduled: Seq[ScheduledChunk], states: States) -> None:
+    def store_states(self, scheduled: Seq[ScheduledChunk], states: States) -> None:
         """Ignore the hidden states that a step produced; a draft model only reads tokens."""
 
     def begin_step(self, spare_tokens: int, now: float) -> None:

@@ -127,14 +127,14 @@ def _eagle_backend(
 
     prepared, backend = main.prepared, main.backend
     assert isinstance(backend, HostBackend)
-    backend.keep_states(head.state_layers)
+    backend.set_aux_hidden_state_layers(head.state_layers)
     own = backend.here
     kernels = isinstance(own, CpuBackend) and not unsupported(head.layer, layout.block_size)
     if isinstance(own, CpuBackend) and own.model.shard.whole:
         embedding = own.model.weights.tensors["embedding"]
     else:
         with open_checkpoint(prepared.folder, load_config(prepared.folder)) as checkpoint:
-            embedding = checkpoint.take("embedding", DTYPES[prepared.dtype])
+            embedding = checkpoint.load("embedding", DTYPES[prepared.dtype])
     weights = load_eagle_weights(folder, head, embedding, Linear.plain if kernels else Linear)
     if not kernels or not isinstance(own, CpuBackend):
         return TorchEagle(head, weights, layout, prepared.max_model_len)

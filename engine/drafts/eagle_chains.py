@@ -106,7 +106,7 @@ class EagleChains(DraftChains):
             assert isinstance(chain, EagleChain)
             chain.check_states()
 
-    def landed(self, scheduled: Seq[ScheduledChunk], states: States) -> None:
+    def store_states(self, scheduled: Seq[ScheduledChunk], states: States) -> None:
         """Store the hidden states of a step's rows, except for rows after a rejected draft token."""
         row = 0
         for chunk in scheduled:

@@ -90,7 +90,7 @@ class _Tensors:
     def has(self, name: str) -> bool:
         return name in self._files
 
-    def take(self, name: str) -> torch.Tensor:
+    def load(self, name: str) -> torch.Tensor:
         """Return a float tensor in the head's type."""
         tensor = self.ids(name).to(self._dtype)
         if not finite(tensor):
@@ -103,7 +103,7 @@ class _Tensors:
 
     def layer(self, config: EagleConfig) -> LayerWeights:
         spelled = {
-            key: torch.cat([self.take(_LAYER + part.name) for part in parts])
+            key: torch.cat([self.load(_LAYER + part.name) for part in parts])
             for key, (parts, *_) in layer_checkpoint_names(config.operations).items()
         }
         weights = LayerWeights()
@@ -119,16 +119,16 @@ class _Tensors:
 
 def _make(config: EagleConfig, tensors: _Tensors, embedding: torch.Tensor) -> EagleWeights:
     def norm(name: str) -> RmsNorm:
-        return RmsNorm(tensors.take(f"{name}.weight"), config.layer.rms_norm_eps, wide=False)
+        return RmsNorm(tensors.load(f"{name}.weight"), config.layer.rms_norm_eps, wide=False)
 
     return EagleWeights(
-        embedding=tensors.take("embed_tokens.weight") if tensors.has("embed_tokens.weight") else embedding,
-        fuse=tensors.make_linear(tensors.take("fc.weight"), None),
+        embedding=tensors.load("embed_tokens.weight") if tensors.has("embed_tokens.weight") else embedding,
+        fuse=tensors.make_linear(tensors.load("fc.weight"), None),
         embedding_norm=norm(f"{_LAYER}input_layernorm"),
         state_norm=norm(f"{_LAYER}hidden_norm"),
         layer=tensors.layer(config),
         final_norm=norm("norm"),
-        lm_head=tensors.make_linear(tensors.take("lm_head.weight"), None),
+        lm_head=tensors.make_linear(tensors.load("lm_head.weight"), None),
         target_ids=_target_ids(config, tensors),
     )
 

@@ -170,7 +170,7 @@ def load_gpu_eagle(
     width = len(head.state_layers) * head.state_size
     needed = head_bytes(head.layer, width, dtype, limits.max_tokens, limits.max_samples)
     with fit_in_memory(limits.max_tokens, needed, model.device) as size:
-        main.keep_states(head.state_layers)
+        main.set_aux_hidden_state_layers(head.state_layers)
         held = head_weights(head, weights, model.weights)
         own = GpuEagleModel(head, held, weights.target_ids, limits, invariant=flags.batch_invariant)
         backend = GpuEagle(own, layout, limits, enforce_eager=flags.enforce_eager)

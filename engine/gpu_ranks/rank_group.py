@@ -156,7 +156,7 @@ class GpuRankGroup:
             for target, found in zip(every, hosts, strict=True):
                 target.copy_(found)
 
-    def spread(self, values: torch.Tensor) -> None:
+    def broadcast(self, values: torch.Tensor) -> None:
         """Broadcast rank 0's contiguous ``values`` to the other ranks."""
         options = self._options(_DIST.BroadcastOptions)
         options.rootRank, options.rootTensor = 0, 0
@@ -165,7 +165,7 @@ class GpuRankGroup:
         if host is not values and not self.shard.leads:
             values.copy_(host)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Queue a barrier."""
         self.sum(self._flag)
 

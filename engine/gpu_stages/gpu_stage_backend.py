@@ -78,11 +78,11 @@ class GpuStageBackend(GpuBackend):
 
     def _compute(self, bound: BoundPool, shape: StepShape, num_tokens: int) -> torch.Tensor:
         rows = self._model.residual[:num_tokens]
-        self._link.take(rows)
+        self._link.receive(rows)
         began = self._mark()
         logits = super()._compute(bound, shape, num_tokens)
         self.worked = self._worked_since(began)
-        self._link.give(rows)
+        self._link.send(rows)
         return logits
 
     def _mark(self) -> Any:

@@ -88,17 +88,17 @@ class GpuStageLink:
                 before.close()
             raise
 
-    def take(self, rows: torch.Tensor) -> None:
+    def receive(self, rows: torch.Tensor) -> None:
         """Receive the stage before's rows into the contiguous ``rows``; a no-op in the first stage. Raises
         BackendLost."""
         if self._before is not None:
-            self._before.spread(rows.view(torch.uint8))
+            self._before.broadcast(rows.view(torch.uint8))
 
-    def give(self, rows: torch.Tensor) -> None:
+    def send(self, rows: torch.Tensor) -> None:
         """Send the contiguous ``rows`` to the next stage, if any; work queued later may change them. Raises
         BackendLost."""
         if self._after is not None:
-            self._after.spread(rows.view(torch.uint8))
+            self._after.broadcast(rows.view(torch.uint8))
 
     def wait(self, event: Any) -> None:
         """Wait for a CUDA event: with a limit in the first stage, in others as long as the first one lives. Raises

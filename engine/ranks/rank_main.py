@@ -154,7 +154,7 @@ class Rank:
         for number in about["dropped"]:
             self._packed.pop(number, None)
         adapters = bound_adapters(self._backend.adapters)
-        packed = adapters.take(about["digest"], about["about"], bytes_of(descriptors[0]))
+        packed = adapters.build(about["digest"], about["about"], bytes_of(descriptors[0]))
         self._packed[about["number"]] = packed
         return str(packed.nbytes).encode()
 

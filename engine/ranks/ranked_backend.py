@@ -65,9 +65,9 @@ class RankedAdapters:
         """Return the plain form: each rank cuts its own share."""
         return self._own.form()
 
-    def take(self, digest: str, about: list[Any], data: Bytes) -> RankedAdapter:
+    def build(self, digest: str, about: list[Any], data: Bytes) -> RankedAdapter:
         """Make every rank pack its share of a plain adapter; each receives the whole adapter."""
-        own, number = self._own.take(digest, about, data), next(self._numbers)
+        own, number = self._own.build(digest, about, data), next(self._numbers)
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
         descriptor = memory_file(data)
         try:
@@ -151,10 +151,10 @@ class RankedBackend(RankedCalls, HostBackend):
     def here(self) -> HostBackend:
         return self.own
 
-    def keep_states(self, layers: Sequence[int]) -> None:
+    def set_aux_hidden_state_layers(self, layers: Sequence[int]) -> None:
         """Keep states on rank 0 only, since inputs of layers are equal on all ranks."""
-        super().keep_states(layers)
-        self.own.keep_states(layers)
+        super().set_aux_hidden_state_layers(layers)
+        self.own.set_aux_hidden_state_layers(layers)
 
     def _read_states(self, num_tokens: int) -> States:
         return self.own._read_states(num_tokens)

@@ -328,7 +328,7 @@ class Scheduler:
         if self.states is not None:
             self.states.landed(plan.scheduled)
         if self._draft_chains is not None and sampled.states is not None:
-            self._draft_chains.landed(plan.scheduled, sampled.states)
+            self._draft_chains.store_states(plan.scheduled, sampled.states)
         return self.flush(now)
 
     def fail_step(self, plan: StepPlan, error: PillionError, now: float) -> Outcome:

@@ -59,13 +59,13 @@ MAX_GROWTH = 2
 FIRST_STEP_TOKENS = 64
 FIRST_STEP_SHARE = 1 / 8
 # Min share of max_tokens for an even step, because each step reads all weights.
-LEAST_EVEN_SHARE = 0.25
+MIN_EVEN_SHARE = 0.25
 # Target "auto", while few prompts wait: duration of a step with a prompt tail over that of its decodes alone.
 AUTO_TARGET_STEPS = 2.5
 # Max duration of a step that delays no stream, for a budget chosen by cost: so long a prompt waits that comes just
 # after another one's step has begun. The budget is a power of 2 within these bounds (docs/decisions/scheduling.md).
 LONGEST_STEP_S = 0.3
-LEAST_SUITABLE_TOKENS, MOST_SUITABLE_TOKENS = 512, 8192
+MIN_SUITABLE_TOKENS, MAX_SUITABLE_TOKENS = 512, 8192
 
 
 def features(scheduled: Seq[ScheduledChunk]) -> Features:
@@ -278,8 +278,8 @@ def suitable_tokens(cost: StepModel, target_itl_ms: float | str = AUTO) -> int:
     longest_s = LONGEST_STEP_S if target_itl_ms == AUTO else max(LONGEST_STEP_S, float(target_itl_ms) / 1000)
     if not target_itl_ms:
         longest_s = AUTO_TARGET_STEPS * cost.step_s
-    most = cost.tail_tokens(longest_s - cost.step_s, 0, MOST_SUITABLE_TOKENS)
-    return max(LEAST_SUITABLE_TOKENS, 1 << max(0, most.bit_length() - 1))
+    most = cost.tail_tokens(longest_s - cost.step_s, 0, MAX_SUITABLE_TOKENS)
+    return max(MIN_SUITABLE_TOKENS, 1 << max(0, most.bit_length() - 1))
 
 
 class TokenBudget:
@@ -292,7 +292,7 @@ class TokenBudget:
     target limits all prompt tails of a step together, each priced at its start: later tokens of a long prompt cost
     more. ``expected`` and ``pair_tokens`` are those of :class:`StepCost`. If steps are to be ``even``, because the
     stages of a pipeline wait for the longest one under way, a prompt's later steps have fewer tokens, taking no longer
-    than its first, but at least LEAST_EVEN_SHARE of ``max_tokens``.
+    than its first, but at least MIN_EVEN_SHARE of ``max_tokens``.
     """
 
     def __init__(
@@ -350,7 +350,7 @@ class TokenBudget:
         if not (cost.steps or cost.expects):
             return TailRoom(most)
         seconds = cost.model.range_s(0, self.max_tokens, self.max_tokens) * (1 + 1e-6)
-        return cost.room(seconds, (), most, int(self.max_tokens * LEAST_EVEN_SHARE))
+        return cost.room(seconds, (), most, int(self.max_tokens * MIN_EVEN_SHARE))
 
     def begin(self, scheduled: Seq[ScheduledChunk], now: float, in_flight: int = 0) -> None:
         """Record the start of a step of these chunks after ``in_flight`` others; younger steps never began. A step that

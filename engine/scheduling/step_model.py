@@ -18,14 +18,14 @@ from typing import NamedTuple
 MIN_TAIL_TOKENS = 16
 # With a target in plain steps, a step may be longer while prompts wait: the prompts' time in a step is to the decodes'
 # as BACKLOG_WEIGHT times the waiting prompts is to the streams. The first prompt counts half, because half of it is
-# left on average. A step is never longer than needed for the share LEAST_THROUGHPUT of the largest step's throughput.
+# left on average. A step is never longer than needed for the share MIN_THROUGHPUT of the largest step's throughput.
 BACKLOG_WEIGHT = 16.0
-LEAST_THROUGHPUT = 0.94
+MIN_THROUGHPUT = 0.94
 # A queue of prompts lengthens steps in proportion to its seconds; LINE_S seconds get the target. Limits:
-# MOST_LINE_STEPS plain steps, beyond which the queue gains at most a fifth, and LINE_STEP_TOKENS prompt tokens, vLLM's
+# MAX_LINE_STEPS plain steps, beyond which the queue gains at most a fifth, and LINE_STEP_TOKENS prompt tokens, vLLM's
 # default chunk beside decodes.
 LINE_S = 0.5
-MOST_LINE_STEPS = 6.0
+MAX_LINE_STEPS = 6.0
 LINE_STEP_TOKENS = 2048
 
 
@@ -90,7 +90,7 @@ def seconds_beside(
 ) -> float:
     """Return the seconds that a step with a prompt tail may take beside ``streams``, while ``waiting`` prompts wait,
     this
-    one included: ``target_steps`` times ``plain_s``, or longer by BACKLOG_WEIGHT and LEAST_THROUGHPUT.
+    one included: ``target_steps`` times ``plain_s``, or longer by BACKLOG_WEIGHT and MIN_THROUGHPUT.
 
     ``plain_s`` is the time of a step that only decodes the streams, ``longest_s`` that of the largest step.
     ``fixed_s``, the cost of a step itself and of each chunk of a tail, is no work. Sharing time by the number of
@@ -99,11 +99,11 @@ def seconds_beside(
     fair_s = plain_s * (1 + BACKLOG_WEIGHT * (waiting - 0.5) / streams)
     if fair_s <= target_s or not longest_s > fixed_s > 0:
         return target_s
-    enough_s = fixed_s / (1 - LEAST_THROUGHPUT * (1 - fixed_s / longest_s))
+    enough_s = fixed_s / (1 - MIN_THROUGHPUT * (1 - fixed_s / longest_s))
     return max(target_s, min(fair_s, enough_s))
 
 
 def seconds_for_line(plain_s: float, target_steps: float, line_s: float, longest_s: float) -> float:
     """Return the seconds that a step beside streams may take for a queue of prompts of ``line_s`` seconds:
-    ``target_steps`` plain steps for LINE_S, in proportion, up to MOST_LINE_STEPS plain steps and ``longest_s``."""
-    return min(plain_s * min(target_steps * line_s / LINE_S, MOST_LINE_STEPS), longest_s)
+    ``target_steps`` plain steps for LINE_S, in proportion, up to MAX_LINE_STEPS plain steps and ``longest_s``."""
+    return min(plain_s * min(target_steps * line_s / LINE_S, MAX_LINE_STEPS), longest_s)

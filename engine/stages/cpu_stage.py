@@ -65,11 +65,11 @@ class StageShare(_Backend):
         self._hidden: Bytes = self.workspace.array(hidden)[: batch.num_tokens * hidden.stride]
 
     def _run_kernels(self, program: Program) -> None:
-        self.link.take(self._hidden)
+        self.link.receive(self._hidden)
         began_s = time.monotonic()
         super()._run_kernels(program)
         self.worked = StageInterval(began_s, time.monotonic())
-        self.link.give(self._hidden)
+        self.link.send(self._hidden)
 
     def _read_logits(self, count: int, places: npt.NDArray[Any] | None) -> torch.Tensor:
         return torch.empty(0, self.vocab_size)

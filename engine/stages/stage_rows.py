@@ -70,31 +70,31 @@ class StageLink:
         """Own the sockets and the memory from now on."""
         self.place, self.rows = place, rows
         self._before, self._after = before, after
-        self._taken = self._given = 0
+        self._received = self._sent = 0
 
     @property
     def max_tokens(self) -> int:
         return self.rows.max_tokens
 
-    def take(self, into: Bytes) -> None:
+    def receive(self, into: Bytes) -> None:
         """Begin a step: wait for the stage before's rows and copy them to ``into``. Raises BackendLost if that stage
         has exited."""
         if self._before is not None:
-            if self._number(self._before) != self._taken:
-                raise Internal(f"{self.place.name} is at step {self._taken}, and the stage before is not")
-            slot = self.rows.slot(self.place.stage - 1, self.place.rank, self._taken)
+            if self._number(self._before) != self._received:
+                raise Internal(f"{self.place.name} is at step {self._received}, and the stage before is not")
+            slot = self.rows.slot(self.place.stage - 1, self.place.rank, self._received)
             into[:] = slot[: len(into)]
-        self._taken += 1
+        self._received += 1
 
-    def give(self, rows: Bytes) -> None:
+    def send(self, rows: Bytes) -> None:
         """End a step and pass its rows to the next stage. Raises BackendLost if that stage has exited."""
         if self._after is not None:
-            self.rows.slot(self.place.stage, self.place.rank, self._given)[: len(rows)] = rows
+            self.rows.slot(self.place.stage, self.place.rank, self._sent)[: len(rows)] = rows
             try:
-                self._after.sendall(_NUMBER.pack(self._given))
+                self._after.sendall(_NUMBER.pack(self._sent))
             except OSError:
                 raise BackendLost(f"the stage after {self.place.name} has ended") from None
-        self._given += 1
+        self._sent += 1
 
     def abort(self) -> None:
         """End all waits for other stages for good, here and in the adjacent stages."""

@@ -315,7 +315,7 @@ class Worker:
         if self._adapters is None:
             raise Unavailable(f"{self.component_id} runs no adapters (--enable-lora)")
         if digest not in self.epoch.load.adapters:
-            await self._adapters.bring(digest)
+            await self._adapters.fetch(digest)
 
     async def run_sequence(
         self,

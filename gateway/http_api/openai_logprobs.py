@@ -10,7 +10,7 @@ from pillion.gateway.tokens.answer_text import Spellings
 from pillion.types import TokenLogprob
 
 # OpenAI's value for a token of probability almost 0, since JSON has no infinity.
-LEAST_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
 
 
 class TokenTexts:
@@ -135,5 +135,5 @@ class TokenOffsets:
 
 
 def _finite(logprob: float) -> float:
-    """Return ``logprob``, or LEAST_LOGPROB if it is less or NaN."""
-    return logprob if logprob >= LEAST_LOGPROB else LEAST_LOGPROB
+    """Return ``logprob``, or MIN_LOGPROB if it is less or NaN."""
+    return logprob if logprob >= MIN_LOGPROB else MIN_LOGPROB

@@ -50,9 +50,9 @@ FIRST_LOOK_S = 0.5
 # How long a request waits for components that were there a short time ago and are restarted by a supervisor. Two new
 # processes, a KV node's and then a worker's, take some 6 s on two idle cores and more than 30 s on busy ones. Then the
 # worker loads its model, for the time of its last start (in its record), or longer if the files are no longer in
-# memory. So the wait is LEAST_RETURN_WAIT_S plus RETURN_WAIT_STARTS times the longest start, at most
-# MOST_RETURN_WAIT_S.
-LEAST_RETURN_WAIT_S, RETURN_WAIT_STARTS, MOST_RETURN_WAIT_S = 45.0, 5, 600.0
+# memory. So the wait is MIN_RETURN_WAIT_S plus RETURN_WAIT_STARTS times the longest start, at most
+# MAX_RETURN_WAIT_S.
+MIN_RETURN_WAIT_S, RETURN_WAIT_STARTS, MAX_RETURN_WAIT_S = 45.0, 5, 600.0
 
 
 Link = NodeLink | PrefillLink | DecodeLink
@@ -385,7 +385,7 @@ class Cluster:
         """Return how long a request waits for the model's components to come back: longer if its workers start
         slowly."""
         start_s = max((start_s for _, start_s in self._recorded_of(model, adapter_rank)), default=0.0)
-        return min(MOST_RETURN_WAIT_S, LEAST_RETURN_WAIT_S + RETURN_WAIT_STARTS * start_s)
+        return min(MAX_RETURN_WAIT_S, MIN_RETURN_WAIT_S + RETURN_WAIT_STARTS * start_s)
 
     def _recorded_of(self, model: str, adapter_rank: int) -> list[tuple[float, float]]:
         return [at for (name, rank), at in self._recorded.items() if name == model and rank >= adapter_rank]

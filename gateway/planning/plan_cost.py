@@ -30,8 +30,8 @@ CHUNK_CALL_S = 0.001
 FETCH_CALL_S = 0.003
 DEFAULT_BYTES_PER_S = 1e9
 # Minimum time limit of a fetch, which may otherwise take as long as computing its blocks. So a failed fetch at most
-# doubles the time, or adds LEAST_FETCH_S.
-LEAST_FETCH_S = 0.1
+# doubles the time, or adds MIN_FETCH_S.
+MIN_FETCH_S = 0.1
 MIN_CHUNK_SEEN_TOKENS = 64
 DEFAULT_TARGET_S = 0.1
 # Time for which a reported queue is assumed to shrink: a worker that is silent for longer may compute nothing.

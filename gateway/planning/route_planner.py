@@ -51,7 +51,7 @@ class FetchPace:
     seconds of one clock.
 
     A slow source is not used, so it is not measured again. Its speed is therefore assumed to rise while unused, until
-    one request tries it again, at a bounded cost (LEAST_FETCH_S).
+    one request tries it again, at a bounded cost (MIN_FETCH_S).
     """
 
     FADING = 0.9

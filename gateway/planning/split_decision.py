@@ -25,7 +25,7 @@ from pillion.gateway.planning.cluster_view import ClusterSnapshot, SplitPolicy
 from pillion.gateway.planning.plan_cost import (
     DEFAULT_BYTES_PER_S,
     FETCH_CALL_S,
-    LEAST_FETCH_S,
+    MIN_FETCH_S,
     DecodeSide,
     FetchCost,
     Models,
@@ -134,7 +134,7 @@ class SplitDecision:
             return None
         decode = self.route.decode
         computed_s = decode.model.range_s(start_blocks * self.block_size, end_blocks * self.block_size, decode.most)
-        return max(LEAST_FETCH_S, computed_s)
+        return max(MIN_FETCH_S, computed_s)
 
     def price_s(self, cached: int, split: int) -> float:
         """Return the price in seconds of a split at ``split`` tokens with ``cached`` ones."""

@@ -23,9 +23,9 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
-_MOST_NESTED = 32
+_MAX_NESTED = 32
 # An expression for more marks takes long to compile: then only their first letters are matched.
-_MOST_MARKS, _SHORT_LETTERS = 1024, 2
+_MAX_MARKS, _SHORT_LETTERS = 1024, 2
 _NUMBER = re.compile("[0-9]+")
 _COMPARED = frozenset(("role", "type"))
 _LOOKED_UP = _COMPARED | {"content", "name", "reasoning_content", "reasoning", "thinking", "tool_calls", "tool_call_id"}
@@ -111,14 +111,14 @@ class ClientMarks:
         # Numbered marks differ only in their numbers, and any number will match.
         alike = {_NUMBER.sub("0", mark) for mark in marks}
         self._all = "\0".join(sorted(alike))
-        letters = _SHORT_LETTERS if len(alike) > _MOST_MARKS else None
+        letters = _SHORT_LETTERS if len(alike) > _MAX_MARKS else None
         forwards, backwards = (_trie(one[::step][:letters] for one in alike) for step in (1, -1))
         self._whole = re.compile(_trie_regex(forwards))
         ends = "|".join((*map(re.escape, separators), r"\s*\Z"))
         self._weak = _firsts(
-            forwards, lambda below: f"{_trie_regex(below)}|{_begun_regex(below, _MOST_NESTED)}(?:{ends})"
+            forwards, lambda below: f"{_trie_regex(below)}|{_begun_regex(below, _MAX_NESTED)}(?:{ends})"
         )
-        self._backwards = _firsts(backwards, lambda below: rf"{_begun_regex(below, _MOST_NESTED)}\Z")
+        self._backwards = _firsts(backwards, lambda below: rf"{_begun_regex(below, _MAX_NESTED)}\Z")
 
     def within(self, text: str) -> list[str]:
         """Return the marks in a text, in order."""

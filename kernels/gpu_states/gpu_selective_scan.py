@@ -30,7 +30,7 @@ from pillion.kernels.gpu_states.state_places import (
 from pillion.kernels.state_pieces import PIECE_COLUMNS
 
 # Max values of a channel's row, and max programs per multiprocessor.
-MOST_SCANNED, SCAN_PROGRAMS = 64, 32
+MAX_SCANNED, SCAN_PROGRAMS = 64, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def selective_scan(
     Raises Internal for misshapen tensors.
     """
     tokens, device = len(mixed), mixed.device
-    check(0 < shape.state_dim <= MOST_SCANNED, "{} has too many values in a row", shape)
+    check(0 < shape.state_dim <= MAX_SCANNED, "{} has too many values in a row", shape)
     for name, rows in (("mixed", mixed), ("steps", steps)):
         check_tensor(name, rows, (tokens, shape.channels), DTYPES, device)
     for name, rows in (("writes", writes), ("reads", reads)):

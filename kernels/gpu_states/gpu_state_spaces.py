@@ -9,7 +9,7 @@ With G the sum of a chunk's decays up to each row and S the matrix at the begin 
 
 A program iterates over the chunks of a sequence with some of a head's values, [state_dim, values], in the registers of
 a warp: four products per chunk. Values are independent, so fewer values per program let more programs share a text. A
-state_dim above MOST_MET is multiplied in two halves, since one warp's registers cannot hold the operands of all of it.
+state_dim above MAX_WHOLE_STATE is multiplied in two halves: one warp's registers are too few for all of its operands.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pillion.kernels.gpu_states.state_places import (
 from pillion.kernels.state_pieces import CHUNK, PIECE_COLUMNS
 
 # Max values of a state that are multiplied at a time, and max values of a state.
-MOST_MET, MOST_STATE = 128, 256
+MAX_WHOLE_STATE, MAX_STATE = 128, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +230,7 @@ def state_space(
     Raises Internal for misshapen tensors.
     """
     tokens, device = len(mixed), mixed.device
-    fits = shape.heads % shape.groups == 0 and 0 < shape.state_dim <= MOST_STATE
+    fits = shape.heads % shape.groups == 0 and 0 < shape.state_dim <= MAX_STATE
     check(fits, "{} does not fit together", shape)
     check_tensor("mixed", mixed, (None, shape.mixed), DTYPES)
     check(tuple(steps.shape) == (tokens, shape.heads) and steps.dtype in DTYPES, "steps are {}", steps.shape)
@@ -265,8 +265,8 @@ def space_constants(shape: SpaceShape, exact: bool, arch: int) -> tuple[dict[str
         "CHUNK": CHUNK,
         "PIECE": PIECE_COLUMNS,
         "COLUMNS": use["columns"],
-        "BLOCK": min(whole, MOST_MET),
-        "WIDE": whole > MOST_MET,
+        "BLOCK": min(whole, MAX_WHOLE_STATE),
+        "WIDE": whole > MAX_WHOLE_STATE,
         "num_warps": use["num_warps"],
         "num_stages": use["num_stages"],
     }, use["programs"]

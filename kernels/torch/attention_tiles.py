@@ -32,7 +32,7 @@ GROUP_SLACK_BLOCKS = 8
 # Max bytes gathered by a call, except by the smallest possible tile. From 32 MiB on, glibc maps fresh pages for each
 # allocation, which the operating system clears.
 GATHER_BYTES = 16 * 2**20
-LEAST_TILE_TOKENS = 512
+MIN_TILE_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class QueryGroup:
 def choose_tile_tokens(token_bytes: int, capped: bool) -> int:
     """Return the max tokens of a tile. A token's K and V take ``token_bytes`` in one layer."""
     most = CAPPED_TILE_TOKENS if capped else ATTENTION_TILE_TOKENS
-    return min(most, max(LEAST_TILE_TOKENS, GATHER_BYTES // token_bytes))
+    return min(most, max(MIN_TILE_TOKENS, GATHER_BYTES // token_bytes))
 
 
 class TilePlanner:

@@ -60,7 +60,7 @@ _EVEN = (*_WHOLE, "fp4_e2m1")
 
 # The range of int8, and the code of a row's largest magnitude, as in compressed-tensors. In rows of several groups it
 # is a code, or each group would lose half a code.
-LEAST_CODE, MOST_CODE, LARGEST_SIZE, LARGEST_OF_GROUP = -128, 127, 127.5, 127.0
+MIN_CODE, MAX_CODE, LARGEST_SIZE, LARGEST_OF_GROUP = -128, 127, 127.5, 127.0
 
 
 # Values of ``row_codes``: rows have one scale, or one per group of inputs.
@@ -77,7 +77,7 @@ def rounded_rows(rows: torch.Tensor, group: int = 0) -> torch.Tensor:
     group = min(group or columns, columns)
     wide = pad(rows.float(), (0, -columns % group)).reshape(*rows.shape[:-1], -(-columns // group), group)
     scale = wide.abs().amax(-1, keepdim=True) / (LARGEST_SIZE if group == columns else LARGEST_OF_GROUP)
-    codes = (wide / scale).round().clamp(LEAST_CODE, MOST_CODE)
+    codes = (wide / scale).round().clamp(MIN_CODE, MAX_CODE)
     return torch.where(scale == 0, 0.0, codes * scale).flatten(-2)[..., :columns].to(rows.dtype)
 
 

@@ -30,7 +30,7 @@ from pillion.tasks import end_tasks
 
 OPEN_MS = 500
 # A failed call that had less time than this left does not prove that the server failed.
-LEAST_PATIENCE_MS = 50
+MIN_PATIENCE_MS = 50
 DISCOVERY_INTERVAL_MS = 500
 DISCOVERY_DEADLINE_MS = 5000
 
@@ -131,7 +131,7 @@ class RedisLink:
                 raw = await self._send(name, script, calls)
                 answers = [_read(read, one) for one in raw]
         except Exception as error:  # noqa: BLE001  (of a server that speaks nonsense, redis-py raises anything)
-            if not isinstance(error, TimeoutError) or _now_s() - begun_s >= LEAST_PATIENCE_MS / 1000:
+            if not isinstance(error, TimeoutError) or _now_s() - begun_s >= MIN_PATIENCE_MS / 1000:
                 breaker.failed(_now_s())
             if _cancels() > cancels:
                 raise asyncio.CancelledError from None

@@ -36,7 +36,7 @@ MAX_LOOKED_AT = 1024
 # Count at which both counts of a kind are halved, to follow changing traffic.
 MAX_COUNTED = 256
 # Minimum share of a kind, so that states of an unused kind stay long enough to be found.
-LEAST_SHARE = 1 / 16
+MIN_SHARE = 1 / 16
 # Remembered points of divergence, some 100 bytes each.
 MAX_BRANCH_POINTS = 16_384
 
@@ -81,8 +81,8 @@ class KindOfState:
 
     @property
     def share(self) -> float:
-        """Fraction of the states that texts resumed from, at least LEAST_SHARE."""
-        return max(LEAST_SHARE, self.found / (self.found + self.left))
+        """Fraction of the states that texts resumed from, at least MIN_SHARE."""
+        return max(MIN_SHARE, self.found / (self.found + self.left))
 
 
 class StateEviction:
@@ -288,8 +288,8 @@ class StateEviction:
             if state in gone:
                 continue
             rank += 1
-            # No later state can be worse: each saves at least a block, and its kind's share is at least LEAST_SHARE.
-            enough = rank * LEAST_SHARE >= least * (len(state.pages) + 1) ** 2
+            # No later state can be worse: each saves at least a block, and its kind's share is at least MIN_SHARE.
+            enough = rank * MIN_SHARE >= least * (len(state.pages) + 1) ** 2
             if worst is not None and (rank > MAX_LOOKED_AT or enough):
                 break
             product = rank * self._shares[state.kind] * self._saved(state, gone, fewer) ** 2

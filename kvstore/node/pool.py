@@ -222,7 +222,7 @@ class Pool:
         if len(request.flow.key) > MAX_FLOW_KEY_BYTES:
             raise InvalidRequest(f"the flow's key has {len(request.flow.key)} bytes; at most {MAX_FLOW_KEY_BYTES}")
         if self.survival is not None:
-            await self.survival.bring(hashes)
+            await self.survival.restore(hashes)
         # Queue entries are keyed by nonce.
         nonce = request.nonce or new_id()
         if request.adopt:
@@ -285,14 +285,14 @@ class Pool:
         self.ledger.seen(epoch, began_s)
         hashes, sources = split_hashes(request.block_hashes), request.source_node_ids
         if self.survival is not None:
-            await self.survival.bring(hashes)
+            await self.survival.restore(hashes)
         if self.fetcher is None:
             return PrefetchReply(blocks=self.ledger.extend(epoch, ticket_id, hashes).blocks)
         if len(sources) > MAX_SOURCES:
             raise InvalidRequest(f"{len(sources)} sources; {MAX_SOURCES} are enough")
         try:
             timeout_s, max_bytes, ahead = request.timeout_ms / 1000, request.max_bytes, request.ahead
-            return await self.fetcher.bring(
+            return await self.fetcher.fetch_blocks(
                 epoch, ticket_id, hashes, sources, timeout_s=timeout_s, max_bytes=max_bytes, ahead=ahead
             )
         finally:
@@ -317,12 +317,12 @@ class Pool:
         """
         self.ledger.seen(epoch, time.monotonic())
         if self.survival is not None:
-            await self.survival.bring(hashes)
+            await self.survival.restore(hashes)
         ticket = self.ledger.pin_chain(epoch, nonce, hashes)
         try:
             if self.fetcher is not None and ticket.blocks < len(hashes):
                 # The reading node asks shared tiers itself.
-                await self.fetcher.bring(epoch, ticket.ticket_id, hashes, timeout_s=timeout_s, far=False)
+                await self.fetcher.fetch_blocks(epoch, ticket.ticket_id, hashes, timeout_s=timeout_s, far=False)
         except BaseException:
             with contextlib.suppress(NotFound, Conflict):
                 self.ledger.release(epoch, [ticket.ticket_id])

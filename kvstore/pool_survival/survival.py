@@ -77,7 +77,7 @@ class PoolSurvival:
             group.create_task(self._take_all())
             group.create_task(self._seal_all())
 
-    async def bring(self, hashes: Sequence[bytes]) -> None:
+    async def restore(self, hashes: Sequence[bytes]) -> None:
         """Wait until all intact surviving blocks of a chain are committed again."""
         while self.blocks.pending and self.blocks.run_of(hashes, 1):
             async with self._looking:

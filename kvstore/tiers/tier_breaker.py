@@ -11,7 +11,7 @@ always too slow is tried ever more rarely.
 from __future__ import annotations
 
 FIRST_PAUSE_S = 1.0
-MOST_PAUSE_S = 60.0
+MAX_PAUSE_S = 60.0
 
 
 class TierBreaker:
@@ -34,7 +34,7 @@ class TierBreaker:
         if not self.paused:
             self.paused, self.since_s = True, now
         self.probe_at_s = now + self._pause_s
-        self._pause_s = min(2 * self._pause_s, MOST_PAUSE_S)
+        self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
 
     def answered(self) -> None:
         """End the pause after a timely probe; the next late read still starts a longer one."""

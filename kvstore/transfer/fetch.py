@@ -1,8 +1,8 @@
 """Fetches blocks of a prompt into this pool, from the node's lower tiers and from other nodes.
 
-    bring --> blocks present here are pinned to the ticket
+    fetch_blocks --> blocks present here are pinned to the ticket
        ^          |
-       |          +-- another fetch is bringing the next block --> wait for that
+       |          +-- another fetch has the next block in flight --> wait for that
        |          +-- a lower tier has it --> lease slots, load, commit
        |          +-- another node has it --> pin it there, lease slots, read, verify, commit
        |          +-- the bucket has it, which is asked once --> as from a lower tier
@@ -106,7 +106,7 @@ class Fetcher:
         self._bucket = bucket
         self._batch_blocks = min(max(1, BATCH_BYTES // memory.block_bytes), MAX_BATCH_BLOCKS)
         self._most_blocks = max(1, max_bytes // memory.block_bytes)
-        # Blocks that a fetch is bringing; other fetches that want one wait for it.
+        # Blocks in flight; other fetches that want one wait for it.
         self._coming: dict[bytes, asyncio.Event] = {}
         self._fetches = self._ahead = 0
         # Reads that outlived their fetch, with the number of slots that they occupy.
@@ -117,7 +117,7 @@ class Fetcher:
         """Number of slots occupied by reads that outlived their fetch."""
         return sum(self._late.values())
 
-    async def bring(
+    async def fetch_blocks(
         self,
         epoch: int,
         ticket_id: int,
@@ -157,7 +157,7 @@ class Fetcher:
         self._fetches += 1
         self._ahead += ahead
         try:
-            blocks = await self._bring_all(fetch)
+            blocks = await self._fetch_all(fetch)
             if fetch.extended_ticket:
                 blocks = self._ledger.extend(epoch, ticket_id, hashes).blocks
         finally:
@@ -178,7 +178,7 @@ class Fetcher:
         fetch.hashes = [*fetch.hashes, *(state_page(fetch.hashes[-1], page) for page in range(pages))]
         fetch.ticket_id = self._ledger.pin_chain(fetch.epoch, 0, fetch.hashes).ticket_id
 
-    async def _bring_all(self, fetch: _Fetch) -> int:
+    async def _fetch_all(self, fetch: _Fetch) -> int:
         loop = asyncio.get_running_loop()
         while True:
             ticket = self._ledger.extend(fetch.caller, fetch.ticket_id, fetch.hashes)
@@ -190,12 +190,12 @@ class Fetcher:
             if coming is not None:
                 await at_most(left_s, coming.wait())
                 continue
-            if not await self._bring_some(fetch, at):
+            if not await self._fetch_batch(fetch, at):
                 return self._ledger.extend(fetch.caller, fetch.ticket_id, fetch.hashes).blocks
 
-    async def _bring_some(self, fetch: _Fetch, at: int) -> bool:
+    async def _fetch_batch(self, fetch: _Fetch, at: int) -> bool:
         """Fetch the next blocks from the first source that has them; return False if none has, or no slot is left."""
-        found = self._in_tiers(self._tiers, self._free_to_bring(fetch, at))
+        found = self._in_tiers(self._tiers, self._next_batch(fetch, at))
         if found is not None:
             count = await self._from_tier(fetch, *found)
             fetch.brought.restored_blocks += count
@@ -211,7 +211,7 @@ class Fetcher:
             if pinned is None:
                 self._drop_source(fetch)
                 continue
-            wanted = self._free_to_bring(fetch, at)
+            wanted = self._next_batch(fetch, at)
             if not wanted:
                 return True
             first = at - fetch.pinned_from
@@ -225,16 +225,16 @@ class Fetcher:
                 self._drop_source(fetch)
             if came:
                 return True
-        return await self._bring_far(fetch, at)
+        return await self._fetch_far(fetch, at)
 
-    async def _bring_far(self, fetch: _Fetch, at: int) -> bool:
+    async def _fetch_far(self, fetch: _Fetch, at: int) -> bool:
         """Fetch the next blocks from the bucket; return False if it has none, or no slot is left."""
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
         if not fetch.asked:
             fetch.asked = True
             await self._find_far(fetch.hashes, at, fetch.until_s - begun_s)
-        wanted = self._free_to_bring(fetch, at)
+        wanted = self._next_batch(fetch, at)
         found = self._in_tiers([] if self._bucket is None else [self._bucket], wanted)
         count = await self._from_tier(fetch, *found) if found is not None else 0
         fetch.brought.bucket_blocks += count
@@ -296,7 +296,7 @@ class Fetcher:
         hashes = hashes[: len(slots)]
         if not slots:
             return 0
-        with self._bringing(hashes):
+        with self._marked_in_flight(hashes):
             # A cancel does not end the load, because threads write to the slots.
             loading = asyncio.ensure_future(load_into(self._memory, tier, hashes, slots))
             came = await self._finish(fetch, loading, len(slots))
@@ -308,7 +308,7 @@ class Fetcher:
         source, pinned = fetch.sources[0], fetch.pinned
         assert pinned is not None
         begun_s = asyncio.get_running_loop().time()
-        with self._bringing(hashes):
+        with self._marked_in_flight(hashes):
             reading = asyncio.ensure_future(source.read(pinned.ticket_id, remote, slots))
             try:
                 came = await self._finish(fetch, reading, len(slots))
@@ -439,13 +439,13 @@ class Fetcher:
         work.add_done_callback(lambda done: self._late.pop(done, None))
         work.add_done_callback(lambda done: done.cancelled() or done.exception())
 
-    def _free_to_bring(self, fetch: _Fetch, at: int) -> list[bytes]:
-        """Return the next blocks of one batch, up to one that another fetch is bringing."""
+    def _next_batch(self, fetch: _Fetch, at: int) -> list[bytes]:
+        """Return the next blocks of one batch, up to one that another fetch has in flight."""
         batch = fetch.hashes[at : at + min(self._batch_blocks, fetch.left_blocks)]
         return list(takewhile(lambda block_hash: block_hash not in self._coming, batch))
 
     @contextlib.contextmanager
-    def _bringing(self, hashes: list[bytes]) -> Iterator[None]:
+    def _marked_in_flight(self, hashes: list[bytes]) -> Iterator[None]:
         """Make other fetches wait for the blocks of ``hashes`` within the block."""
         over = asyncio.Event()
         self._coming.update(dict.fromkeys(hashes, over))

@@ -67,13 +67,13 @@ WARM_UP = (ClosedLoad(512, 16, 1, 1), ClosedLoad(64, 16, 8, 16))
 # 90th percentile of a normal distribution, in standard deviations; makes a log-normal one from two quantiles.
 P90 = 1.2816
 # Longest prompts and answers that both systems serve; longer draws are cut.
-MOST_PROMPT_TOKENS, MOST_ANSWER_TOKENS = 3500, 400
+MAX_PROMPT_TOKENS, MAX_ANSWER_TOKENS = 3500, 400
 SUMMARY_SHARE = 0.2
 # Lengths of the load `turns`, from no data set.
 QUESTION_TOKENS, CHAT_ANSWER_TOKENS, CHAT_SYSTEM_TOKENS, CHAT_TURNS = 800, 415, 1600, "uniform:3,6"
 MAX_RUNS, TOLERANCE = 16, 0.1
 # Rates below have too few requests per run; such a capacity counts as none.
-LEAST_RATE = 0.2
+MIN_RATE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class LengthQuantiles:
     def draw(self, rng: random.Random, scale: float) -> tuple[int, int]:
         """Draw the tokens of a prompt and its answer, divided by ``scale``."""
         drawn = []
-        for (p50, p90), most in ((self.prompt, MOST_PROMPT_TOKENS), (self.answer, MOST_ANSWER_TOKENS)):
+        for (p50, p90), most in ((self.prompt, MAX_PROMPT_TOKENS), (self.answer, MAX_ANSWER_TOKENS)):
             tokens = rng.lognormvariate(math.log(p50), math.log(p90 / p50) / P90) / scale
             drawn.append(max(1, min(most, round(tokens))))
         return drawn[0], drawn[1]
@@ -149,11 +149,11 @@ def traced(scale: float, name: str) -> Callable[[int, int], list[LoadSession]]:
         for row in generate_like(WORKLOADS[name], seed, count):
             ids: list[int] = []
             for number in row.hash_ids:
-                if len(ids) >= MOST_PROMPT_TOKENS:
+                if len(ids) >= MAX_PROMPT_TOKENS:
                     break
                 ids += random.Random(f"{seed} block {number}").choices(range(*TOKEN_RANGE), k=block)
-            prompt = ids[: max(1, min(MOST_PROMPT_TOKENS, round(row.input_length / scale)))]
-            answer = max(1, min(MOST_ANSWER_TOKENS, round(row.output_length / scale)))
+            prompt = ids[: max(1, min(MAX_PROMPT_TOKENS, round(row.input_length / scale)))]
+            answer = max(1, min(MAX_ANSWER_TOKENS, round(row.output_length / scale)))
             made.append(LoadSession(0.0, (Turn(answer, ids=prompt),)))
         return made
 
@@ -165,7 +165,7 @@ def chatted(scale: float) -> Callable[[int, int], list[LoadSession]]:
 
     def sessions(count: int, seed: int) -> list[LoadSession]:
         def lengths(tokens: float) -> str:
-            return f"lognormal:{max(1, round(tokens / scale))},0.6,{MOST_ANSWER_TOKENS}"
+            return f"lognormal:{max(1, round(tokens / scale))},0.6,{MAX_ANSWER_TOKENS}"
 
         config = LoadConfig(
             workload="chats",
@@ -244,7 +244,7 @@ class CapacitySearch:
         """Return the next rate, or None when the capacities are known or all runs are used."""
         for objective in self.bounds_ms:
             rate = next_rate(self.tried(objective), self.start, TOLERANCE, MAX_RUNS)
-            if rate is not None and rate >= LEAST_RATE:
+            if rate is not None and rate >= MIN_RATE:
                 return rate
         return None
 

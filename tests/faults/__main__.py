@@ -22,7 +22,7 @@ from tests.faults.fault_runs import FaultPlan, FaultRecord, FaultRunner, draw
 from tests.faults.places import ROLES, FaultPlace, fault_place
 
 # A supervisor gives up where a component dies six times within a minute.
-MOST_DEATHS, DEATHS_WINDOW_S = 5, 60.0
+MAX_DEATHS, DEATHS_WINDOW_S = 5, 60.0
 
 
 class Deaths:
@@ -35,8 +35,8 @@ class Deaths:
         """Called before each run."""
         for role, deaths in Counter(plan.struck).items():
             at_s = self._at_s.get(role, [])
-            if deaths + len(at_s) > MOST_DEATHS:
-                time.sleep(max(0.0, at_s[deaths - MOST_DEATHS - 1] + DEATHS_WINDOW_S - time.monotonic()))
+            if deaths + len(at_s) > MAX_DEATHS:
+                time.sleep(max(0.0, at_s[deaths - MAX_DEATHS - 1] + DEATHS_WINDOW_S - time.monotonic()))
 
     def note(self, record: FaultRecord) -> None:
         """Called after each run. A process that only slept may have been killed for that."""

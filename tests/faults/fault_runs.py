@@ -25,7 +25,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from lab.testbed.faults.points import AT_START, MOST_PASSINGS, POINTS, SELDOM, FaultPoint
+from lab.testbed.faults.points import AT_START, MAX_PASSINGS, POINTS, SELDOM, FaultPoint
 from lab.testbed.networks import HostNetwork
 from lab.testbed.wire import PERFECT, LinkRule
 from tests.faults.histories import RequestHistory, complaints, read_history
@@ -207,7 +207,7 @@ def _begin_of_chain(chance: random.Random, points: list[FaultPoint]) -> DrawnFau
     point = chance.choice([point for point in points if point.name in LONG_STEPS])
     number = chance.choice((None, None, signal.SIGSTOP))
     victim = chance.choice(("", "redis-server")) if number is not None else ""
-    passing = chance.randint(1, MOST_PASSINGS[point.passed])
+    passing = chance.randint(1, MAX_PASSINGS[point.passed])
     return DrawnFault(point, passing, number, victim, chance.choice(CHAIN_LASTS_S))
 
 
@@ -231,7 +231,7 @@ def _fault(chance: random.Random, points: list[FaultPoint], victims: Sequence[st
     victim = chance.choice(victims) if chance.random() < OTHER_VICTIM_SHARE else ""
     return DrawnFault(
         point,
-        chance.randint(1, MOST_PASSINGS[point.passed]),
+        chance.randint(1, MAX_PASSINGS[point.passed]),
         signal.SIGSTOP if stops else signal.SIGKILL,
         victim,
         chance.choice(STOPS_S) if stops else 0.0,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 ROLES = ("prefill", "decode", "gateway", "kvnode")
 LASTS_S = (0.01, 0.03, 0.1, 0.3)
-MOST_APART_S = 0.1
+MAX_APART_S = 0.1
 # After that the cluster goes on undisturbed, so that a run comes to its end.
 WITHIN_S = 8.0
 
@@ -36,7 +36,7 @@ def short_pauses(pids: Callable[[str], list[int]], seed: int) -> Iterator[None]:
 
 def _pause(pids: Callable[[str], list[int]], chance: random.Random, over: threading.Event) -> None:
     until_s = time.monotonic() + WITHIN_S
-    while time.monotonic() < until_s and not over.wait(chance.uniform(0.0, MOST_APART_S)):
+    while time.monotonic() < until_s and not over.wait(chance.uniform(0.0, MAX_APART_S)):
         alive = [pid for role in ROLES for pid in pids(role)]
         for pid in chance.sample(alive, min(1, len(alive))):
             with contextlib.suppress(ProcessLookupError):

@@ -39,7 +39,7 @@ async def main():
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
 asyncio.run(main())
 """
-MOST_DESCRIPTORS = 2 * MAX_CONNECTIONS
+MAX_DESCRIPTORS = 2 * MAX_CONNECTIONS
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 # Empty settings, and the acknowledgement of the server's.
 SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)) + bytes((0, 0, 0, 4, 1, 0, 0, 0, 0))
@@ -52,9 +52,9 @@ SILENT, HALF, SETTLED, HELLO = b"", PREFACE[:10], PREFACE + SETTINGS, b"\x16\x03
 def _many_descriptors() -> Iterator[None]:
     """The attacker's own."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if before[1] != resource.RLIM_INFINITY and before[1] < MOST_DESCRIPTORS:
-        pytest.skip(f"the hard limit of open files is below {MOST_DESCRIPTORS}")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], MOST_DESCRIPTORS), before[1]))
+    if before[1] != resource.RLIM_INFINITY and before[1] < MAX_DESCRIPTORS:
+        pytest.skip(f"the hard limit of open files is below {MAX_DESCRIPTORS}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], MAX_DESCRIPTORS), before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
@@ -130,7 +130,7 @@ async def served(ports: GatewayPorts) -> None:
 
 @pytest.mark.parametrize("sent", [SETTLED, rarely(SILENT), rarely(HALF)], ids=["settled", "silent", "half"])
 async def test_silent_connections_leave_grpc_places_for_others(sent: bytes) -> None:
-    async with running_gateway(MOST_DESCRIPTORS) as ports:
+    async with running_gateway(MAX_DESCRIPTORS) as ports:
         with attack(ports.grpc, MAX_CONNECTIONS, sent):
             await served(ports)
 

@@ -29,7 +29,7 @@ BLOCK_SIZE, KV_HEADS, GROUP, WIDTH = 16, 1, 2, 16
 # In float32, kernels have parts of 64 tokens, and the window begins inside of one.
 LENGTHS, WINDOW = (140, 30, 5), 100
 RANK, ROTARY, HEADS = 32, 16, 2
-MOST_TOKENS = 512
+MAX_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class AttendedTexts:
         heads = KV_HEADS * GROUP
         attention = PagedAttention(
             pool.to(DEVICE), dtype=dtype, num_heads=heads, num_kv_heads=KV_HEADS, head_dim=width,
-            block_size=BLOCK_SIZE, num_layers=1, scale=width**-0.5, max_tokens=MOST_TOKENS, max_seqs=64,
+            block_size=BLOCK_SIZE, num_layers=1, scale=width**-0.5, max_tokens=MAX_TOKENS, max_seqs=64,
             max_context_blocks=tables.shape[1], windows=(window,), sinks=sinks, **{"invariant": True, **more},
         )  # fmt: skip
         queries = [torch.randn((count, heads, width), generator=generator).to(dtype).to(DEVICE) for count in LENGTHS]
@@ -63,7 +63,7 @@ class AttendedTexts:
         pool = torch.randn((slots, 1, 1, 1, BLOCK_SIZE, RANK + ROTARY), generator=generator)
         attention = LatentAttention(
             pool.to(DEVICE), dtype=torch.float32, num_heads=HEADS, rank=RANK, rotary=ROTARY, block_size=BLOCK_SIZE,
-            num_layers=1, scale=0.2, max_tokens=MOST_TOKENS, max_seqs=64, max_context_blocks=tables.shape[1],
+            num_layers=1, scale=0.2, max_tokens=MAX_TOKENS, max_seqs=64, max_context_blocks=tables.shape[1],
             invariant=True,
         )  # fmt: skip
         queries = [torch.randn((count, HEADS, RANK + ROTARY), generator=generator).to(DEVICE) for count in LENGTHS]

@@ -160,7 +160,7 @@ def test_steps_keep_the_inputs_of_layers(dtype, main):
     nothing."""
     prepared = prepare(ModelFlags(model=str(main), dtype=dtype))
     backend = gpu_backend(prepared)
-    backend.keep_states((4, 0, 2))
+    backend.set_aux_hidden_state_layers((4, 0, 2))
     driver = GpuDriver(prepared, num_slots=12, backend=backend)
     texts = tokens_of(22, 2), tokens_of(6, 3)
     model = AutoModelForCausalLM.from_pretrained(main, dtype=getattr(torch, dtype)).eval()
@@ -235,7 +235,7 @@ def test_states_are_kept_where_nothing_more_is_computed(family, tmp_path, monkey
     made = gpu_backend(prepared)
     found = []
     for backend, driver in ((made, GpuDriver), (on_torch, BackendDriver)):
-        backend.keep_states(layers)
+        backend.set_aux_hidden_state_layers(layers)
         driven = driver(prepared, num_slots=8, backend=backend)
         (one,) = driven.sequences.add()
         step = backend.launch(driven.sequences.step([(one, text)], sample=()), (), SamplingRows.of([], [], []))

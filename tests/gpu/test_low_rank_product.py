@@ -114,7 +114,7 @@ def test_mixed_steps_are_those_of_torch(tmp_path):
     backend = gpu_backend(prepared)
     assert backend.adapters is None
     with pytest.raises(Internal, match="before bind_adapters"):
-        bound_adapters(backend.adapters).take("", [], np.zeros(0, np.uint8))
+        bound_adapters(backend.adapters).build("", [], np.zeros(0, np.uint8))
     backend.bind_adapters(len(RANKS), 16)
     driver = GpuDriver(prepared, backend=backend)
     place_adapters(backend, prepared)

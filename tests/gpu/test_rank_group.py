@@ -80,12 +80,12 @@ def test_calls_are_queued_on_the_stream_of_the_step():
     values = torch.zeros(3)
     group.sum(values)
     group.gather(values, [torch.zeros(3), torch.zeros(3)])
-    group.spread(values)
+    group.broadcast(values)
     wanted = [("allreduce", False), ("gather", False), ("broadcast", False)]
     assert calls.called == wanted
     with group.alone():
         group.sum(values)
-        group.spread(values)
+        group.broadcast(values)
     assert calls.called == wanted
     group.sum(values)
     assert len(calls.called) == 4
@@ -154,7 +154,7 @@ def by_nccl(rank: int, size: int, path: str) -> None:
     every = [torch.zeros_like(mine) for _ in range(size if rank == 0 else 0)]
     group.gather(mine, every)
     assert [part.tolist() for part in every] == [[other] * 3 for other in range(len(every))]
-    group.spread(mine)
+    group.broadcast(mine)
     assert mine.tolist() == [0] * 3
     assert group.agree(True)
     assert not group.agree(rank > 0)
@@ -164,7 +164,7 @@ def by_nccl(rank: int, size: int, path: str) -> None:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         group.sum(values)
         group.gather(mine, every)
-        group.meet()
+        group.barrier()
     before = values[0].item()
     for turn in range(1, 4):
         mine.fill_(rank + 10)

@@ -108,7 +108,7 @@ class AttachedStages:
         self.backend.warm_up(BLOCK)
         weights = random_adapter(load_config(self.model.prepared.folder), 1, (5, 9, 16), torch.float32)
         about, data = self.backend.adapters.form().pack(bits_of(weights))
-        self.backend.adapters.place(1, self.backend.adapters.take("adapter 1", about, data))
+        self.backend.adapters.place(1, self.backend.adapters.build("adapter 1", about, data))
 
     def run(self) -> bytes:
         """Compute a prompt in chunks, alone and with an adapter, launching steps as early as possible. Return the

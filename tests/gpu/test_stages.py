@@ -50,11 +50,11 @@ class PassedOn:
     def __init__(self, before: deque[torch.Tensor] | None, after: deque[torch.Tensor] | None) -> None:
         self.before, self.after = before, after
 
-    def take(self, rows: torch.Tensor) -> None:
+    def receive(self, rows: torch.Tensor) -> None:
         if self.before is not None:
             rows.copy_(self.before.popleft())
 
-    def give(self, rows: torch.Tensor) -> None:
+    def send(self, rows: torch.Tensor) -> None:
         if self.after is not None:
             self.after.append(rows.clone())
 

@@ -100,9 +100,9 @@ class FakeAdapters(PlainAdapters):
         super().__init__(max_adapters, max_rank, {})
         self._backend = backend
 
-    def take(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
+    def build(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
         self._backend.packers.append(packer_of(plain_bits(about, data)))
-        return super().take(digest, about, data)
+        return super().build(digest, about, data)
 
     def pack(self, weights: AdapterWeights) -> PackedAdapter:
         assert self._backend.packing.wait(WITHIN_S), "nobody has let the packing go on"

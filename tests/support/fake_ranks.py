@@ -83,8 +83,8 @@ class ShareAdapters(FakeAdapters):
             raise ValueError("this rank cannot pack")
         return super().pack(weights)
 
-    def take(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
-        return PlainAdapters.take(self, digest, about, data)
+    def build(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
+        return PlainAdapters.build(self, digest, about, data)
 
 
 class FakeShare(FakeBackend):

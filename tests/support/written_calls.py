@@ -31,7 +31,7 @@ from pillion.rules.grammar_limits import PARSER_LIMITS
 from pillion.types import ChatMessage, GenerateRequest, ToolOptions
 
 EOS = 257
-MOST_TOKENS = 3000
+MAX_TOKENS = 3000
 # After this many tokens the writer prefers characters that end something.
 FREE_TOKENS = 200
 CLOSERS = '"]})<>\n'
@@ -109,7 +109,7 @@ def written(codec: Tokenizer, grammar: str, seed: int) -> list[int] | None:
     closers = frozenset(one for letter in CLOSERS for one in codec.encode(letter).ids)
     assert not matcher.is_error(), matcher.get_error()
     mask = llguidance.numpy.allocate_token_bitmask(1, tokenizer.vocab_size)
-    for _ in range(MOST_TOKENS):
+    for _ in range(MAX_TOKENS):
         llguidance.numpy.fill_next_token_bitmask(matcher, mask, 0)
         allowed = np.unpackbits(mask.view(np.uint8), bitorder="little").nonzero()[0].tolist()
         marks = [one for one in allowed if one > EOS and codec.id_to_token(one) != "añadido"]

@@ -119,9 +119,9 @@ class CpuBackend(HostBackend):
     def check_integrity(self) -> None:
         self.workspace.check_integrity()
 
-    def keep_states(self, layers: Sequence[int]) -> None:
+    def set_aux_hidden_state_layers(self, layers: Sequence[int]) -> None:
         """Compile the kernel that stores states for EAGLE; cached per machine."""
-        super().keep_states(layers)
+        super().set_aux_hidden_state_layers(layers)
         model = self.model
         plan = plan_model(model.builder(), layers)
         self.use(plan, compile_operations(plan.operations, model, log.info))

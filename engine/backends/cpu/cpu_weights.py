@@ -180,7 +180,7 @@ class MatrixPacker:
         tokens = self.shard.vocabulary(config.vocab_size)
         rows = slice(tokens.start, tokens.stop)
         with open_checkpoint(folder, config) as checkpoint, torch.inference_mode():
-            embedding = checkpoint.take("embedding", dtype)
+            embedding = checkpoint.load("embedding", dtype)
             self.writer.tensor("embedding", embedding[rows])
             positions = load_positions(checkpoint, config, dtype)
             if positions is not None:

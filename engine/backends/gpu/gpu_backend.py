@@ -272,10 +272,10 @@ class GpuBackend:
         """The model that this process computes, or its share of it."""
         return self._model
 
-    def keep_states(self, layers: Sequence[int]) -> None:
+    def set_aux_hidden_state_layers(self, layers: Sequence[int]) -> None:
         """Make each step return the inputs of these layers for all its rows (``Sampled.states``). Called at most once,
         before ``bind_pool``, in a worker of one process."""
-        self._model.keep_states(layers)
+        self._model.set_aux_hidden_state_layers(layers)
 
     def warm_up(self, max_tokens: int) -> None:
         """Capture CUDA graphs over the bound pool without writing to it. ``max_tokens`` is ignored: limits decide."""
@@ -482,7 +482,7 @@ class GpuBackend:
                 bound.states.record.send(batch, shape)
             unknown = -int(batch.token_ids.min())
             if self._ranks is not None and unknown > 0:
-                self._ranks.spread(self._model.sampled[:unknown])
+                self._ranks.broadcast(self._model.sampled[:unknown])
             logits = self._compute(bound, shape, batch.num_tokens)[: len(rows) - batch.pooled]
             if places is not None and self._sampler is not None:
                 logits = logits.index_select(0, to_device(places, logits.device))

@@ -156,7 +156,7 @@ class GpuDecoder:
                 return self._logits(rows)
         if model.ranks is not None:
             # If there are logits, gathering them shows that all ranks have written their KV.
-            model.ranks.meet()
+            model.ranks.barrier()
         return torch.empty((0, config.vocab_size), dtype=torch.float32, device=model.device)
 
     def _begin(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:

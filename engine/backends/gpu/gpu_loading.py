@@ -41,7 +41,7 @@ from pillion.engine.scheduling.scheduler import scored_rows
 from pillion.engine.scheduling.step_model import StepModel
 from pillion.errors import ConfigError
 from pillion.kernels.gpu.attention.latent_attention import widths_fit
-from pillion.kernels.gpu.attention.paged_attention import LEAST_HEAD_DIM, MOST_HEAD_DIM
+from pillion.kernels.gpu.attention.paged_attention import MAX_HEAD_DIM, MIN_HEAD_DIM
 from pillion.kernels.gpu.products.fp8_product import computes_in_fp8
 from pillion.kernels.gpu_states.state_places import CHUNKS_LAYOUT_VERSION
 from pillion.kernels.state_pieces import CHUNK, PIECE_COLUMNS, STATE_LAYOUT_VERSION
@@ -185,8 +185,8 @@ def check_limits(device: torch.device, layout: KVLayout) -> None:
     if layout.layers:
         widths = {heads.head_dim for heads in layout.layers if heads is not None}
     for head_dim in widths if layout.planes > 1 else ():
-        if not LEAST_HEAD_DIM <= head_dim <= MOST_HEAD_DIM or head_dim % LEAST_HEAD_DIM:
-            raise ConfigError(f"the GPU kernels attend heads of 16, 32, 48 ... {MOST_HEAD_DIM} values, not {head_dim}")
+        if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM or head_dim % MIN_HEAD_DIM:
+            raise ConfigError(f"the GPU kernels attend heads of 16, 32, 48 ... {MAX_HEAD_DIM} values, not {head_dim}")
     if block_size not in (16, 32, 64, 128):
         raise ConfigError(f"the GPU kernels need --block-size 16, 32, 64 or 128, not {block_size}")
     if layout.state_bytes and layout.state_layout is None:

@@ -202,9 +202,9 @@ class GpuModel:
         self.shares = None if ranks is None else RankLogits(ranks, config.vocab_size, max_samples, kind, device)
         self.head = torch.zeros_like(self.logits, dtype=dtype) if narrow and ranks is None else self.logits
         self._make_rows()
-        self.keep_states(())
+        self.set_aux_hidden_state_layers(())
 
-    def keep_states(self, layers: Sequence[int]) -> None:
+    def set_aux_hidden_state_layers(self, layers: Sequence[int]) -> None:
         """Allocate the buffer in which a step stores the inputs of these layers, side by side, for all its rows."""
         self.state_layers = tuple(layers)
         self.states = self._rows(len(layers) * self.config.hidden_size)

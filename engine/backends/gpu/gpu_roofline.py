@@ -23,7 +23,7 @@ from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.layer_operations import MAX_MIXED_ROWS
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_work import looked_up_weights, model_weights, pair_operations
-from pillion.engine.scheduling.step_cost import LEAST_SUITABLE_TOKENS, suitable_tokens
+from pillion.engine.scheduling.step_cost import MIN_SUITABLE_TOKENS, suitable_tokens
 from pillion.engine.scheduling.step_model import StepModel
 from pillion.kernels.state_pieces import CHUNK
 from pillion.kvstore.gpu.cuda_driver import CudaDriver
@@ -124,7 +124,7 @@ def suitable_budget(
     most_bytes = STEP_SHARE * (rates.memory_bytes - weight_bytes(prepared, config) / devices)
     # Ranks share the values of a row; each stage has whole rows.
     each = flags.pipeline_parallel_size / devices
-    while tokens > LEAST_SUITABLE_TOKENS:
+    while tokens > MIN_SUITABLE_TOKENS:
         if step_bytes(config, prepared.dtype, tokens, 0, mixed_rows=MAX_MIXED_ROWS) * each <= most_bytes:
             break
         tokens //= 2

@@ -206,13 +206,13 @@ class _ShapesOnly:
     def has(self, key: str) -> bool:
         return key in self._checkpoint_names
 
-    def take(self, key: str, dtype: torch.dtype) -> torch.Tensor:
+    def load(self, key: str, dtype: torch.dtype) -> torch.Tensor:
         """Return the tensor ``key`` of the checkpoint as a meta tensor."""
         shapes = [tensor.shape[tensor.part is not None :] for tensor in self._checkpoint_names[key]]
         return torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=dtype, device="meta")
 
-    def take_matrix(self, key: str, dtype: torch.dtype) -> Matrix:
-        return self.take(key, dtype)
+    def load_matrix(self, key: str, dtype: torch.dtype) -> Matrix:
+        return self.load(key, dtype)
 
 
 def plan_weights(
@@ -241,7 +241,7 @@ def plan_folder(
     with open_checkpoint(folder, config) as checkpoint:
         separate = checkpoint.has("lm_head")
         if separate and config.tie_word_embeddings:
-            embedding = checkpoint.take("embedding", dtype)
+            embedding = checkpoint.load("embedding", dtype)
             separate = load_head(checkpoint, config, dtype, embedding) is not embedding
     return plan_weights(config, dtype, shard, separate_head=separate, join=join)
 
@@ -304,7 +304,7 @@ def _named_tensors(
     mine = slice(tokens.start, tokens.stop)
     head = embedding = None
     if own.start == 0:
-        embedding = checkpoint.take("embedding", dtype)
+        embedding = checkpoint.load("embedding", dtype)
         yield "embedding", embedding[mine]
         positions = load_positions(checkpoint, config, dtype)
         if positions is not None:

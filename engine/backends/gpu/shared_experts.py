@@ -9,7 +9,7 @@ experts then compute them as well, without additional launches. Otherwise the ML
 over experts adds its rows:
 
 * if it is in another format than the experts, or multiplies FP8 by FP8, which experts do not,
-* if it is wider than MOST_JOINED experts, whose results would each be written and read once,
+* if it is wider than MAX_JOINED experts, whose results would each be written and read once,
 * if ranks have whole experts: the rank with the MLP would compute all of it while the others wait,
 * if adapters may change it, or experts: both have separate slots.
 """
@@ -41,7 +41,7 @@ from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, sele
 from pillion.kernels.torch.torch_linear import Linear
 
 # Max experts that an MLP is split into.
-MOST_JOINED = 4
+MAX_JOINED = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,7 @@ def _joined(whole: LayerWeights, mixed: Experts, beside: Mlp, shard: ModelShard)
     """Return the number of experts that the MLP adds to the experts' stack; 0 if it cannot."""
     count, rest = divmod(beside.down.shape[1], mixed.down.shape[1])
     how = mixed.gated == beside.gated and mixed.activation == beside.activation and mixed.clamped is None
-    if rest or count > MOST_JOINED or not how or beside.bends is not None or (shard.whole_experts and not shard.whole):
+    if rest or count > MAX_JOINED or not how or beside.bends is not None or (shard.whole_experts and not shard.whole):
         return 0
     for stack, own in ((mixed.gate_up, beside.gate_up), (mixed.down, beside.down)):
         linear, others = whole.linear(own), whole.experts(stack)

@@ -31,7 +31,7 @@ PARTITION_GROUPS = PARTITION_TOKENS // LANES
 # Score of a masked token, below the lower bound of a row's maximum. So a row that sees nothing of a partition has
 # weights of exactly 0 there, and folding such a partition changes nothing.
 HIDDEN_SCORE = -1e30
-LEAST_MAXIMUM = -1e29
+MAXIMUM_FLOOR = -1e29
 # Bytes of a row of scores, or of the weights that replace them. A spare line keeps rows from sharing cache sets.
 SCORE_BYTES = PARTITION_TOKENS * 4 + VECTOR_BYTES
 # Groups that are read in turns, some lines of each, because interleaved reads are faster than consecutive ones. The
@@ -338,7 +338,7 @@ def emit_weights(
     """
     k, lines = scores.k, weights.lines
     best = _emit_masked_maximum(groups, visibility, scores)
-    top = k.maximum(k.max_lane(best.value), LEAST_MAXIMUM)
+    top = k.maximum(k.max_lane(best.value), MAXIMUM_FLOOR)
     if factor is not None:
         top = top * factor
     k.store(maximum, top)

@@ -38,7 +38,7 @@ from pillion.kernels.cpu.language.isa import LANES, Isa
 from pillion.kernels.cpu.language.matrix_tiles import STEP_BYTES, TILE_ROWS, TILE_STEPS, MatrixTiles
 
 # Max query rows of an item.
-MOST_ROWS = 2 * TILE_ROWS
+MAX_ROWS = 2 * TILE_ROWS
 # Values of a key, or tokens of a weighted sum, per instruction: two per step.
 _STEP_VALUES = 2 * TILE_STEPS
 # Tiles of sums, before those of rows and those of K or V.
@@ -48,7 +48,7 @@ _GROUP_PAIRS = LANES // 2
 _WEIGHTS_BYTES = _GROUP_PAIRS * STEP_BYTES
 # Scratch memory: values of 32 tokens, twice; transposed weights of a partition, and sums; scores of rotated keys; keys.
 _AT_TRANSPOSED = 2 * _SUMS * _TILE_BYTES
-_AT_SUMS = _AT_TRANSPOSED + (PARTITION_GROUPS // 2 + 1) * MOST_ROWS * VECTOR_BYTES
+_AT_SUMS = _AT_TRANSPOSED + (PARTITION_GROUPS // 2 + 1) * MAX_ROWS * VECTOR_BYTES
 _AT_SCORES = _AT_SUMS + _SUMS * _TILE_BYTES
 _AT_KEYS = _AT_SCORES + _SUMS * _TILE_BYTES
 
@@ -69,7 +69,7 @@ class QueryTiles:
     """Products of an item's ``rows`` query rows, in ``height`` tiles.
 
     Attributes:
-        queries: the queries in tiles, [steps][MOST_ROWS] of 64 bytes.
+        queries: the queries in tiles, [steps][MAX_ROWS] of 64 bytes.
         scratch: ``tiles_bytes`` for intermediate values.
     """
 
@@ -115,7 +115,7 @@ class QueryTiles:
                     for value in range(first, first + width, LANES):
                         at = source + row * (2 * self.shape.head_dim) + 2 * value
                         seen = k.load_float(at, True) if begin <= value < behind else k.vector(0.0)
-                        to = self.queries + row * VECTOR_BYTES + (step * MOST_ROWS * VECTOR_BYTES + 2 * (value - first))
+                        to = self.queries + row * VECTOR_BYTES + (step * MAX_ROWS * VECTOR_BYTES + 2 * (value - first))
                         k.store_float(to, seen, True)
                     step += 1
 
@@ -215,8 +215,8 @@ class QueryTiles:
             tiles.clear(tile)
         with k.range(steps) as step:
             at = k.min(step * self._width + begin, self._first(behind, behind)) * (VECTOR_BYTES // 2)
-            query = self.queries + (step + first_step) * (MOST_ROWS * VECTOR_BYTES)
-            inside = k.in_bounds(query, MOST_ROWS * VECTOR_BYTES)
+            query = self.queries + (step + first_step) * (MAX_ROWS * VECTOR_BYTES)
+            inside = k.in_bounds(query, MAX_ROWS * VECTOR_BYTES)
             for key in keys:
                 inside = inside & k.in_bounds(key + at, size)
             with k.when(inside):
@@ -286,7 +286,7 @@ class QueryTiles:
         k, tiles, height = self.tiles.k, self.tiles, self.height
         values = self.scratch + (pair & 1) * (_SUMS * _TILE_BYTES)
         if self.shape.latents:
-            transposed = self.scratch + pair * (MOST_ROWS * VECTOR_BYTES) + _AT_TRANSPOSED
+            transposed = self.scratch + pair * (MAX_ROWS * VECTOR_BYTES) + _AT_TRANSPOSED
             for row in range(height):
                 tiles.load(_SUMS + row, transposed + row * _TILE_BYTES, VECTOR_BYTES)
         else:
@@ -315,7 +315,7 @@ class QueryTiles:
         k = self.tiles.k
         with k.range(pairs) as pair, k.range(self.height) as tile:
             rows = weights + pair * VECTOR_BYTES + tile * (TILE_ROWS * SCORE_BYTES)
-            out = self.scratch + pair * (MOST_ROWS * VECTOR_BYTES) + tile * _TILE_BYTES + _AT_TRANSPOSED
+            out = self.scratch + pair * (MAX_ROWS * VECTOR_BYTES) + tile * _TILE_BYTES + _AT_TRANSPOSED
             for i, values in enumerate(
                 _transposed([k.load_quads(rows + row * SCORE_BYTES) for row in range(TILE_ROWS)])
             ):

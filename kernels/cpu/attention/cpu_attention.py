@@ -39,7 +39,7 @@ from pillion.kernels.cpu.attention.attention_rows import (
     emit_weights,
 )
 from pillion.kernels.cpu.attention.attention_tiles import (
-    MOST_ROWS,
+    MAX_ROWS,
     QueryTiles,
     in_matrix_tiles,
     tiles_bytes,
@@ -63,7 +63,7 @@ def row_counts(isa: Isa, group: int, bf16: bool) -> tuple[int, int]:
     """Return the max rows of an item of one token, and of an item of several. ``bf16``: rows are bfloat16, not
     float32."""
     tiles = in_matrix_tiles(isa, bf16)
-    most, wide = (MOST_ROWS, MOST_ROWS) if tiles else (isa.attention_sums, isa.attention_rows)
+    most, wide = (MAX_ROWS, MAX_ROWS) if tiles else (isa.attention_sums, isa.attention_rows)
     narrow = group if group <= most else -(-group // -(-group // wide))
     return narrow, max(narrow, wide)
 
@@ -234,7 +234,7 @@ class Attention(KernelSpec):
         k, shape = call.k, self.shape
         narrow, wide = row_counts(k.isa, shape.group, shape.bf16)
         tiles = MatrixTiles.of(k) if in_matrix_tiles(k.isa, shape.bf16) else None
-        counts = sorted({narrow, wide}) if tiles is None else [TILE_ROWS, MOST_ROWS]
+        counts = sorted({narrow, wide}) if tiles is None else [TILE_ROWS, MAX_ROWS]
         with each_attention_item(call, "items", self.plan) as (head, item):
             for fewer, most in zip((0, *counts), counts, strict=False):
                 with k.when((item.rows > fewer) & (item.rows <= most)):

@@ -45,7 +45,7 @@ _EXP2 = (1.5403530393381609e-4, 1.3333558146428443e-3, 9.618129107628477e-3, 5.5
 # Truth table of "the second operand's bit where the third's is set, else the first's".
 _CHOOSE_BY_THIRD = 0xD8
 # Below this exponent 2**x is 0, so that a masked token has a weight of exactly 0 whatever its score.
-_LEAST_EXPONENT = -126.0
+_MIN_EXPONENT = -126.0
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]
@@ -637,7 +637,7 @@ class Kernel:
     def exp2(self, x: Vec) -> Vec:
         """Return 2**x for x up to 127, and exactly 0 below -126. NaN is treated as -126."""
         b = self.builder
-        bounded = self.maximum(x, _LEAST_EXPONENT)
+        bounded = self.maximum(x, _MIN_EXPONENT)
         whole = self.rounded(bounded)
         part = bounded - whole
         value = self.vector(_EXP2[0])
@@ -645,7 +645,7 @@ class Kernel:
             value = self.fma(value, part, self.vector(factor))
         exponent = b.shl(b.fptosi(whole.ir, VI), int_lanes(23))
         power = Vec(self, b.bitcast(b.add(b.bitcast(value.ir, VI), exponent), VF))
-        return self.select(x < _LEAST_EXPONENT, self.vector(0.0), power)  # type: ignore[no-any-return]
+        return self.select(x < _MIN_EXPONENT, self.vector(0.0), power)  # type: ignore[no-any-return]
 
     def sigmoid(self, x: Vec) -> Vec:
         return self.vector(1.0) / (self.exp2(self.minimum(x * -LOG2E, 126.0)) + 1.0)

@@ -23,8 +23,8 @@ from pillion.kernels.cpu.language.module import SCRATCH_BYTES, KernelCall, Kerne
 from pillion.kernels.cpu.language.records import RecordLayout
 from pillion.kernels.cpu.products.gemm_tiles import PANEL_STEP_BYTES, TileArgs, TileKind, multiply_rows
 from pillion.kernels.cpu.products.many_rows import (
-    MOST_PANELS,
-    MOST_ROW_TILES,
+    MAX_PANELS,
+    MAX_ROW_TILES,
     SCRATCH_NEEDED,
     SUMS_PLACE,
     TILED_ROWS,
@@ -85,7 +85,7 @@ ITEMS_PER_THREAD = 2
 # In matrix tiles: work items per thread if threads copy rows once, and the min panels and min 32-row tiles per item
 # above that number, since each item may copy its rows, and reads its weights.
 _SHALLOW_ITEMS_PER_THREAD = 4
-_LEAST_PANELS, _LEAST_ROW_TILES = 8, 2
+_MIN_PANELS, _MIN_ROW_TILES = 8, 2
 # gelu(x) in its tanh approximation is x * sigmoid(x * (a + b * x * x)).
 _GELU_A = 1.5957691216057308
 _GELU_B = 0.0713548162726009
@@ -258,7 +258,7 @@ class GemmBody:
     def _range_cut(self, many: ManyRows, matrices: Int) -> RangeCut:
         """Return the division of each matrix's rows and panels that gives each thread some work items."""
         k, pairs, threads = self.k, self.pairs, self.call.threads
-        least_ranges = (pairs + (MOST_PANELS - 1)) // MOST_PANELS
+        least_ranges = (pairs + (MAX_PANELS - 1)) // MAX_PANELS
         if self.spec.grouped:
             ranges = k.max(k.min(pairs, threads * GROUP_RANGES_PER_THREAD), least_ranges)
             return RangeCut(k.int(0), k.int(0), k.int(1), ranges, k.int(1))
@@ -266,9 +266,9 @@ class GemmBody:
         tiles = (rows + (TILED_ROWS - 1)) // TILED_ROWS
         wanted = threads * k.select(many.deep, k.int(ITEMS_PER_THREAD), k.int(_SHALLOW_ITEMS_PER_THREAD))
         wanted = (wanted + (matrices - 1)) // matrices
-        ranges = k.max(k.min(wanted, pairs // _LEAST_PANELS), least_ranges)
-        blocks = k.min((wanted + (ranges - 1)) // ranges, tiles // _LEAST_ROW_TILES)
-        blocks = k.max(blocks, (tiles + (MOST_ROW_TILES - 1)) // MOST_ROW_TILES)
+        ranges = k.max(k.min(wanted, pairs // _MIN_PANELS), least_ranges)
+        blocks = k.min((wanted + (ranges - 1)) // ranges, tiles // _MIN_ROW_TILES)
+        blocks = k.max(blocks, (tiles + (MAX_ROW_TILES - 1)) // MAX_ROW_TILES)
         few = tiles < 2
         draw = k.select(few, matrices * pairs // (threads * RANGES_PER_THREAD), k.int(1))
         return RangeCut(rows, tiles, k.select(few, k.int(1), blocks), k.select(few, pairs, ranges), draw)

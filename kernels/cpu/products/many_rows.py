@@ -29,15 +29,15 @@ from pillion.kernels.cpu.products.tiles import TOTALS_BYTES
 TILED_ROWS = ROW_GROUPS * TILE_ROWS
 # Instructions per block of the depth (2,048 bfloat16 inputs), and 32-row tiles per block of rows: copied rows take up
 # to half of a 2 MiB L2 cache.
-_BLOCK, MOST_ROW_TILES = 64, 8
+_BLOCK, MAX_ROW_TILES = 64, 8
 # Max panels per range of the same rows: the copy costs a few percent of their products, and their sums, which wait
 # between blocks of the depth, take a quarter of the cache.
-MOST_PANELS = 16
+MAX_PANELS = 16
 _INSTRUCTION_BYTES = TILED_ROWS * VECTOR_BYTES
 _SUMS_BYTES = TILED_ROWS * TOTALS_BYTES
 # Scratch memory: copied rows, then sums.
-SUMS_PLACE = MOST_ROW_TILES * _BLOCK * _INSTRUCTION_BYTES
-SCRATCH_NEEDED = SUMS_PLACE + MOST_PANELS * MOST_ROW_TILES * _SUMS_BYTES
+SUMS_PLACE = MAX_ROW_TILES * _BLOCK * _INSTRUCTION_BYTES
+SCRATCH_NEEDED = SUMS_PLACE + MAX_PANELS * MAX_ROW_TILES * _SUMS_BYTES
 # Depths are multiples of 16 codes or 16 bfloat16.
 _REST_BYTES = 16
 _REST = ir.VectorType(I32, _REST_BYTES // 4)
@@ -94,9 +94,9 @@ class ManyRows:
         return self._blocks > 1
 
     def multiply(self, x: Ptr, x_stride: Int, rows: Int, panels: PanelRange, epilogue: Epilogue) -> None:
-        """Multiply ``rows`` rows from ``x`` on by a range of up to MOST_PANELS panels."""
+        """Multiply ``rows`` rows from ``x`` on by a range of up to MAX_PANELS panels."""
         k = self._k
-        most = MOST_ROW_TILES * TILED_ROWS
+        most = MAX_ROW_TILES * TILED_ROWS
         with k.range(rows, step=most) as first:
             height, begin = k.min(rows - first, most), x + first * x_stride
             with k.range(self._blocks) as block:

@@ -23,7 +23,7 @@ from pillion.kernels.cpu.quantized.input_rows import ROW_CONSTANTS, ROW_CONSTANT
 # Rows whose totals are in a thread's scratch, before the sums of a tile and the widened codes.
 _PASS_ROWS = 512
 _ROW_GROUPS = 2
-_MOST_ROWS = _ROW_GROUPS * TILE_ROWS
+_MAX_ROWS = _ROW_GROUPS * TILE_ROWS
 # Units that are widened at a time: their lines, 8 KiB, stay in the L1 cache.
 _WIDE_UNITS = 64
 _WIDE_UNIT_BYTES = 2 * LINE_BYTES
@@ -63,14 +63,14 @@ class MatrixDots:
         stride = product.group_bytes(args.group_units)
         panel = args.panel + group * stride
         sums = args.totals + _PASS_ROWS * TOTALS_BYTES
-        wide = sums + _MOST_ROWS * TOTALS_BYTES
+        wide = sums + _MAX_ROWS * TOTALS_BYTES
         self._ahead(first, group * stride, groups * stride)
         lines, lines_stride = panel + product.constants_bytes, stride
         if product.kind.bits == 4:
             self._widen(lines, wide, groups, units)
             lines, lines_stride = wide, units * _WIDE_UNIT_BYTES
         unit = group * args.group_units
-        tiles = (count + (_MOST_ROWS - 1)) // _MOST_ROWS
+        tiles = (count + (_MAX_ROWS - 1)) // _MAX_ROWS
         with k.range(tiles) as tile:
             begin = count * tile // tiles
             row = first + begin

@@ -10,7 +10,7 @@ from pillion.kernels.cpu.language.emit import I8, I32, VECTOR_BYTES, VI, Int, Ke
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
-from pillion.kernels.torch.quantized_matrix import LARGEST_OF_GROUP, LARGEST_SIZE, LEAST_CODE, MOST_CODE
+from pillion.kernels.torch.quantized_matrix import LARGEST_OF_GROUP, LARGEST_SIZE, MAX_CODE, MIN_CODE
 
 # Byte offsets in the record of a group of a row of codes: the scale as float32; the shift as int32, by which a
 # product's sums compensate for the bias of stored codes; the sum of the dequantized codes, as float32.
@@ -164,4 +164,4 @@ def kept_bias(k: Kernel, bias: int) -> int:
 
 
 def _bounded(k: Kernel, value: Vec) -> Vec:
-    return k.minimum(k.maximum(value, float(LEAST_CODE)), float(MOST_CODE))
+    return k.minimum(k.maximum(value, float(MIN_CODE)), float(MAX_CODE))

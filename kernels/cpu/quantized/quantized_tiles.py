@@ -42,7 +42,7 @@ from pillion.kernels.cpu.quantized.quantized_packing import MAX_GROUP_INPUTS
 PASS_ROWS = 504
 # Inputs widened into the scratch at a time: enough to amortize a tile's call, few enough for the L1 cache.
 _WIDE_INPUTS = 256
-_MOST_WIDE_BYTES = max(MAX_GROUP_INPUTS, _WIDE_INPUTS) * 2 * TOTALS_BYTES
+_MAX_WIDE_BYTES = max(MAX_GROUP_INPUTS, _WIDE_INPUTS) * 2 * TOTALS_BYTES
 # Rows by which tiles that unpack codes are smaller than tiles of widened weights: tables and temporaries need
 # registers.
 _TABLE_ROWS = 3
@@ -51,7 +51,7 @@ _MORE_TABLE_ROWS = {"nf4": 4, "int8_whole": 1}
 # Max units of a group with a short chain of additions: while it ends, the processor begins the next group.
 _SHORT_CHAIN_UNITS = 8
 # Max longer groups that a tile of few rows interleaves.
-_MOST_SIDES = 4
+_MAX_SIDES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ class CodedProduct:
                     parts = unit_parts(inner, self.kind, at, self.wide_rows)
                     store_parts(inner, wide + (begin + unit) * self.wide_bytes, parts)
 
-        inside = k.in_bounds(codes, self._codes_bytes(units, args)) & k.in_bounds(wide, _MOST_WIDE_BYTES)
+        inside = k.in_bounds(codes, self._codes_bytes(units, args)) & k.in_bounds(wide, _MAX_WIDE_BYTES)
         with k.when(inside):
             name = f"gemm_widen_{self.kind.codes}{'_wide' * self.wide_rows}"
             k.call_subroutine(name, (codes, wide, units, args.group_units, args.weights_stride), body)
@@ -311,7 +311,7 @@ class _CodedTile:
 
     def write(self) -> None:
         k, args = self.product.k, self.args
-        sides = max(1, min(_MOST_SIDES, self.product.most_rows(True) // (3 * self.rows)))
+        sides = max(1, min(_MAX_SIDES, self.product.most_rows(True) // (3 * self.rows)))
         if sides == 1 or self.product.kind.bits == 8:
             self._side_by_side(1)
             return

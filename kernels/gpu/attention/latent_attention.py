@@ -38,7 +38,7 @@ from pillion.kernels.kv_codes import KV_SCALE_BYTES
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Latents and rotated values are multiples of the first number; max of each.
-LEAST_WIDTH, MOST_LATENTS, MOST_ROTARY = 16, 512, 128
+MIN_WIDTH, MAX_LATENTS, MAX_ROTARY = 16, 512, 128
 # Scales of a row in 8 bits: of its latents, and of its rotated key.
 LATENT_SCALES = 2
 # Words per item; initial value of running maxima, as in attention_rows.py.
@@ -295,8 +295,8 @@ class LatentAttention:
 
 def widths_fit(rank: int, rotary: int) -> bool:
     """Return whether the kernels support rows of these latents and rotated values."""
-    fits = LEAST_WIDTH <= rank <= MOST_LATENTS and LEAST_WIDTH <= rotary <= MOST_ROTARY
-    return fits and rank % LEAST_WIDTH == 0 and rotary % LEAST_WIDTH == 0
+    fits = MIN_WIDTH <= rank <= MAX_LATENTS and MIN_WIDTH <= rotary <= MAX_ROTARY
+    return fits and rank % MIN_WIDTH == 0 and rotary % MIN_WIDTH == 0
 
 
 def check_widths(rank: int, rotary: int) -> None:

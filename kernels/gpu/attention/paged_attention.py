@@ -42,8 +42,8 @@ from pillion.kernels.kv_codes import KV_SCALE_BYTES
 PlainOrFloat8 = Literal["plain", "fp8_e4m3"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Rows of a decode tile: the fewest that tensor cores multiply, and the most with which attention is still memory-bound.
-LEAST_DECODE_ROWS, MOST_DECODE_ROWS = 16, 64
-LEAST_HEAD_DIM, MOST_HEAD_DIM = 16, 512
+MIN_DECODE_ROWS, MAX_DECODE_ROWS = 16, 64
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 512
 # Max width of heads whose decode tiles have registers for all rows; wider ones have fewer rows.
 ALL_ROWS_HEAD_DIM = 128
 # Heads of this width fill all registers in a chunk's tile. With 8-bit KV, or where the softmax overlaps products, this
@@ -62,8 +62,8 @@ def decode_tile_rows(rows: int, width: int) -> int:
 
     Registers suffice for 32 rows with heads of 256, and 16 with heads of 512.
     """
-    most = MOST_DECODE_ROWS * ALL_ROWS_HEAD_DIM // max(width, ALL_ROWS_HEAD_DIM)
-    return min(max(next_power_of_2(rows), LEAST_DECODE_ROWS), most)
+    most = MAX_DECODE_ROWS * ALL_ROWS_HEAD_DIM // max(width, ALL_ROWS_HEAD_DIM)
+    return min(max(next_power_of_2(rows), MIN_DECODE_ROWS), most)
 
 
 def piece_size(kv: PlainOrFloat8, block_size: int, head_dim: int) -> int:
@@ -217,7 +217,7 @@ class PagedAttention:
 def _check_heads(num_heads: int, num_kv_heads: int, head_dim: int, scale: float, dtype: torch.dtype) -> None:
     """Raise Internal for numbers or sizes of heads that the kernels do not support."""
     check(num_heads % num_kv_heads == 0, "{} heads over {} KV heads", num_heads, num_kv_heads)
-    check(LEAST_HEAD_DIM <= head_dim <= MOST_HEAD_DIM and head_dim % 16 == 0, "heads of {}", head_dim)
+    check(MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM and head_dim % 16 == 0, "heads of {}", head_dim)
     check(scale > 0 and dtype in DTYPES, "queries are of {}, scores are scaled by {}", dtype, scale)
 
 

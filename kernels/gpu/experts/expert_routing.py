@@ -39,7 +39,7 @@ ROWS = 16
 # Max rows of launches that share the parts of the product among programs.
 SHARED_ROWS = 256
 # Max parts of the inputs, and the multiple of inputs of a part.
-MOST_PARTS, PART_UNIT = 8, 128
+MAX_PARTS, PART_UNIT = 8, 128
 # Max tiles with a ticket, before the ticket of all tiles.
 TICKETS = max(SHARED_ROWS, FEW_PAIRS) // ROWS
 # Max experts of a block of a product.
@@ -426,7 +426,7 @@ def _route(
 
 def parts_of(hidden: int) -> tuple[int, int]:
     """Return the number of parts of a router's inputs, and the inputs of a part."""
-    depth = cdiv(hidden, MOST_PARTS * PART_UNIT) * PART_UNIT
+    depth = cdiv(hidden, MAX_PARTS * PART_UNIT) * PART_UNIT
     return cdiv(hidden, depth), depth
 
 

@@ -24,11 +24,11 @@ import triton.language as tl
 
 from pillion.kernels.gpu.fp8 import decode_e4m3
 from pillion.kernels.gpu.launch import interpreting
-from pillion.kernels.gpu.products.gpu_packing import FREE_BITS, LEAST_GROUP, ZERO_BASE
+from pillion.kernels.gpu.products.gpu_packing import FREE_BITS, MIN_GROUP, ZERO_BASE
 from pillion.kernels.torch.quantized_matrix import CODINGS
 
 _INTERPRETED = tl.constexpr(interpreting())
-_LEAST_GROUP, _ZERO_BASE = tl.constexpr(LEAST_GROUP), tl.constexpr(ZERO_BASE)
+_MIN_GROUP, _ZERO_BASE = tl.constexpr(MIN_GROUP), tl.constexpr(ZERO_BASE)
 # Bits of signed numbers mean the number times 2**-130 and 2**-133, and their scales are larger by that. A float32 can
 # represent these powers only in two steps.
 _SIGNED_SCALE_STEP, _SIGNED4_STEP, _SIGNED8_STEP = (tl.constexpr(2.0**power) for power in (-100, -30, -33))
@@ -357,7 +357,7 @@ def group_factors(values, first, output, padded, columns, GROUP: tl.constexpr):
     else:
         group = values + first // GROUP * padded + output
         found = tl.load(group)[:, None]
-        if GROUP == _LEAST_GROUP:
+        if GROUP == _MIN_GROUP:
             found = tl.where(columns[None, :] < GROUP, found, tl.load(group + padded)[:, None])
     return found
 

@@ -39,7 +39,7 @@ SIDES, SCALE_ROW = 16, 4
 ROW_TILES = (16, 32, 64, 128)
 SHARED_ROWS = 64
 # Target number of parts of the inputs: two programs for each of an H200's 132 multiprocessors.
-_PROGRAMS, _MOST_SPLITS, _LEAST_BLOCKS = 264, 16, 2
+_PROGRAMS, _MAX_SPLITS, _MIN_BLOCKS = 264, 16, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ def _product(
 def splits_of(outputs: int, inputs: int) -> int:
     """Return the number of parts of the inputs for few rows."""
     blocks, tiles = -(-inputs // BLOCK), -(-outputs // BLOCK)
-    wanted = max(1, min(_PROGRAMS // tiles, blocks // _LEAST_BLOCKS, _MOST_SPLITS))
+    wanted = max(1, min(_PROGRAMS // tiles, blocks // _MIN_BLOCKS, _MAX_SPLITS))
     return -(-blocks // -(-blocks // wanted))
 
 

@@ -38,25 +38,25 @@ OUTPUTS = 64
 # code from the middle of all.
 BITS = {"uint4": 4, "int4": 4, "nf4": 4, "fp4_e2m1": 4, "int8": 8, "fp8_e4m3": 8, "signed4": 4, "signed8": 8}
 # Groups of other sizes are divided into groups of this many inputs, with equal scales.
-LEAST_GROUP = 16
+MIN_GROUP = 16
 # Types of scales: float32; bytes b for a power of two, 2**(b - 253), or for a float with 3 bits of mantissa, (1 + b % 8
 # / 8) * 2**(b // 8 - 29), at most 2**2, neither with a 0; bfloat16; float16, and those of signed numbers, with 16 bits
 # in total, each stored as the sum of two bfloat16.
 SCALES = ("float32", "e8m0", "e5m3", "bfloat16", "float16", "two_halves")
 # An output's scales are multiplied by a power of two that keeps the largest of them below 2**127, because a signed
 # number's bits are those of a bfloat16 without an exponent, i.e. the number times 2**-133 or 2**-130.
-_MOST_POWER, _SIZE_POWERS = 127, {"signed4": 3, "signed8": 6}
+_MAX_POWER, _SIZE_POWERS = 127, {"signed4": 3, "signed8": 6}
 # Offsets above an output's scales times the inverse of this lower all its scales, so that no product overflows.
 _OFFSET_SHARE = 2.0**-7
 # Max magnitude of an 8-bit code less an integer; bounds of the power of two of an output's largest scale.
-_MOST_SIZE, _POWERS = 127, (-100, 100)
+_MAX_SIZE, _POWERS = 127, (-100, 100)
 # Min inputs of a group with float32 scales, which multiply sums and not weights.
-LEAST_SUM = 64
+MIN_SUM = 64
 _POWER_BIAS, _FLOAT_BIAS, _MANTISSA = 253, 29, 8
 # Shifts of weights: none, offsets, or integers z from 0 to 15 that are subtracted from codes: then the offsets are
 # -ZERO_BASE - z.
 SHIFTS = ("none", "offsets", "zeros")
-ZERO_BASE, _MOST_ZERO = 128, 15
+ZERO_BASE, _MAX_ZERO = 128, 15
 # Bits of the smaller bfloat16 of a float16 that are 0, since it has 3 significant bits, so that its product with a code
 # less its zero is exact. A zero is stored in the lowest of them.
 FREE_BITS = 0x1F
@@ -70,8 +70,8 @@ class PackedKind:
     """The properties of a packed matrix [outputs, inputs] that determine its size in memory.
 
     Attributes:
-        group: inputs that share a scale: LEAST_GROUP or a multiple of COLUMNS; 0 for one scale per output. Scales of a
-            byte or two have LEAST_GROUP or COLUMNS; those of a word, other than float32, have COLUMNS; those of signed
+        group: inputs that share a scale: MIN_GROUP or a multiple of COLUMNS; 0 for one scale per output. Scales of a
+            byte or two have MIN_GROUP or COLUMNS; those of a word, other than float32, have COLUMNS; those of signed
             numbers have at most half a unit.
         scale: one of SCALES.
         shift: one of SHIFTS.
@@ -146,8 +146,8 @@ class PackedMatrix:
 
 def can_pack(matrix: QuantizedMatrix) -> bool:
     """Return whether the kernels support this matrix: its groups are all of its inputs, or a multiple of
-    LEAST_GROUP."""
-    return matrix.group % LEAST_GROUP == 0 or matrix.group >= matrix.shape[1]
+    MIN_GROUP."""
+    return matrix.group % MIN_GROUP == 0 or matrix.group >= matrix.shape[1]
 
 
 def pack(matrix: QuantizedMatrix, dtype: torch.dtype, *, least: int = 0) -> PackedMatrix:
@@ -158,7 +158,7 @@ def pack(matrix: QuantizedMatrix, dtype: torch.dtype, *, least: int = 0) -> Pack
     skipped.
     """
     assert can_pack(matrix)
-    group = matrix.group if matrix.group % COLUMNS == 0 else LEAST_GROUP
+    group = matrix.group if matrix.group % COLUMNS == 0 else MIN_GROUP
     group = 0 if matrix.group >= matrix.shape[1] else group
     found = _exact(matrix, group) if least < 1 else None
     if found is None and least < 2 and dtype == torch.bfloat16:
@@ -190,7 +190,7 @@ def _exact(matrix: QuantizedMatrix, group: int) -> PackedMatrix | None:
     if matrix.offsets is not None and zeros is None:
         return None
     scale, halves = _scales_in_halves(matrix, group, zeros)
-    if 0 < group < LEAST_SUM and halves is None:
+    if 0 < group < MIN_SUM and halves is None:
         return None
     kind = PackedKind(matrix.coding, outputs, inputs, group, scale, "none" if zeros is None else "zeros")
     if halves is not None:
@@ -276,7 +276,7 @@ def _scales_in_halves(
     its scale, is rounded once, as in float32.
     """
     shifted = matrix.offsets is not None
-    if not (0 < group < LEAST_SUM and matrix.coding in ("uint4", "int4", "int8")) or (shifted and zeros is None):
+    if not (0 < group < MIN_SUM and matrix.coding in ("uint4", "int4", "int8")) or (shifted and zeros is None):
         return "float32", None
     upper = matrix.scales.to(torch.bfloat16)
     rest = matrix.scales - upper.float()
@@ -332,10 +332,10 @@ def _signed(matrix: QuantizedMatrix, group: int) -> PackedMatrix | None:
     outputs, inputs = matrix.shape
     shift = "none" if matrix.offsets is None and coding == "signed8" else "offsets"
     # A group is so small that a unit has two or more, because a word of offsets contains those of two groups.
-    kept = group if group == LEAST_GROUP else gcd(group, COLUMNS * 16 // BITS[coding])
+    kept = group if group == MIN_GROUP else gcd(group, COLUMNS * 16 // BITS[coding])
     kind = PackedKind(coding, outputs, inputs, kept, "two_halves", shift)
     spread = matrix.group if group else kind.units * kind.unit
-    scales = torch.ldexp(scales, _MOST_POWER - power[:, None])
+    scales = torch.ldexp(scales, _MAX_POWER - power[:, None])
     upper = scales.to(torch.bfloat16)
     words = _half_bits(upper) << 16 | _half_bits(scales - upper.double())
     power += _SIZE_POWERS[coding]
@@ -355,7 +355,7 @@ def _moved(
     size = min(matrix.group, inputs)
     numbers = matrix.codes.view(torch.int8).short()
     groups = pad(numbers, (0, -inputs % size)).view(len(numbers), -1, size)
-    least, most = groups.amax(2) - _MOST_SIZE, groups.amin(2) + _MOST_SIZE
+    least, most = groups.amax(2) - _MAX_SIZE, groups.amin(2) + _MAX_SIZE
     if bool((least > most).any()) or (matrix.offsets is None and bool((most < 0).any())):
         return None
     middles = torch.where(scales == 0, 0.0, -offsets / scales).round().clamp(least.double(), most.double())
@@ -368,7 +368,7 @@ def _zeros(coding: str, scales: torch.Tensor, offsets: torch.Tensor) -> torch.Te
     """Return the integers that offsets subtract from codes, float32; None if there are none."""
     if coding != "uint4":
         return None
-    zeros = torch.where(scales == 0, 0.0, -offsets / scales).round().clamp(0, _MOST_ZERO)
+    zeros = torch.where(scales == 0, 0.0, -offsets / scales).round().clamp(0, _MAX_ZERO)
     return zeros if torch.equal(-scales * zeros, offsets + 0.0) else None
 
 

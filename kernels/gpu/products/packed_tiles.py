@@ -31,8 +31,8 @@ from pillion.kernels.gpu.products.code_values import (
 )
 from pillion.kernels.gpu.products.gpu_packing import (
     COLUMNS,
-    LEAST_GROUP,
-    LEAST_SUM,
+    MIN_GROUP,
+    MIN_SUM,
     ZERO_BASE,
     PackedKind,
 )
@@ -204,7 +204,7 @@ def _unit(
 @triton.constexpr_function
 def _is_looked_up(coding, group, shift, float32):
     """Return whether weights are looked up: those of NF4 with 16 bits, if a tile's outputs have one scale each."""
-    return coding == "nf4" and group != LEAST_GROUP and shift == "none" and not float32
+    return coding == "nf4" and group != MIN_GROUP and shift == "none" and not float32
 
 
 @triton.jit
@@ -250,7 +250,7 @@ def tile_constants(kind: PackedKind, dtype: torch.dtype, arch: int, *, ordered: 
         "SHIFT": kind.shift,
         "EXACT": exact_weights,
         # A tile is as deep as the smallest groups, so that each of its outputs needs one scale.
-        "DEPTH": LEAST_GROUP if exact_weights and kind.group == LEAST_GROUP else COLUMNS,
+        "DEPTH": MIN_GROUP if exact_weights and kind.group == MIN_GROUP else COLUMNS,
         "PLACES": _places_of(kind) if exact_weights else _places_held(kind, dtype.itemsize, arch),
         "PER_WORD": kind.per_word,
         "TAIL": kind.tail,
@@ -274,7 +274,7 @@ def _is_exact(kind: PackedKind, dtype: torch.dtype) -> bool:
         return False
     if kind.coding == "fp4_e2m1" or kind.scale != "float32":
         return kind.scale != "float32"
-    return kind.group != LEAST_GROUP and _places_of(kind) * COLUMNS >= LEAST_SUM
+    return kind.group != MIN_GROUP and _places_of(kind) * COLUMNS >= MIN_SUM
 
 
 def _places_held(kind: PackedKind, item_bytes: int, arch: int) -> int:

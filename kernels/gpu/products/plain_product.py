@@ -39,11 +39,11 @@ SHARED_ROWS = 256
 # H200's 132 multiprocessors.
 UNIT_INPUTS = 128
 _PROGRAMS, _PROGRAM_OUTPUTS = 264, 64
-_LEAST_UNITS, _MOST_SPLITS = 2, 16
+_MIN_UNITS, _MAX_SPLITS = 2, 16
 # Inputs of a tile of weights, by the bytes of one: in float32, products of tiles are computed in registers.
 _TILE_INPUTS = {2: 128, 4: 32}
 # Max tiles of outputs and rows of matrices whose parts are shared.
-_MOST_TICKETS = 4 * _PROGRAMS
+_MAX_TICKETS = 4 * _PROGRAMS
 
 
 # fmt: off
@@ -135,7 +135,7 @@ def _product(
 def splits_of(inputs: int, outputs: int) -> int:
     """Return the number of parts of the inputs, by the matrix's shape alone: a row's bits depend on it."""
     units, tiles = -(-inputs // UNIT_INPUTS), -(-outputs // _PROGRAM_OUTPUTS)
-    wanted = max(1, min(_PROGRAMS // tiles, units // _LEAST_UNITS, _MOST_SPLITS))
+    wanted = max(1, min(_PROGRAMS // tiles, units // _MIN_UNITS, _MAX_SPLITS))
     # Rounded so that each part has at least one unit of inputs.
     return -(-units // -(-units // wanted))
 
@@ -152,9 +152,9 @@ class DenseGemm:
         self._dtype, self._arch = dtype, arch_of(device)
         rows = next((tile for tile in ROW_TILES if max_rows <= tile), SHARED_ROWS)
         # A matrix whose parts are shared has at most _PROGRAMS tiles and parts, and a tile may be one of 128 outputs.
-        columns = (_PROGRAMS + _MOST_SPLITS) * _PROGRAM_OUTPUTS
+        columns = (_PROGRAMS + _MAX_SPLITS) * _PROGRAM_OUTPUTS
         self._partials = torch.zeros(columns * rows, dtype=torch.float32, device=device)
-        self._tickets = torch.zeros(_MOST_TICKETS, dtype=torch.int32, device=device)
+        self._tickets = torch.zeros(_MAX_TICKETS, dtype=torch.int32, device=device)
 
     def most_rows(self, weight: torch.Tensor) -> int:
         """Return the max rows for which this replaces cuBLAS for a matrix [N, K], by the tuning file."""

@@ -35,7 +35,7 @@ ROW_TILES = (16, 32, 64, 128)
 SHARED_ROWS = 64
 # Target number of parts: two programs of 64 outputs for each of an H200's 132 multiprocessors.
 _PROGRAMS, _PROGRAM_OUTPUTS = 264, 64
-_LEAST_UNITS, _MOST_SPLITS = 2, 16
+_MIN_UNITS, _MAX_SPLITS = 2, 16
 # Units of a program's words, 8 to 16 KB each, prefetched into the L2 while the previous kernel still runs.
 _EARLY_UNITS = tl.constexpr(4)
 _COLUMNS = tl.constexpr(COLUMNS)
@@ -121,7 +121,7 @@ def _sum(
 def splits_of(kind: PackedKind) -> int:
     """Return the number of parts of the inputs, by the matrix's shape alone: a row's bits depend on it."""
     tiles = -(-kind.outputs // _PROGRAM_OUTPUTS)
-    wanted = max(1, min(_PROGRAMS // tiles, kind.units // _LEAST_UNITS, _MOST_SPLITS))
+    wanted = max(1, min(_PROGRAMS // tiles, kind.units // _MIN_UNITS, _MAX_SPLITS))
     # Rounded so that each part has at least one unit of inputs.
     return -(-kind.units // -(-kind.units // wanted))
 

@@ -25,7 +25,7 @@ FLAG = "--object-url"
 REQUEST_TIMEOUT_MS = 10_000
 CONNECT_TIMEOUT_MS = 2_000
 MAX_RETRIES = 2
-FIRST_BACKOFF_MS, MOST_BACKOFF_MS = 100, 1_000
+FIRST_BACKOFF_MS, MAX_BACKOFF_MS = 100, 1_000
 MAX_LISTED_NAMES = 1000
 
 _KEYS = ("endpoint", "region", "virtual_hosted_style")
@@ -125,7 +125,7 @@ class ObjectStore:
                     "retry_timeout": timedelta(milliseconds=REQUEST_TIMEOUT_MS),
                     "backoff": {
                         "init_backoff": timedelta(milliseconds=FIRST_BACKOFF_MS),
-                        "max_backoff": timedelta(milliseconds=MOST_BACKOFF_MS),
+                        "max_backoff": timedelta(milliseconds=MAX_BACKOFF_MS),
                         "base": 2,
                     },
                 },

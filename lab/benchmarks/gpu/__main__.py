@@ -26,7 +26,7 @@ from lab.benchmarks.gpu.section import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[3]
 # Least time left to begin a section.
-LEAST_S = 25.0
+MIN_S = 25.0
 END_TIMEOUT_S = 20.0
 
 
@@ -91,7 +91,7 @@ def main() -> int:
             if args.time_s:
                 limit_s = min(limit_s, args.time_s - (time.monotonic() - began_s))
             print(f"== {name}", flush=True)
-            if limit_s < LEAST_S:
+            if limit_s < MIN_S:
                 print("left out: no time is left", flush=True)
                 continue
             sections[name] = run_section(name, Path(temporary), limit_s, args.smoke)

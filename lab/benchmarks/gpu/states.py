@@ -27,7 +27,7 @@ from pillion.kernels.torch.recurrences import DeltaRows
 from pillion.kernels.torch.recurrences import delta_rule as reference
 
 # Limit of the products around one text's rows and the kernels between them, in times the products.
-MOST_TIMES = "<= 3"
+MAX_TIMES = "<= 3"
 # Context of decodes, within a chunk.
 CONTEXT = 1003
 TAPS, EPS = 4, 1e-6
@@ -89,7 +89,7 @@ def _chunk(bench: Bench, layer: LayerOfStates, rows: int) -> None:
     times = (products.median_s + states.median_s) / products.median_s
     more = {**spread(states), "products_us": products.median_s * 1e6}
     name = f"{rows} rows of one text: kernels between the products"
-    bench.report(Row(name, states.median_s * 1e6, "us", times, "products alone", MOST_TIMES, more=more))
+    bench.report(Row(name, states.median_s * 1e6, "us", times, "products alone", MAX_TIMES, more=more))
 
 
 def _decodes(bench: Bench, layer: LayerOfStates, count: int) -> None:

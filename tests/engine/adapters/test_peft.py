@@ -88,7 +88,7 @@ def take(backend, folder, prepared):
     """Read and pack an adapter for the backend like a worker's process."""
     digest = AdapterFiles(folder).digest()
     about, data = LoadedModel(prepared, backend).adapter_reader(16).packed(folder, digest)
-    return backend.adapters.take(digest, about, data)
+    return backend.adapters.build(digest, about, data)
 
 
 @torch.inference_mode()

@@ -63,7 +63,7 @@ def read(folder: pathlib.Path) -> Read:
     config = load_config(folder)
     with open_checkpoint(folder, config) as checkpoint:
         keys = [key for key in {**decoder_tensors(config), "lm_head": ()} if checkpoint.has(key)]
-        found = {key: checkpoint.take(key, torch.float32).clone() for key in keys}
+        found = {key: checkpoint.load(key, torch.float32).clone() for key in keys}
     return dataclasses.replace(config, headless=False, tie_word_embeddings=False, labels=0), found
 
 

@@ -166,7 +166,7 @@ def test_states_are_the_inputs_of_layers_and_change_no_bit(main: pathlib.Path) -
     plain, keeping = on("cpu", main).backend, on("cpu", main).backend
     assert isinstance(plain, HostBackend)
     assert isinstance(keeping, HostBackend)
-    keeping.keep_states((2, 6, 0))
+    keeping.set_aux_hidden_state_layers((2, 6, 0))
     keeping.bind_adapters(1, 4)
     tokens = np.random.default_rng(2).integers(2, 250, 21).astype(np.int32)
     batch = StepBatch(

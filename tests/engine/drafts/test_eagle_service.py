@@ -43,7 +43,7 @@ async def heading(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Worker
     monkeypatch.setattr(worker_drafts, "load_draft", lambda *arguments, **named: (shape, head))
     config = SpeculativeConfig(method="eagle3", model="head", num_speculative_tokens=DRAFT_TOKENS)
     async with running_workers(decode={"speculative_config": config}) as workers:
-        workers.decode_backend.keep_states((0,))
+        workers.decode_backend.set_aux_hidden_state_layers((0,))
         yield workers, head
 
 

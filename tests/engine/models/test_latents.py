@@ -207,7 +207,7 @@ def test_quantized_checkpoints(own_cache, tmp_path, name, shape):
     down = "query_down" if config.latents.query_rank else "query_up"
     with open_checkpoint(few, config) as checkpoint:
         for tensor in (f"{down}.weight", "query_up.weight", "latents.weight", "o.weight", "latent_up"):
-            assert isinstance(checkpoint.take_matrix(f"layers.1.{tensor}", torch.float32), QuantizedMatrix), tensor
+            assert isinstance(checkpoint.load_matrix(f"layers.1.{tensor}", torch.float32), QuantizedMatrix), tensor
     model, text = AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval(), tokens_of(40, 7)
     with torch.inference_mode():
         wanted = model(torch.tensor([text])).logits[0].float()

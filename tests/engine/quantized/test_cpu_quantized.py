@@ -61,7 +61,7 @@ def quantized(weight: torch.Tensor, coding: str, group: int, shifted: bool, orde
 def quantized_checkpoint(monkeypatch, tmp_path):
     """Let checkpoints return quantized matrices, of several kinds in one model; some stay plain."""
     monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
-    take = Checkpoint.take_matrix
+    take = Checkpoint.load_matrix
 
     def taken(self: Checkpoint, key: str, dtype: torch.dtype):
         number = zlib.crc32(key.split("experts.")[0].encode()) % (len(KINDS) + 1)
@@ -69,7 +69,7 @@ def quantized_checkpoint(monkeypatch, tmp_path):
             return take(self, key, dtype)
         return quantized(take(self, key, torch.float32), *KINDS[number])
 
-    monkeypatch.setattr(Checkpoint, "take_matrix", taken)
+    monkeypatch.setattr(Checkpoint, "load_matrix", taken)
 
 
 SHORT = covering_rows((tuple(MODELS), ("float32", "bfloat16"), ("auto", "avx2")))

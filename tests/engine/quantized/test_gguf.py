@@ -231,7 +231,7 @@ def test_matrices_that_are_quantized_stay_so_and_are_those_of_transformers(name,
     assert config.quantization.method == "pillion"
     with open_checkpoint(prepared.folder, config) as checkpoint:
         for key, checkpoint_names in decoder_tensors(config).items():
-            found = checkpoint.take_matrix(key, torch.float32)
+            found = checkpoint.load_matrix(key, torch.float32)
             assert isinstance(found, QuantizedMatrix) == key.endswith(
                 ("weight", "gate_up", "down", "embedding", "head")
             )
@@ -417,7 +417,7 @@ def test_other_types_are_dequantized_with_a_log(tmp_path, converted):
     kind = gguf.GGMLQuantizationType.TQ2_0
     wanted = gguf.dequantize(gguf.quantize(tensors["blk.0.ffn_up.weight"], kind), kind)
     with open_checkpoint(folder, config) as checkpoint:
-        found = checkpoint.take("layers.0.gate_up.weight", torch.float32)
+        found = checkpoint.load("layers.0.gate_up.weight", torch.float32)
     assert torch.equal(found[256:], torch.from_numpy(wanted))
 
 

@@ -697,9 +697,9 @@ def test_quantized_matrices_stay_so_and_are_those_of_the_file(case: str, kind: s
     ):
         quantized = 0
         for key in decoder_tensors(config):
-            matrix = found.take_matrix(key, torch.float32)
+            matrix = found.load_matrix(key, torch.float32)
             quantized += isinstance(matrix, QuantizedMatrix)
-            assert torch.equal(as_plain(matrix, torch.float32), wanted.take(key, torch.float32)), key
+            assert torch.equal(as_plain(matrix, torch.float32), wanted.load(key, torch.float32)), key
     assert quantized > len(decoder_tensors(config)) // 3
 
 

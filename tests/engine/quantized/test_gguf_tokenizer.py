@@ -22,7 +22,7 @@ from pillion.gateway.tokens.tokenizer import ModelTokenizer
 RECORDED = json.loads((pathlib.Path(__file__).with_name("llama_cpp_tokens.json")).read_text("utf-8"))
 TEXTS, BPE, SPM = RECORDED["texts"], RECORDED["bpe"], RECORDED["spm"]
 ROWS = {name: row for row in RECORDED["rows"] for name in row["files"]}
-MOST_TOKENS = 1000
+MAX_TOKENS = 1000
 # Kinds whose expressions llama.cpp rewrites without combining marks and capitals; Pillion uses the models' own.
 REWRITTEN = ("tekken", "gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2", "youtu")
 MARKS_OR_CAPITALS = ("e\u0301a\u0308", "word\u0301s", "CamelCase")
@@ -200,7 +200,7 @@ def test_metadata_in_the_converted_folder(tmp_path: pathlib.Path) -> None:
     assert tokenizer.adds_bos
     assert tokenizer.specials["eos_token"] == "<|im_end|>"
     hello = BPE["tokens"].index("Hello")
-    assert tokenizer.encode_text("Hello", MOST_TOKENS) == (1, hello, 2)
+    assert tokenizer.encode_text("Hello", MAX_TOKENS) == (1, hello, 2)
 
 
 def test_a_token_that_is_marked_as_text_may_end_a_turn() -> None:

@@ -67,8 +67,8 @@ def test_values_are_those_of_transformers(folders):
     with open_checkpoint(few, config) as ours, open_checkpoint(wide, load_config(wide)) as theirs:
         for key in decoder_tensors(config):
             for dtype in (torch.float32, torch.bfloat16):
-                assert torch.equal(ours.take(key, dtype), theirs.take(key, dtype)), key
-            codes += isinstance(ours.take_matrix(key, torch.float32), QuantizedMatrix)
+                assert torch.equal(ours.load(key, dtype), theirs.load(key, dtype)), key
+            codes += isinstance(ours.load_matrix(key, torch.float32), QuantizedMatrix)
     assert codes == 3 * 5 * 2
 
 

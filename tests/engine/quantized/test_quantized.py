@@ -111,10 +111,10 @@ def same_values(few, wide, exact=True):
     config, quantized = load_config(few), set()
     with open_checkpoint(few, config) as ours, open_checkpoint(wide, load_config(wide)) as theirs:
         for key in decoder_tensors(config):
-            wanted, got = theirs.take(key, torch.float32), ours.take(key, torch.float32)
+            wanted, got = theirs.load(key, torch.float32), ours.load(key, torch.float32)
             assert torch.allclose(got, wanted, rtol=1e-6, atol=1e-7), (few, key)
             assert not exact or torch.equal(got, wanted), (few, key)
-            if isinstance(ours.take_matrix(key, torch.float32), QuantizedMatrix):
+            if isinstance(ours.load_matrix(key, torch.float32), QuantizedMatrix):
                 quantized.add(key)
     return quantized
 
@@ -324,7 +324,7 @@ def test_blocks_that_end_in_the_middle_of_a_row(tmp_path):
     few, wide = quantize_folder(plain, tmp_path, nf4(nested=False))
     same_values(few, wide)
     with open_checkpoint(few, load_config(few)) as checkpoint:
-        assert checkpoint.take_matrix("layers.0.qkv.weight", torch.float32).group == 8
+        assert checkpoint.load_matrix("layers.0.qkv.weight", torch.float32).group == 8
 
 
 def test_activation_and_cache_schemes_are_reported_but_not_used(plain_folder, tmp_path):

@@ -130,8 +130,8 @@ def test_linear_layers_are_quantized_and_close_to_the_plain_ones(tmp_path, monke
             **decoder_tensors(config),
             "lm_head": decoder_tensors(config)["embedding"],
         }.items():
-            wanted = exact.take(key if exact.has(key) else "embedding", torch.float32)
-            matrix = found.take_matrix(key, torch.float32)
+            wanted = exact.load(key if exact.has(key) else "embedding", torch.float32)
+            matrix = found.load_matrix(key, torch.float32)
             if len(checkpoint_names[0][0].shape) > 1 and key != "embedding" and not key.endswith(("router", ".bias")):
                 assert isinstance(matrix, QuantizedMatrix)
                 assert (matrix.coding == "int8") == (kind != "int4" or key == "lm_head")

@@ -117,7 +117,7 @@ async def test_a_worker_ends_with_a_rank_that_is_lost(how: str, monkeypatch: pyt
 
 def take(backend: RankedAheadBackend, weights: AdapterWeights) -> RankedAdapter:
     """Give a backend an adapter as packed by the adapter process."""
-    return backend.adapters.take(weights.digest, *PlainForm().pack(bits_of(weights)))
+    return backend.adapters.build(weights.digest, *PlainForm().pack(bits_of(weights)))
 
 
 def test_a_ranks_load_error_fails_the_start() -> None:

@@ -26,11 +26,11 @@ from pillion.engine.scheduling.step_cost import (
 )
 from pillion.engine.scheduling.step_model import (
     BACKLOG_WEIGHT,
-    LEAST_THROUGHPUT,
     LINE_S,
     LINE_STEP_TOKENS,
+    MAX_LINE_STEPS,
     MIN_TAIL_TOKENS,
-    MOST_LINE_STEPS,
+    MIN_THROUGHPUT,
     StepModel,
     seconds_beside,
     seconds_for_line,
@@ -346,7 +346,7 @@ def test_prompts_share_the_time_with_streams(
 
     fixed_s, longest_s = fixed_share * plain_s, 100 * plain_s
     target_s, found = AUTO_TARGET_STEPS * plain_s, step_s(waiting)
-    most_s = max(target_s, fixed_s / (1 - LEAST_THROUGHPUT * (1 - fixed_s / longest_s)))
+    most_s = max(target_s, fixed_s / (1 - MIN_THROUGHPUT * (1 - fixed_s / longest_s)))
     assert target_s <= found <= most_s
     if target_s < found < most_s:
         assert (found - plain_s) / plain_s == pytest.approx(BACKLOG_WEIGHT * (waiting - 0.5) / streams)
@@ -369,7 +369,7 @@ def test_steps_grow_with_the_line(plain_s: float, longest_s: float, line_s: floa
         return seconds_for_line(plain_s, AUTO_TARGET_STEPS, line_s, longest_s)
 
     target_s, found = AUTO_TARGET_STEPS * plain_s, step_s(line_s)
-    most_s = min(MOST_LINE_STEPS * plain_s, longest_s)
+    most_s = min(MAX_LINE_STEPS * plain_s, longest_s)
     assert found == pytest.approx(min(target_s * line_s / LINE_S, most_s))
     assert step_s(0.0) == 0.0
     assert 0 <= step_s(line_s + more_s) - found <= target_s * more_s / LINE_S * (1 + 1e-9) + 1e-12
@@ -410,7 +410,7 @@ def test_a_line_lengthens_steps_and_short_ones_come_back(budget_tokens: int) -> 
     target_s = AUTO_TARGET_STEPS * plain_s
     most_s = budget.cost.predict(features([*plain, chunk(0, min(budget_tokens - 16, LINE_STEP_TOKENS))]))
     assert step_s(long) == pytest.approx(target_s, rel=0.02)
-    assert step_s(short) == pytest.approx(min(MOST_LINE_STEPS * plain_s, most_s), rel=0.02)
+    assert step_s(short) == pytest.approx(min(MAX_LINE_STEPS * plain_s, most_s), rel=0.02)
     assert step_s([]) == pytest.approx(target_s, rel=0.02)
 
 
@@ -449,7 +449,7 @@ def test_only_a_line_of_the_same_tenant_lengthens_steps(flow: int, priority: int
     short = [prompt(100 + number, 40) for number in range(30)]
     assert longest([prompt(50, 400)], 1) <= AUTO_TARGET_STEPS * 1.05
     grown = longest(short, flow, priority)
-    assert grown > 0.9 * MOST_LINE_STEPS if (flow, priority) == (1, 0) else grown <= AUTO_TARGET_STEPS * 1.05
+    assert grown > 0.9 * MAX_LINE_STEPS if (flow, priority) == (1, 0) else grown <= AUTO_TARGET_STEPS * 1.05
     assert longest([prompt(51, 400)], 1) <= AUTO_TARGET_STEPS * 1.05
 
 
@@ -489,7 +489,7 @@ def test_auto_gives_up_little_of_the_throughput(cost: dict[str, float], streams:
         return 1 - (step + sequences + reads * start) / budget.cost.predict(features([*plain, chunk(start, count)]))
 
     count = budget.room(plain, start, 3 * streams).at(start)
-    assert share_of_work(count) >= 0.99 * LEAST_THROUGHPUT * share_of_work(256 - streams)
+    assert share_of_work(count) >= 0.99 * MIN_THROUGHPUT * share_of_work(256 - streams)
     assert count >= budget.room(plain, start, 1).at(start)
 
 

@@ -129,7 +129,7 @@ def test_inputs_of_layers_for_a_head_are_transformers_and_change_no_bit(headed_c
     case = headed_case
     plain, keeping = case.driver(num_slots=60), case.driver(num_slots=60)
     layers = [*range(case.model.config.num_hidden_layers)][::-1]
-    keeping.backend.keep_states(layers)
+    keeping.backend.set_aux_hidden_state_layers(layers)
     text, (number,), kept = tokens_of(40, 2), plain.sequences.add(), []
     assert keeping.sequences.add() == [number]
     for part, sample in ((text[:25], []), (text[25:39], [3, 13]), (text[39:], [0])):

@@ -225,7 +225,7 @@ async def test_a_resumed_stream_goes_on_under_the_version_that_began_it_or_fails
 
 async def test_workers_that_cannot_have_the_adapter(made, flags, monkeypatch):
     """One that failed does not count as one that loads it; one of too small a rank is no worker for it."""
-    monkeypatch.setattr("pillion.gateway.links.cluster.LEAST_RETURN_WAIT_S", 0.0)
+    monkeypatch.setattr("pillion.gateway.links.cluster.MIN_RETURN_WAIT_S", 0.0)
     monkeypatch.setattr("pillion.gateway.planning.route_planner.SENT_COUNTS_S", WITHIN_S)
     async with running(made, lora_modules=(f"sql={made[1][0]}",), **flags) as fakes:
         address, cluster = fakes.gateway.http_address, fakes.gateway.gateway.cluster

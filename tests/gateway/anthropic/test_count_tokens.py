@@ -17,7 +17,7 @@ from tests.support.examples import examples
 from tests.support.fake_components import FakeCluster, running_fake_cluster
 from tests.support.http import call
 
-MOST_MARKS = 4
+MAX_MARKS = 4
 TEXTS = st.text(st.sampled_from('aé 😀\n"<{'), max_size=12)
 TEXT = st.fixed_dictionaries({"type": st.just("text"), "text": TEXTS}, optional={"citations": st.none()})
 HEADERS = st.integers(0, 9).map(lambda n: f"x-anthropic-billing-header: cch={n};")
@@ -92,7 +92,7 @@ def bodies(draw: st.DrawFn) -> dict[str, Any]:
     places = [
         one for listed in lists if isinstance(listed, list) for one in listed if "thinking" not in one.get("type", "")
     ]
-    least = MOST_MARKS - ("cache_control" in body)
+    least = MAX_MARKS - ("cache_control" in body)
     for place in draw(st.permutations(places))[: draw(st.integers(0, least))]:
         place["cache_control"] = {"type": "ephemeral", "ttl": "1h"}
     return body

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from pillion.errors import Unavailable
-from pillion.gateway.links.cluster import FIRST_LOOK_S, LEAST_RETURN_WAIT_S, Cluster
+from pillion.gateway.links.cluster import FIRST_LOOK_S, MIN_RETURN_WAIT_S, Cluster
 from pillion.gateway.planning.cluster_view import MAX_CANDIDATES
 from pillion.wire.registry import ComponentRecord
 
@@ -115,9 +115,9 @@ def test_a_worker_that_ran_adapters_is_waited_for_as_a_model_is(cluster: Cluster
     cluster._note_models(time.monotonic())
     cluster.view.update(RECORDS, 102.0)
     cluster._note_models(time.monotonic())
-    assert cluster._patience_s(("m", "", 16)) == LEAST_RETURN_WAIT_S
+    assert cluster._patience_s(("m", "", 16)) == MIN_RETURN_WAIT_S
     assert cluster._patience_s(("m", "", 17)) == FIRST_LOOK_S
-    assert cluster._patience_s(("m", "", 0)) == LEAST_RETURN_WAIT_S
+    assert cluster._patience_s(("m", "", 0)) == MIN_RETURN_WAIT_S
 
 
 @pytest.mark.parametrize(("start_s", "wait_s"), [(2.0, 55.0), (60.0, 345.0), (900.0, 600.0)])
@@ -135,11 +135,11 @@ def test_a_lost_model_is_waited_for_by_the_time_that_its_workers_took_to_start(
     assert cluster._patience_s(("m", "", 0)) == wait_s
     now_s += 0.2
     assert cluster._patience_s(("m", "", 0)) == FIRST_LOOK_S
-    assert cluster.return_wait_s("another") == LEAST_RETURN_WAIT_S
+    assert cluster.return_wait_s("another") == MIN_RETURN_WAIT_S
     # A worker that comes back quicker, with its files in memory, is what the next wait goes by.
     cluster.view.update(RECORDS, 102.0)
     cluster._note_models(now_s)
-    assert cluster.return_wait_s("m") == LEAST_RETURN_WAIT_S
+    assert cluster.return_wait_s("m") == MIN_RETURN_WAIT_S
 
 
 def test_workers_that_move_or_go_leave_nothing_behind(cluster: Cluster) -> None:

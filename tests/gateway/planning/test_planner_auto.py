@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pillion.engine.scheduling.step_model import StepModel
-from pillion.gateway.planning.plan_cost import DEFAULT_MODEL, LEAST_FETCH_S, Models
+from pillion.gateway.planning.plan_cost import DEFAULT_MODEL, MIN_FETCH_S, Models
 from pillion.gateway.planning.planner import make_plan, plan_fetch, replan, shorten
 from pillion.gateway.planning.route_planner import FetchPace
 from pillion.gateway.planning.split_decision import Fetched
@@ -214,11 +214,9 @@ def test_what_comes_from_where_is_weighed_by_the_pace_of_each() -> None:
         if wanted is not None:
             model = decided.split_decision.route.decode.model
             assert (
-                wanted.limit_s
-                == model.range_s(0, blocks * 16, decided.split_decision.route.decode.most)
-                > LEAST_FETCH_S
+                wanted.limit_s == model.range_s(0, blocks * 16, decided.split_decision.route.decode.most) > MIN_FETCH_S
             )
-    assert decided.split_decision.fetch_limit_s(0, 1) == LEAST_FETCH_S
+    assert decided.split_decision.fetch_limit_s(0, 1) == MIN_FETCH_S
 
 
 LOADS = st.integers(0, 40_000)

@@ -118,15 +118,15 @@ async def test_reading_ahead_loses_nothing_and_is_bounded(
     async with line(tmp_path, max_read_ahead=1) as components:
         first, pool = await evicted(components), components.kvnode.pool
         ledger = pool.ledger
-        there, free, bring = set(ledger.tree.by_hash), [], pool.fetcher.bring
+        there, free, fetch_blocks = set(ledger.tree.by_hash), [], pool.fetcher.fetch_blocks
 
         async def counted(*args: Any, **options: Any) -> PrefetchReply:
             # Blocks that are on the disk by now may have left the pool since.
             free.append(len(ledger.free))
-            brought: PrefetchReply = await bring(*args, **options)
+            brought: PrefetchReply = await fetch_blocks(*args, **options)
             return brought
 
-        monkeypatch.setattr(pool.fetcher, "bring", counted)
+        monkeypatch.setattr(pool.fetcher, "fetch_blocks", counted)
         before = pool.fetcher.counts.restored_blocks
         monkeypatch.setattr(fetch, "MAX_AHEAD_PERCENT", 20)
         monkeypatch.setattr(read_ahead, "MAX_IN_LINE", 2)

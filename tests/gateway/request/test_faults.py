@@ -192,7 +192,7 @@ async def test_a_request_waits_for_workers_whose_records_are_gone(monkeypatch: p
 
 
 async def test_a_request_does_not_wait_long_for_workers_that_left_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "LEAST_RETURN_WAIT_S", 0.2)
+    monkeypatch.setattr(links, "MIN_RETURN_WAIT_S", 0.2)
     async with running_fake_cluster(SCRIPT) as fakes:
         cluster = fakes.gateway.cluster
         cluster.view.grace_s = 0.0
@@ -204,7 +204,7 @@ async def test_a_request_does_not_wait_long_for_workers_that_left_long_ago(monke
 
 
 async def test_waiting_for_a_part_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "LEAST_RETURN_WAIT_S", 0.2)
+    monkeypatch.setattr(links, "MIN_RETURN_WAIT_S", 0.2)
     async with running_fake_cluster(SCRIPT) as fakes:
         fakes.decode.hold_after = 5
         reading = asyncio.create_task(read(fakes.client.generate(PROMPT)))
@@ -337,7 +337,7 @@ async def test_what_was_under_a_ticket_of_a_nodes_last_life_is_no_attempt(monkey
 
 @pytest.mark.parametrize("role", ["kvnode", "decode"])
 async def test_waiting_for_a_part_that_refuses_is_bounded(monkeypatch: pytest.MonkeyPatch, role: str) -> None:
-    monkeypatch.setattr(links, "LEAST_RETURN_WAIT_S", 0.2)
+    monkeypatch.setattr(links, "MIN_RETURN_WAIT_S", 0.2)
     async with running_fake_cluster(SCRIPT) as fakes:
         fakes.node.failures = [Unavailable("no worker has attached")] * 99 if role == "kvnode" else []
         fakes.decode.refusals = [(Unavailable.code, True)] * 99 if role == "decode" else []
@@ -409,7 +409,7 @@ async def test_waiting_for_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_a_node_that_restarts_gets_a_new_session(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "LEAST_RETURN_WAIT_S", 0.2)
+    monkeypatch.setattr(links, "MIN_RETURN_WAIT_S", 0.2)
     async with running_fake_cluster(SCRIPT) as fakes:
         whole(fakes, await read(fakes.client.generate(PROMPT)), replays=0)
         await fakes.servers["kvnode"].stop(0)

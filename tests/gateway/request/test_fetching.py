@@ -14,7 +14,7 @@ from lab.testbed.conditions import until
 from pillion import DeadlineExceeded
 from pillion.errors import Conflict, NotFound, Overloaded, PillionError, Unavailable
 from pillion.gateway.links import cluster as links
-from pillion.gateway.planning.plan_cost import LEAST_FETCH_S
+from pillion.gateway.planning.plan_cost import MIN_FETCH_S
 from pillion.gateway.planning.planner import FetchPlan
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.request_machine import RequestState
@@ -226,6 +226,6 @@ async def test_a_fetch_gets_no_more_time_than_computing_would_take(monkeypatch: 
         fakes.node.fetch_gate.clear()
         knows(fakes, kv_0=6)
         whole(fakes, await read(fakes.client.generate(PROMPT)), replays=0)
-        assert [fetch.timeout_ms for fetch in fakes.node.fetches] == [LEAST_FETCH_S * 1000]
+        assert [fetch.timeout_ms for fetch in fakes.node.fetches] == [MIN_FETCH_S * 1000]
         fakes.node.fetch_gate.set()
         await fakes.settled()

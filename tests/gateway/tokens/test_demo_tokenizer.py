@@ -19,7 +19,7 @@ from tests.support.examples import examples
 # transformers takes many seconds to read the tokenizer of a GGUF file.
 pytestmark = [pytest.mark.model, pytest.mark.long]
 
-MOST_TOKENS = 2**16
+MAX_TOKENS = 2**16
 CHATS = [
     [("user", "What is the capital of France?")],
     [("system", "Be brief."), ("user", "Привет! 你好 😀")],
@@ -53,14 +53,14 @@ async def test_chats(oracle, tokenizer: ModelTokenizer, chat: list[tuple[str, st
     template = ChatTemplate(tokenizer.chat_template, tokenizer.specials)
     try:
         rendered = await template.render([ChatMessage(role, content) for role, content in chat])
-        assert tokenizer.encode_chat(rendered, MOST_TOKENS) == tuple(expected)
+        assert tokenizer.encode_chat(rendered, MAX_TOKENS) == tuple(expected)
     finally:
         await template.aclose()
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_texts(oracle, tokenizer: ModelTokenizer, text: str) -> None:
-    assert tokenizer.encode_text(text, MOST_TOKENS) == tuple(oracle(text).input_ids)
+    assert tokenizer.encode_text(text, MAX_TOKENS) == tuple(oracle(text).input_ids)
 
 
 def streamed(tokenizer: ModelTokenizer, ids: list[int]) -> str:

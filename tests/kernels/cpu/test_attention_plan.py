@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.kernels.cpu.attention.attention_tiles import MOST_ROWS
+from pillion.kernels.cpu.attention.attention_tiles import MAX_ROWS
 from pillion.kernels.cpu.attention.cpu_attention import row_counts
 from pillion.kernels.cpu.attention.cpu_attention_plan import (
     FIRST,
@@ -161,7 +161,7 @@ def test_row_counts(isa, group, bf16):
     narrow, wide = row_counts(isa, group, bf16)
     assert narrow <= wide
     if isa.matrix_tiles and bf16:
-        assert wide == MOST_ROWS
+        assert wide == MAX_ROWS
     else:
         assert isa.attention_rows <= wide <= max(isa.attention_rows, isa.attention_sums)
     items = -(-group // narrow)

@@ -154,7 +154,7 @@ def test_a_large_head_count_takes_smaller_tiles():
     assert choose(768, capped=False) == attention_plan.ATTENTION_TILE_TOKENS
     assert choose(768, capped=True) == attention_plan.CAPPED_TILE_TOKENS
     assert choose(16_384, capped=False) == 1024
-    assert choose(2**20, capped=False) == attention_plan.LEAST_TILE_TOKENS
+    assert choose(2**20, capped=False) == attention_plan.MIN_TILE_TOKENS
 
 
 class Largest(TorchDispatchMode):

@@ -10,11 +10,11 @@ from lab.testbed.redis import RedisServer
 from pillion.kvstore.index import index as index_module
 from pillion.kvstore.index import redis_url, redis_writer, registry, shared_names
 from pillion.kvstore.index.index import Index
-from pillion.kvstore.index.redis_link import LEAST_PATIENCE_MS
+from pillion.kvstore.index.redis_link import MIN_PATIENCE_MS
 
 PATIENT_DEADLINE_MS = 30_000
 # Twice the time that a silent server has before its breaker opens.
-HASTY_DEADLINE_MS = 2 * LEAST_PATIENCE_MS
+HASTY_DEADLINE_MS = 2 * MIN_PATIENCE_MS
 
 
 @pytest.fixture

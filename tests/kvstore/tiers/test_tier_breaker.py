@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pillion.kvstore.tiers.tier_breaker import FIRST_PAUSE_S, MOST_PAUSE_S, TierBreaker
+from pillion.kvstore.tiers.tier_breaker import FIRST_PAUSE_S, MAX_PAUSE_S, TierBreaker
 
 
 def test_pauses_get_longer_up_to_a_bound_and_short_again() -> None:
@@ -13,13 +13,13 @@ def test_pauses_get_longer_up_to_a_bound_and_short_again() -> None:
         pauses.append(breaker.probe_at_s - now)
         now = breaker.probe_at_s
         breaker.late(now)
-    assert pauses == [FIRST_PAUSE_S * 2**k for k in range(6)] + 2 * [MOST_PAUSE_S]
+    assert pauses == [FIRST_PAUSE_S * 2**k for k in range(6)] + 2 * [MAX_PAUSE_S]
     assert breaker.since_s == 100.0
     breaker.answered()
     assert not breaker.paused
     # One probe shows little: a medium that is late again is paused for longer than at first.
     breaker.late(now)
-    assert breaker.probe_at_s - now == MOST_PAUSE_S
+    assert breaker.probe_at_s - now == MAX_PAUSE_S
     breaker.answered()
     breaker.in_time()
     breaker.late(now)

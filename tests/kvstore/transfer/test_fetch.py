@@ -160,14 +160,14 @@ class FetchingNode:
         assert ticket is not None
         return ticket.ticket_id
 
-    async def bring(self, ticket_id: int, *sources: str, hashes: list[bytes] = PROMPT, **more: float) -> int:
-        brought = await self.fetcher.bring(self.gateway, ticket_id, hashes, sources, **more)  # type: ignore[arg-type]
+    async def fetch_blocks(self, ticket_id: int, *sources: str, hashes: list[bytes] = PROMPT, **more: float) -> int:
+        brought = await self.fetcher.fetch_blocks(self.gateway, ticket_id, hashes, sources, **more)  # type: ignore[arg-type]
         return brought.blocks
 
     async def bring_late(self, ticket_id: int, source: FakeSource) -> int:
         """Fetch from a source whose gate is shut, and advance the clock to the end of the fetch once the read is in
         progress."""
-        bringing = asyncio.create_task(self.bring(ticket_id, source.node_id))
+        bringing = asyncio.create_task(self.fetch_blocks(ticket_id, source.node_id))
         await until("a read to be under way", lambda: source.reads)
         await turn_clock(WITHIN_S)
         return await bringing
@@ -186,7 +186,7 @@ async def test_all_of_a_chain_comes_and_is_pinned():
     node = FetchingNode()
     node.add("a", 10)
     ticket_id = node.ticket()
-    assert await node.bring(ticket_id, "a") == 10
+    assert await node.fetch_blocks(ticket_id, "a") == 10
     ticket = node.ledger.tickets[ticket_id]
     assert (ticket.blocks, ticket.reserved) == (10, 1)
     assert node.fetcher.counts.fetched_blocks == 10
@@ -203,7 +203,7 @@ async def test_what_one_source_lacks_comes_from_the_next():
     node.add("gone", -1)
     node.add("short", 3)
     node.add("long", 7)
-    assert await node.bring(node.ticket(), "gone", "nobody", "short", "long") == 7
+    assert await node.fetch_blocks(node.ticket(), "gone", "nobody", "short", "long") == 7
     assert node.fetcher.counts.short_fetches == 1
     node.check()
 
@@ -211,7 +211,7 @@ async def test_what_one_source_lacks_comes_from_the_next():
 async def test_own_tiers_come_first_and_a_source_goes_on():
     node = FetchingNode(ListedTier(PROMPT[:4]))
     source = node.add("a", 10)
-    brought = await node.fetcher.bring(node.gateway, node.ticket(), PROMPT, ["a"])
+    brought = await node.fetcher.fetch_blocks(node.gateway, node.ticket(), PROMPT, ["a"])
     assert (brought.blocks, brought.restored_blocks, brought.fetched_blocks) == (10, 4, 6)
     assert source.reads == [6]
     node.check()
@@ -221,7 +221,7 @@ async def test_a_broken_file_ends_in_a_shorter_chain():
     tier = ListedTier(PROMPT)
     tier.broken = {PROMPT[6]}
     node = FetchingNode(tier)
-    assert await node.bring(node.ticket()) == 6
+    assert await node.fetch_blocks(node.ticket()) == 6
     node.check()
 
 
@@ -229,7 +229,7 @@ async def test_a_flipped_bit_is_found_counted_and_not_committed():
     node = FetchingNode()
     source = node.add("a", 10)
     source.flip = {PROMPT[4]}
-    assert await node.bring(node.ticket(), "a") == 4
+    assert await node.fetch_blocks(node.ticket(), "a") == 4
     assert node.fetcher.counts.corrupt_blocks == 1
     assert PROMPT[4] not in node.ledger.tree.by_hash
     node.check()
@@ -239,7 +239,7 @@ async def test_another_source_mends_what_came_broken():
     node = FetchingNode()
     node.add("a", 10).flip = {PROMPT[4]}
     node.add("b", 10)
-    assert await node.bring(node.ticket(), "a", "b") == 10
+    assert await node.fetch_blocks(node.ticket(), "a", "b") == 10
     node.check()
 
 
@@ -247,7 +247,7 @@ async def test_a_source_that_is_lost_in_the_middle(monkeypatch):
     monkeypatch.setattr(fetch_module, "BATCH_BYTES", 3 * BLOCK_BYTES)
     node = FetchingNode()
     node.add("a", 10).fail_after = 2
-    assert await node.bring(node.ticket(), "a") == 6
+    assert await node.fetch_blocks(node.ticket(), "a") == 6
     node.check()
 
 
@@ -255,7 +255,7 @@ async def test_two_fetches_of_one_chain_are_one_transfer():
     node = FetchingNode()
     source = node.add("a", 10)
     source.gate.clear()
-    calls = [asyncio.create_task(node.bring(node.ticket(), "a")) for _ in range(2)]
+    calls = [asyncio.create_task(node.fetch_blocks(node.ticket(), "a")) for _ in range(2)]
     await loop_turns()
     source.gate.set()
     assert await asyncio.gather(*calls) == [10, 10]
@@ -267,13 +267,13 @@ async def test_bytes_and_slots_are_bounds():
     node = FetchingNode()
     node.add("a", 10)
     ticket_id = node.ticket()
-    assert await node.bring(ticket_id, "a", max_bytes=4 * BLOCK_BYTES) == 4
+    assert await node.fetch_blocks(ticket_id, "a", max_bytes=4 * BLOCK_BYTES) == 4
     assert [len(pinned) for pinned in node.sources["a"].pinned.values()] == [4], "a source reads all that it pins"
     node.check()
     worker = node.ledger.attach("w", "decode")
     node.ledger.lease(worker, NUM_SLOTS)
     # What the ticket reserved is still its own, and no more.
-    assert await node.bring(ticket_id, "a") == 10
+    assert await node.fetch_blocks(ticket_id, "a") == 10
     node.ledger.gone(worker)
     node.check()
 
@@ -284,7 +284,7 @@ async def test_no_slots_no_blocks():
     worker = node.ledger.attach("w", "decode")
     node.ledger.lease(worker, NUM_SLOTS)
     ticket = node.ledger.pin_chain(node.gateway, 77, PROMPT)
-    assert await node.bring(ticket.ticket_id, "a") == 0
+    assert await node.fetch_blocks(ticket.ticket_id, "a") == 0
     node.ledger.gone(worker)
     node.check()
 
@@ -332,13 +332,13 @@ async def test_late_reads_count_as_fetches(monkeypatch: pytest.MonkeyPatch, boun
     source.gate.clear()
     for call in range(5):
         ticket_id = node.ticket()
-        assert await (node.bring(ticket_id, "a") if call else node.bring_late(ticket_id, source)) == 0
+        assert await (node.fetch_blocks(ticket_id, "a") if call else node.bring_late(ticket_id, source)) == 0
         node.ledger.release(node.gateway, [ticket_id])
         assert node.ledger.status().leased_blocks == 10
         check_integrity(node.ledger)
     source.gate.set()
     await node.fetcher.close()
-    assert await node.bring(node.ticket(), "a") == 10
+    assert await node.fetch_blocks(node.ticket(), "a") == 10
     node.check()
 
 
@@ -347,7 +347,7 @@ async def test_a_tier_that_does_not_answer_is_passed_over():
     tier.well = False
     node = FetchingNode(tier)
     node.add("a", 10)
-    brought = await node.fetcher.bring(node.gateway, node.ticket(), PROMPT, ["a"])
+    brought = await node.fetcher.fetch_blocks(node.gateway, node.ticket(), PROMPT, ["a"])
     assert (brought.restored_blocks, brought.fetched_blocks) == (0, 10)
     node.check()
 
@@ -357,7 +357,7 @@ async def test_a_caller_that_goes_away_leaves_nothing():
     source = node.add("a", 10)
     source.gate.clear()
     ticket_id = node.ticket()
-    call = asyncio.create_task(node.bring(ticket_id, "a"))
+    call = asyncio.create_task(node.fetch_blocks(ticket_id, "a"))
     await loop_turns()
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -376,7 +376,7 @@ async def test_a_released_ticket_stops_its_fetch(monkeypatch):
     source = node.add("a", 10)
     source.gate.clear()
     ticket_id = node.ticket()
-    call = asyncio.create_task(node.bring(ticket_id, "a"))
+    call = asyncio.create_task(node.fetch_blocks(ticket_id, "a"))
     await loop_turns()
     node.ledger.release(node.gateway, [ticket_id])
     source.gate.set()
@@ -391,7 +391,7 @@ async def test_a_worker_that_computes_the_same_meanwhile():
     node = FetchingNode()
     source = node.add("a", 10)
     source.gate.clear()
-    call = asyncio.create_task(node.bring(node.ticket(), "a"))
+    call = asyncio.create_task(node.fetch_blocks(node.ticket(), "a"))
     await loop_turns()
     worker, other = node.ledger.attach("w", "decode"), node.ticket()
     slots = node.ledger.adopt(worker, other, 5).leased_slots
@@ -427,7 +427,7 @@ def test_whatever_happens_the_books_add_up(
             source.fail_after = fail_after
         # Two prompts fit beside each other; the third shares what they have.
         tickets = [node.ticket() for _ in range(min(calls, 2))]
-        works = [asyncio.create_task(node.bring(tickets[n % len(tickets)], *node.sources)) for n in range(calls)]
+        works = [asyncio.create_task(node.fetch_blocks(tickets[n % len(tickets)], *node.sources)) for n in range(calls)]
         if cancel:
             await loop_turns(1)
             works[0].cancel()
@@ -447,7 +447,7 @@ async def test_the_time_is_for_all_sources_together():
     node = FetchingNode(timeout_s=0.2)
     for name in "abcd":
         node.add(name, 10).answers.clear()
-    assert await node.bring(node.ticket(), *"abcd") == 0
+    assert await node.fetch_blocks(node.ticket(), *"abcd") == 0
     given_s = [time_s for source in node.sources.values() for time_s in source.given_s]
     assert 0 < sum(given_s) <= 0.2, "each source had the whole time"
     node.check()
@@ -463,7 +463,7 @@ async def test_what_a_source_does_not_say_in_time_counts_as_its_pace():
 
     async def brought(*sources: str) -> PrefetchReply:
         ticket_id = node.ticket()
-        reply = await node.fetcher.bring(node.gateway, ticket_id, PROMPT, sources)
+        reply = await node.fetcher.fetch_blocks(node.gateway, ticket_id, PROMPT, sources)
         node.ledger.release(node.gateway, [ticket_id])
         return reply
 
@@ -485,7 +485,7 @@ async def test_a_chain_that_names_a_block_twice_brings_less_and_breaks_nothing()
     node.add("a", 10)
     twice = [*PROMPT[:3], PROMPT[1], *PROMPT[3:5]]
     ticket = node.ledger.pin_chain(node.gateway, 99, twice)
-    assert await node.bring(ticket.ticket_id, "a", hashes=twice) == 0
+    assert await node.fetch_blocks(ticket.ticket_id, "a", hashes=twice) == 0
     node.check()
 
 
@@ -511,7 +511,7 @@ async def test_a_state_comes_behind_its_block(tiered: bool) -> None:
     if not tiered:
         node.add("a", 8)
     ticket_id = going_on(node)
-    assert await node.bring(ticket_id, *node.sources, hashes=PROMPT[:6]) == 6
+    assert await node.fetch_blocks(ticket_id, *node.sources, hashes=PROMPT[:6]) == 6
     ticket = node.ledger.tickets[ticket_id]
     assert (ticket.reserved, state_of(node, ticket_id)) == (8, PAGES)
     assert [block_hash for block_hash, block in node.ledger.tree.by_hash.items() if block.page] == PAGES
@@ -527,13 +527,13 @@ async def test_a_page_that_fails_loses_the_state_and_not_the_blocks() -> None:
     node = FetchingNode()
     node.add("a", 8).flip = {PAGES[1]}
     ticket_id = going_on(node)
-    assert await node.bring(ticket_id, "a", hashes=PROMPT[:6]) == 0
+    assert await node.fetch_blocks(ticket_id, "a", hashes=PROMPT[:6]) == 0
     assert (node.fetcher.counts.corrupt_blocks, node.ledger.tickets[ticket_id].reserved) == (1, 14)
     node.check()
     # The blocks and the first page are cached, and pinned by nobody.
     assert (len(node.ledger.tree), node.ledger.tree.protected) == (7, 0)
     node.sources["a"].flip.clear()
-    assert await node.bring(ticket_id, "a", hashes=PROMPT[:6]) == 6
+    assert await node.fetch_blocks(ticket_id, "a", hashes=PROMPT[:6]) == 6
     assert node.sources["a"].reads == [8, 1]
     node.check()
 
@@ -543,7 +543,7 @@ async def test_a_ticket_that_is_released_ends_the_fetch_of_its_state() -> None:
     source = node.add("a", 8)
     source.gate.clear()
     ticket_id = going_on(node)
-    bringing = asyncio.create_task(node.bring(ticket_id, "a", hashes=PROMPT[:6]))
+    bringing = asyncio.create_task(node.fetch_blocks(ticket_id, "a", hashes=PROMPT[:6]))
     await loop_turns(10)
     node.ledger.release(node.gateway, [ticket_id])
     source.gate.set()
