@@ -26,10 +26,6 @@ SEGMENT_BLOCKS = 32
 TOKEN_BYTES = 4
 _HASH = struct.Struct(f"{HASH_BYTES}s")
 
-_BASE_TAG = b"pillion.namespace.1"
-_ROOT_TAG = b"pillion.root.1"
-_STATE_TAG = b"pillion.state.1"
-
 # array's "I" is the C compiler's unsigned int: four bytes on every platform that Python supports today.
 if array("I").itemsize != TOKEN_BYTES:
     raise ImportError("this platform's unsigned int is not four bytes")
@@ -45,7 +41,7 @@ def namespace_base(*, fingerprint: str, dtype: str, layout: str, block_size: int
         block_size: tokens per block.
     """
     # "1" was once a number of shards; it must stay for blocks of earlier releases to match.
-    return _digest(_BASE_TAG, fingerprint, dtype, layout, str(block_size), "1")
+    return _digest(b"pillion.namespace.1", fingerprint, dtype, layout, str(block_size), "1")
 
 
 def request_root(base: bytes, adapter: str = "", cache_salt: str = "", *, short_text: bool = False) -> bytes:
@@ -54,7 +50,7 @@ def request_root(base: bytes, adapter: str = "", cache_salt: str = "", *, short_
     ``short_text`` selects the rotary frequencies for texts within the model's original length, on models that have
     separate ones for longer texts; requests of the two kinds share no block.
     """
-    return _digest(_ROOT_TAG, base.hex(), adapter, cache_salt, *(("short text",) if short_text else ()))
+    return _digest(b"pillion.root.1", base.hex(), adapter, cache_salt, *(("short text",) if short_text else ()))
 
 
 def chain_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> bytes:
@@ -79,7 +75,7 @@ def chain_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> by
 def state_page(block_hash: bytes, page: int) -> bytes:
     """Return the hash of a page of the state after a block. The pages form a chain behind the block, so a state is
     complete if its last page is present."""
-    return hashlib.sha256(_STATE_TAG + block_hash + page.to_bytes(4, "little")).digest()
+    return hashlib.sha256(b"pillion.state.1" + block_hash + page.to_bytes(4, "little")).digest()
 
 
 def split_hashes(packed: bytes) -> list[bytes]:

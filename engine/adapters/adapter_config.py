@@ -48,9 +48,6 @@ _PROMPTS = (
     *("PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING", "ADAPTION_PROMPT", "CPT", "CARTRIDGE"),
     "TRAINABLE_TOKENS",
 )
-# Initializations that leave the base model's weights unchanged. Others move a part of them into the adapter.
-_HARMLESS_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
-_MERGEABLE = frozenset({"lora_bias", "use_dora", "modules_to_save", "trainable_token_indices"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,8 +119,6 @@ class AdapterConfig:
 
 
 _LATER = ("turned", "parameters", "as_they_lie")
-# Since this release, PEFT asks transformers' class for the orientation of expert parameters.
-_FIRST_ORIENTED_RELEASE = (0, 19, 1)
 # How PEFT embeds layers_pattern, and rank_pattern and alpha_pattern.
 _LAYER = r"(?:^|.*?\.){}\.(\d+)\."
 _END = r"(.*\.)?({})$"
@@ -179,7 +174,8 @@ def parse_adapter_config(raw: Mapping[str, Any]) -> AdapterConfig:
         alpha_pattern=tuple((key, _alpha(part, key, 0)) for key, part in _patterns(raw, "alpha_pattern")),
         targets=_targets(raw, needed=not parameters),
         parameters=parameters,
-        as_they_lie=bool(parameters) and _is_before(raw.get("peft_version"), _FIRST_ORIENTED_RELEASE),
+        # Since 0.19.1, PEFT asks transformers' class for the orientation of expert parameters.
+        as_they_lie=bool(parameters) and _is_before(raw.get("peft_version"), (0, 19, 1)),
         excluded=_modules(raw, "exclude_modules"),
         layers=None if layers in (None, []) else tuple(sorted(set(_list_of(int, layers, "layers_to_transform")))),
         layers_pattern=tuple(
@@ -197,7 +193,11 @@ def _refuse_unknown(raw: Mapping[str, Any]) -> None:
     if raw.get("bias") not in (None, "none"):
         raise _unsupported("bias", raw["bias"], MERGE)
     beginning = raw.get("init_lora_weights")
-    if not any(beginning is value or (type(value) is str and beginning == value) for value in _HARMLESS_INITS):
+    # Initializations that leave the base model's weights unchanged. Others move a part of them into the adapter.
+    if not any(
+        beginning is value or (type(value) is str and beginning == value)
+        for value in (True, False, None, "gaussian", "eva", "orthogonal")
+    ):
         raise _unsupported(
             "init_lora_weights",
             beginning,
@@ -205,7 +205,11 @@ def _refuse_unknown(raw: Mapping[str, Any]) -> None:
         )
     for key, value in raw.items():
         if key not in _READ | _BOOKKEEPING and value:
-            raise _unsupported(key, value, MERGE if key in _MERGEABLE else "")
+            raise _unsupported(
+                key,
+                value,
+                MERGE if key in ("lora_bias", "use_dora", "modules_to_save", "trainable_token_indices") else "",
+            )
 
 
 def _alpha(raw: Mapping[str, Any], key: str, default: float) -> float:

@@ -71,8 +71,6 @@ _REFUSED_PARTS = (
     ("modules_to_save", "adapters with whole layers are not supported"),
 )
 
-_DIGEST_TAG = b"pillion.adapter.1"
-
 
 @dataclass(frozen=True, slots=True)
 class Projection:
@@ -309,7 +307,7 @@ class AdapterFiles:
         ``use`` is called with each tensor's name and each piece of it, in order. Pieces are whole numbers of elements,
         and ``use`` may change them.
         """
-        digest = hashlib.sha256(_DIGEST_TAG)
+        digest = hashlib.sha256(b"pillion.adapter.1")
         canonical = self.config.canonical()
         digest.update(len(canonical).to_bytes(8, "little") + canonical)
         with self.path.open("rb") as file:

@@ -44,10 +44,6 @@ _VISION_PREFIXES = (
 _IGNORED_PREFIXES = (*_VISION_PREFIXES, *(f"model.{prefix}" for prefix in _VISION_PREFIXES))
 # Prefixes of the language model in multimodal models, in transformers 4 and 5.
 _TEXT_PREFIXES = ("language_model.model.", "model.language_model.", "model.text_model.")
-# The same where the files lack the wrapper and the head.
-_BARE_TEXT_PREFIXES = ("language_model.", "text_model.")
-# transformers 5 saves the text layers of Qianfan-OCR and Kimi K2.5 under the published names of their vision layers.
-_VISION_LAYER_NAMES = ("encoder.layers.", "blocks.")
 _MAX_DRAFT_LAYERS = 8
 _LISTED_NAMES = 4
 
@@ -474,10 +470,12 @@ def finite(tensor: torch.Tensor) -> bool:
 
 
 def _plain(name: str) -> str:
-    for prefix in (*_TEXT_PREFIXES, *_BARE_TEXT_PREFIXES):
+    # The last two are for files without the wrapper and the head.
+    for prefix in (*_TEXT_PREFIXES, "language_model.", "text_model."):
         if name.startswith(prefix):
             rest = name.removeprefix(prefix)
-            for layers in _VISION_LAYER_NAMES:
+            # transformers 5 saves the text layers of Qianfan-OCR and Kimi K2.5 under the names of vision layers.
+            for layers in ("encoder.layers.", "blocks."):
                 rest = f"layers.{rest.removeprefix(layers)}" if rest.startswith(layers) else rest
             return f"model.{rest}" if prefix in _TEXT_PREFIXES else rest
     return name

@@ -28,7 +28,6 @@ from pillion.errors import ConfigError
 TRIAL_CPU_S = 60
 TRIAL_WALL_S = 300.0
 TRIAL_MEMORY_BYTES = 4 * 2**30
-_TRIAL = Path(__file__).with_name("tokenizer_trial.py")
 _OVER_LIMITS = f"it took more than {TRIAL_CPU_S} s of computing or {TRIAL_MEMORY_BYTES // 2**30} GiB of memory"
 
 OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
@@ -70,7 +69,7 @@ def try_tokenizer(folder: Path) -> TokenizerFacts:
         "end": end if isinstance(end, str) else None,
     }
     # -I: import installed packages only, nothing from the current folder.
-    argv = [sys.executable, "-I", str(_TRIAL)]
+    argv = [sys.executable, "-I", str(Path(__file__).with_name("tokenizer_trial.py"))]
     environ = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
     try:
         run = subprocess.run(  # noqa: S603

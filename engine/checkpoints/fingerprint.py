@@ -33,9 +33,6 @@ _ALWAYS_WRITTEN = {
 }
 # Removed fields, with the values that older releases wrote for everything still supported.
 _ONCE_WRITTEN = {"MatrixScheme": {"row_zeros": False}}
-# 0.2.0 could not norm queries and keys in this family and wrote the default of the unused ``qk_norm``, true. Today's
-# false corresponds to it.
-_ONCE_WITHOUT_QK_NORM = "cohere"
 
 
 def fingerprint(
@@ -47,7 +44,9 @@ def fingerprint(
     rounded = config.norm != "plain" and dtype == "bfloat16" and any(map(_has_wider_vectors, weights))
     digest = hashlib.sha256(f"pillion model {CONVERSION_VERSION} {dtype}{' wide-norms' * rounded}\n".encode())
     written = _written(config)
-    if config.family == _ONCE_WITHOUT_QK_NORM:
+    # 0.2.0 could not norm queries and keys in this family and wrote the default of the unused ``qk_norm``, true.
+    # Today's false corresponds to it.
+    if config.family == "cohere":
         written["qk_norm"] = "by head" if config.qk_norm else True
     digest.update(json.dumps(written, sort_keys=True).encode() + b"\n")
     for path in weights:

@@ -9,8 +9,6 @@ from pathlib import Path
 from pillion.errors import ConfigError
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-# Files of llama.cpp's tools beside a model: vision projectors, and statistics for quantization.
-_NOT_MODELS = ("mmproj", "imatrix")
 _LISTED_MODELS = 10
 
 
@@ -43,7 +41,10 @@ def only_model(names: Iterable[str], where: str, how: str) -> list[str]:
     """Return the file names of the only GGUF model among ``names``, which may be paths; [] if there is none. Raises
     ConfigError if there are several; ``how`` is the hint for choosing one."""
     found = sorted(name for name in names if name.endswith(".gguf"))
-    found = [name for name in found if not any(other in name.rpartition("/")[2].lower() for other in _NOT_MODELS)]
+    # Files of llama.cpp's tools beside a model: vision projectors, and statistics for quantization.
+    found = [
+        name for name in found if not any(other in name.rpartition("/")[2].lower() for other in ("mmproj", "imatrix"))
+    ]
     models = {part_names(name)[0]: part_names(name) for name in found}
     if len(models) > 1:
         more = f" and {len(models) - _LISTED_MODELS} more" if len(models) > _LISTED_MODELS else ""

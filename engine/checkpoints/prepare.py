@@ -52,8 +52,6 @@ log = logging.getLogger(__name__)
 MAX_DEFAULT_MODEL_LEN_TOKENS = 8192
 _END_FILE = "tokenizer_end.json"
 
-_SMALL_FILES = ("config.json", *TEXT_FILES, SINGLE_NAME, INDEX_NAME, *QUANTIZATION_FILES)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedModel:
@@ -279,7 +277,10 @@ def _bytes_of(files: Iterable[Path]) -> int:
 
 def _small_files(folder: Path) -> list[Path]:
     """Return the files besides weights that a record depends on. Missing ones are included, as they may appear."""
-    return [*(folder / name for name in _SMALL_FILES), *index_files(folder)]
+    return [
+        *(folder / name for name in ("config.json", *TEXT_FILES, SINGLE_NAME, INDEX_NAME, *QUANTIZATION_FILES)),
+        *index_files(folder),
+    ]
 
 
 def _quantized(cache: ModelCache, source: ModelSource, folder: Path, kind: WeightKind, progress: Progress) -> Path:

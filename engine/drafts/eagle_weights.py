@@ -25,7 +25,7 @@ from pillion.errors import ConfigError
 from pillion.kernels.torch.torch_linear import Linear
 
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
-_OLD_LAYER, _LAYER = "midlayer.", "layers.0."
+_LAYER = "layers.0."
 # Not read: the inverse of d2t, and leftovers.
 _IGNORED = ("t2d", "rotary_emb.inv_freq")
 
@@ -68,7 +68,7 @@ class _Tensors:
         self, files: Mapping[str, FileTensor], config: EagleConfig, dtype: torch.dtype, make_linear: MakeLinear
     ) -> None:
         self.make_linear = make_linear
-        self._files = {name.replace(_OLD_LAYER, _LAYER, 1): found for name, found in files.items()}
+        self._files = {name.replace("midlayer.", _LAYER, 1): found for name, found in files.items()}
         self._dtype = dtype
         wanted, optional = dict(_shapes(config)), _optional_shapes(config)
         missing = sorted(wanted.keys() - self._files.keys())

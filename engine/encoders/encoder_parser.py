@@ -13,7 +13,6 @@ from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
 
 _LEARNED = {"bert": "pooler", "roberta": "dense", "xlm-roberta": "dense"}
-_ROTARY = "modernbert"
 _ACTIVATIONS = {
     **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh"),
@@ -39,9 +38,7 @@ _IGNORED_ROTARY = (
     "mlp_dropout",
 )
 ENCODER_KEYS = frozenset({*_OWN, *_OWN_ROTARY, *_IGNORED, *_IGNORED_ROTARY})
-ENCODER_KINDS = (*_LEARNED, _ROTARY)
-# Size of the dummy KV that the pool needs for an encoder: one small head.
-_DUMMY_HEAD_DIM = 16
+ENCODER_KINDS = (*_LEARNED, "modernbert")
 
 
 def parse_encoder(raw: Mapping[str, Any], labels: int) -> ModelConfig:
@@ -66,9 +63,10 @@ def parse_encoder(raw: Mapping[str, Any], labels: int) -> ModelConfig:
         hidden_size=hidden,
         intermediate_size=size(raw, "intermediate_size"),
         num_layers=1,
+        # The pool needs a KV size: one small dummy head.
         num_heads=1,
         num_kv_heads=1,
-        head_dim=_DUMMY_HEAD_DIM,
+        head_dim=16,
         rms_norm_eps=encoder.eps,
         # One more for the token that a decoder would generate.
         max_position_embeddings=(longest if learned else size(raw, "max_position_embeddings", 8192)) + 1,

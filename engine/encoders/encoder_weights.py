@@ -15,7 +15,6 @@ from pillion.errors import ConfigError
 _PREFIXES = {"bert": "bert.", "roberta": "roberta.", "xlm-roberta": "roberta.", "modernbert": "model."}
 # Skipped: position counters, and heads for other tasks. Text vectors need no pooler.
 _UNREAD = re.compile(r"(.*\.)?(position_ids|token_type_ids)|(cls|lm_head|decoder)\..*|pooler\..*")
-_OLD_NAMES = (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias"))
 
 
 def read_tensors(folder: Path, config: ModelConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -29,7 +28,7 @@ def read_tensors(folder: Path, config: ModelConfig, dtype: torch.dtype) -> dict[
     with open_files(folder) as files:
         for stored, tensor in files.items():
             name = stored.removeprefix(prefix)
-            for old, new in _OLD_NAMES:
+            for old, new in (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias")):
                 name = name.replace(old, new)
             if name in wanted:
                 tensor.check(wanted[name])

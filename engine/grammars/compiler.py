@@ -48,7 +48,6 @@ MAX_OWN_GRAMMARS = 8
 # only after 5 ms.
 REPLAYED_TOKENS = 32
 REPLAY_PAUSE_S = 1e-4
-_REFUSES = "doesn't satisfy the grammar"
 
 
 def read_tokenizer(path: Path, vocab_size: int, end_ids: tuple[int, ...]) -> LLTokenizer:
@@ -120,7 +119,7 @@ class GrammarCompiler:
             state = self._at(text, self._compile(text, own=True), answer, ends)
         if state.broken:
             # A grammar that led a partial answer was admitted; only a rejected answer is the client's fault.
-            fault = BrokenGrammar if answer and _REFUSES not in state.broken else InvalidRequest
+            fault = BrokenGrammar if answer and "doesn't satisfy the grammar" not in state.broken else InvalidRequest
             raise fault(f"{GRAMMAR_FAULT} cannot be followed: {state.broken}")
         return state
 

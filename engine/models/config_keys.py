@@ -80,7 +80,6 @@ BOOKKEEPING = words(
     """
 )
 _TRAINING_WORDS = words("dropout epoch epochs loss optimizer train trained training")
-_TOKEN_ID_SUFFIXES = ("_token_id", "_token_ids", "_token_index")
 # Name parts of keys that may be about arithmetic, so that their text values are not labels.
 _ARITHMETIC_WORDS = words(
     """
@@ -106,8 +105,6 @@ _NEUTRAL = {
     "is_causal": True,
     "causal": True,
 }
-# Without effect unless ``use_sliding_window`` is set.
-_WINDOW_KEYS = ("sliding_window", "max_window_layers")
 # transformers 5 renamed "num_experts" of one family to "num_local_experts".
 _NUM_EXPERTS = ("num_experts", "num_local_experts")
 # Keys of a multimodal config around the text model's, about vision and audio.
@@ -170,7 +167,8 @@ def refuse_unknown_keys(
     """
     known = known_keys(own, ignored)
     if raw.get("use_sliding_window") is False:
-        known = known.union(_WINDOW_KEYS)
+        # Without effect unless ``use_sliding_window`` is set.
+        known = known.union(("sliding_window", "max_window_layers"))
     neutral = {key: value for key, value in _NEUTRAL.items() if raw.get(key) is not None}
     _refuse(name, "", raw, known, {**neutral, **fixed}, others=others)
 
@@ -200,7 +198,7 @@ def refuse_unknown_rope_keys(name: str, rope: Mapping[str, Any]) -> None:
 def _is_label(key: str, value: Any) -> bool:
     """Return whether a key is about training, is a token id, or has a text value and a name unrelated to arithmetic."""
     parts, texts = re.split(r"[\W_]+", key.lower()), value if isinstance(value, list) else [value]
-    if key.endswith(_TOKEN_ID_SUFFIXES) or not _TRAINING_WORDS.isdisjoint(parts):
+    if key.endswith(("_token_id", "_token_ids", "_token_index")) or not _TRAINING_WORDS.isdisjoint(parts):
         return True
     return all(isinstance(text, str) for text in texts) and _ARITHMETIC_WORDS.isdisjoint(parts)
 

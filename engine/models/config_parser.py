@@ -44,7 +44,6 @@ from pillion.engine.quantized.quantization import QUANTIZATION_KEYS
 from pillion.engine.quantized.quantization_methods import parse_quantization
 from pillion.errors import ConfigError
 
-_WINDOW_KINDS = ("sliding_attention", "chunked_attention")
 _ACTIVATIONS = {
     **dict.fromkeys(("silu", "swish"), "silu"),
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh"),
@@ -59,7 +58,6 @@ _ROUTED_SCALE = ("routed_scaling_factor", "router_scaling_factor")
 _NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
 _SHARED_WIDTH = ("shared_intermediate_size", "shared_expert_intermediate_size")
 
-CLASSIFIER = "ForSequenceClassification"
 # Files in which older tools store a folder's quantization instead of config.json.
 QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 
@@ -222,7 +220,7 @@ def _biases(options: Mapping[str, Any], said: Biases) -> Iterator[bool]:
 def labels_of(config: Mapping[str, Any]) -> int:
     """Return the number of a classifier's labels, by default 2; 0 for other models."""
     named = config.get("architectures")
-    if not (isinstance(named, list) and named and str(named[0]).endswith(CLASSIFIER)):
+    if not (isinstance(named, list) and named and str(named[0]).endswith("ForSequenceClassification")):
         return 0
     labels = config.get("id2label")
     return size(config, "num_labels", len(labels) if isinstance(labels, Mapping) and labels else 2)
@@ -424,7 +422,7 @@ def _check_layer_types(name: str, raw: Mapping[str, Any], slides: tuple[bool, ..
     """Raise ConfigError for layer types that contradict the family's rule."""
     kinds = per_layer(raw, "layer_types", len(slides)) or []
     for layer, (kind, slide) in enumerate(zip(kinds, slides, strict=False)):
-        if kind not in (_WINDOW_KINDS if slide else ("full_attention",)):
+        if kind not in (("sliding_attention", "chunked_attention") if slide else ("full_attention",)):
             raise ConfigError(
                 f"{name}: config.json has layer_types with {kind!r} for layer {layer}, not supported here"
             )

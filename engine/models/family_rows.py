@@ -61,14 +61,6 @@ _GRANITE_SHARED = ("shared_mlp.input_linear",), "shared_mlp.output_linear"
 _QWEN = {"num_key_value_heads": None}
 _GEMMA_TOKENS = {"bos_token_id": 2, "eos_token_id": 1}
 _GLM = {"partial_rotary_factor": 0.5, "eos_token_id": [151_329, 151_336, 151_338]}
-_GEMMA4_ROPES = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
-}
-_LFM3_ROPES = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1_000_000.0},
-}
 
 _MISTRAL_YARN = {
     "rope_type": "yarn",
@@ -302,7 +294,10 @@ def _gemma4(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     if raw.get("enable_moe_block"):
         found["num_experts_per_tok"] = raw["top_k_experts"]
     if raw["rope_parameters"] is None:
-        found["rope_parameters"] = _GEMMA4_ROPES
+        found["rope_parameters"] = {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+        }
     return found
 
 
@@ -327,7 +322,11 @@ def _lfm3(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return {
         "full_attn_idxs": [layer for layer, kind in enumerate(kinds) if kind != "conv"],
         "layer_types": ["full_attention" if kind == "conv" else kind for kind in kinds],
-        "rope_parameters": raw["rope_parameters"] or _LFM3_ROPES,
+        "rope_parameters": raw["rope_parameters"]
+        or {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1_000_000.0},
+        },
     }
 
 
@@ -1116,10 +1115,11 @@ MULTIMODAL = words(
     video_llama_3 video_llava vipllava
     """
 )
-_OF_ANY_TEXT = words("internvl llava llava_next llava_next_video llava_onevision ovis2 video_llava vipllava")
-_ANY_TEXT = words("llama mistral qwen2 qwen3 gemma gemma2 phi3 granite cohere2 gpt_oss qwen3_moe")
 OTHER_TEXTS: dict[str, Collection[str]] = {
-    **dict.fromkeys(_OF_ANY_TEXT, sorted(_ANY_TEXT)),
+    **dict.fromkeys(
+        words("internvl llava llava_next llava_next_video llava_onevision ovis2 video_llava vipllava"),
+        sorted(words("llama mistral qwen2 qwen3 gemma gemma2 phi3 granite cohere2 gpt_oss qwen3_moe")),
+    ),
     "aya_vision": ("cohere",),
     "exaone4_5": ("exaone4_5_text",),
     "glm46v": ("glm4v_moe_text",),

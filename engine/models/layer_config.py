@@ -10,7 +10,6 @@ from pillion.engine.models.model_config import LayerHeads, TokenInputs
 from pillion.errors import ConfigError
 
 _BY_LAYER = "per_layer_config"
-_HEAD_KEYS = {"head_dim", "num_key_value_heads"}
 
 
 def read_layers(
@@ -71,7 +70,7 @@ def _layer_heads_from_config(name: str, by_layer: Any, layer: int, local: LayerH
     if not isinstance(by_layer, Mapping) or not all(str(key).isdigit() for key in by_layer):
         raise ConfigError(f"{name}: config.json: {_BY_LAYER} must be an object with numbers of layers")
     said: Any = next((said for key, said in by_layer.items() if int(key) == layer), {})
-    if not isinstance(said, Mapping) or not said.keys() <= _HEAD_KEYS:
+    if not isinstance(said, Mapping) or not said.keys() <= {"head_dim", "num_key_value_heads"}:
         raise ConfigError(f"{name}: config.json has {_BY_LAYER} = {said!r} for layer {layer}, which is not supported")
     return LayerHeads(size(said, "num_key_value_heads", local.kv_heads), size(said, "head_dim", local.head_dim))
 

@@ -14,8 +14,6 @@ from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.state_pieces import PIECE_CHANNELS
 
 _ATTENTION = ("full_attention", "attention")
-# Limits of a time step without effect, in configs and as written by transformers 5.
-_NO_LIMIT = ((0.0, math.inf), (0.0, {"__float__": "Infinity"}))
 
 
 def lfm2_layers(raw: Mapping[str, Any]) -> LinearConfig:
@@ -187,7 +185,10 @@ def _state_spaces(raw: Mapping[str, Any], layers: tuple[bool, ...]) -> LinearCon
             f" mamba_expand = {raw['mamba_expand']}, mamba_d_ssm = {given_inner} do not fit together"
         )
     limit = raw.get("time_step_limit")
-    if limit is not None and (not isinstance(limit, list | tuple) or tuple(limit) not in _NO_LIMIT):
+    # Limits of a time step without effect, in configs and as written by transformers 5.
+    if limit is not None and (
+        not isinstance(limit, list | tuple) or tuple(limit) not in ((0.0, math.inf), (0.0, {"__float__": "Infinity"}))
+    ):
         raise ConfigError(f"config.json: time_step_limit = {limit!r} is not supported")
     return LinearConfig(
         layers=layers,

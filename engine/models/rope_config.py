@@ -24,7 +24,6 @@ ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", PROP
 
 # Positive parameters of scaled embeddings, with transformers' defaults.
 _ABOVE_ZERO = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
-_FACTOR_NEEDED = ("linear", "dynamic", "llama3", "yarn")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -187,7 +186,7 @@ def _parse(
     if kind in ("llama3", "yarn", "longrope"):
         trained = raw if raw.get("original_max_position_embeddings") else rope
         original = size(trained, "original_max_position_embeddings", max_position)
-    if kind in _FACTOR_NEEDED and rope.get("factor") is None:
+    if kind in ("linear", "dynamic", "llama3", "yarn") and rope.get("factor") is None:
         raise ConfigError(f"config.json: rope type {kind!r} needs a factor")
     attention_factor = rope.get("attention_factor")
     return RopeConfig(

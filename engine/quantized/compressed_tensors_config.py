@@ -33,7 +33,6 @@ _KEYS = """
     quant_method format config_groups ignore quantization_status global_compression_ratio kv_cache_scheme version
     sparsity_config transform_config run_compressed dequantize use_optimized_inference
     """
-_GROUP_KEYS = "targets weights input_activations output_activations format"
 _NUMBER_KEYS = """
     num_bits type symmetric group_size strategy block_structure dynamic actorder scale_dtype zp_dtype observer
     observer_kwargs
@@ -46,7 +45,6 @@ _CLASSES = {
     "Embedding": ".*embed_tokens$",
 }
 _WHERE = "compressed-tensors"
-_ORDERED = (True, "group", "dynamic")
 
 
 def parse_compressed_tensors(raw: Raw) -> Quantization:
@@ -60,7 +58,7 @@ def parse_compressed_tensors(raw: Raw) -> Quantization:
     for name, group in groups.items():
         if not isinstance(group, Mapping) or not isinstance(group.get("targets"), list):
             raise ConfigError(f"config.json: quantization_config: config_groups.{name} must have a list of targets")
-        refuse_unknown(group, _GROUP_KEYS, f"config_groups.{name}")
+        refuse_unknown(group, "targets weights input_activations output_activations format", f"config_groups.{name}")
         if group.get("weights"):
             targets |= dict.fromkeys(map(str, group["targets"]), _scheme(group, words_of(raw, "format", "")))
     # The order in which compressed-tensors matches: names, expressions, classes.
@@ -115,7 +113,7 @@ def _scheme(group: Raw, model_format: str) -> MatrixScheme:
         rows=rows,
         group=size,
         symmetric=bool(weights.get("symmetric", True)),
-        ordered=size > 0 and rows == 1 and weights.get("actorder") in _ORDERED,
+        ordered=size > 0 and rows == 1 and weights.get("actorder") in (True, "group", "dynamic"),
         activations=activations,
         row_codes=row_codes,
         fp8_rows=activations == "fp8" and (inputs or {}).get("dynamic") is True,

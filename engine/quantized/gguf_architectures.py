@@ -43,7 +43,6 @@ _IDLE_KEYS = frozenset(
     {"rope.scaling.finetuned", "rope.dimension_sections", "n_deepstack_layers", "pooling_type", "tensor_data_layout"}
 )
 _VISION_KEYS = ("vision.", "audio.", "mm.")
-_VISION_TENSORS = ("v.", "a.", "mm.")
 # Values without effect; any other unread key may only be 0, false or empty.
 _NEUTRAL = {
     "attention.causal": (True,),
@@ -112,8 +111,6 @@ _TENSOR = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<own>(?P<stem>[\w.]+?)(?P<su
 # Divisors of the rotary frequencies: for any length, for short and for long texts.
 _ROPE_FACTORS, _ROPE_SHORT, _ROPE_LONG = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 _FACTORS = (_ROPE_FACTORS, _ROPE_SHORT, _ROPE_LONG)
-# Layer counts of Gemma's 27B models, which scale scores by sqrt(hidden / heads) instead of sqrt(head_dim).
-_GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 _SIGMOID = 2
 
 Numbers = np.ndarray
@@ -183,7 +180,8 @@ class FolderTensor:
 def _gemma(model: GgufModel, config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Derive the scale of scores, the layers with a sliding window, and their rotary base."""
     by_head = config["hidden_size"] // config["num_attention_heads"]
-    largest = config["num_hidden_layers"] == _GEMMA_27B_LAYERS[model.architecture]
+    # Layer counts of Gemma's 27B models, which scale scores by sqrt(hidden / heads) instead of sqrt(head_dim).
+    largest = config["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[model.architecture]
     found: dict[str, Any] = {"query_pre_attn_scalar": by_head if largest else config.get("head_dim", by_head)}
     pattern = model.get("attention.sliding_window_pattern")
     if isinstance(pattern, np.ndarray):
@@ -777,7 +775,7 @@ def folder_tensors(model: GgufModel, config: Config) -> Iterator[FolderTensor]:
     every = {
         tensor.name: tensor
         for tensor in model.tensors
-        if tensor.name not in _FACTORS and not tensor.name.startswith(_VISION_TENSORS)
+        if tensor.name not in _FACTORS and not tensor.name.startswith(("v.", "a.", "mm."))
     }
     for place, tensor in every.items():
         found = _TENSOR.fullmatch(place)

@@ -37,7 +37,6 @@ _QWEN35 = (
 )
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _BEFORE, _OTHERS = r"[^\r\n\p{L}\p{N}]?", rf" ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES}|{_SPACES}"
-_TEKKEN = rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}|{_OTHERS}"
 _CASED = rf"{_BEFORE}{_UPPER}*{_LOWER}+{_ENDINGS}?|{_BEFORE}{_UPPER}+{_LOWER}*{_ENDINGS}?"
 _GPT4O = rf"{_CASED}|\p{{N}}{{1,3}}|{_OTHERS}"
 _ASCII_SIGN = r"""[!"#$%&'()*\+,\-./:;<=>?@\[\\\]^_`{|}~]"""
@@ -54,19 +53,7 @@ _YOUTU = (
 )
 _JAIS_SPACES = "|".join(rf"\s{{{count}}}(?!\S)" for count in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2"))
 
-_OF_LLAMA3 = PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
-_OF_GPT2, _OF_QWEN2, _OF_GPT4O = PreTokenizer((_GPT2,)), PreTokenizer((_QWEN2,)), PreTokenizer((_GPT4O,))
-_OF_DIGITS = PreTokenizer((r"\p{N}", _GPT2))
-_OF_DEEPSEEK3 = PreTokenizer(
-    (r"\p{N}{1,3}", _HAN_AND_KANA, rf"{_SIGNED_WORD}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_LINES}|{_SPACES}")
-)
-_OF_BAILING = PreTokenizer(
-    (
-        rf"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{{L}}\p{{N}}]?+\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]++[\r\n]*"
-        rf"|\s*[\r\n]|{_SPACES}",
-    )
-)
-_OF_GEMMA4 = PreTokenizer((r"[^\n]+|\n+",), add_bos=True, byte_level=False)
+_OF_GPT2 = PreTokenizer((_GPT2,))
 
 
 def _named(names: str, pre: PreTokenizer) -> dict[str, PreTokenizer]:
@@ -76,12 +63,17 @@ def _named(names: str, pre: PreTokenizer) -> dict[str, PreTokenizer]:
 PRE_TOKENIZERS = {
     # Also for files without the key.
     "default": PreTokenizer((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
-    **_named("llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano", _OF_LLAMA3),
+    **_named(
+        "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
+        PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True),
+    ),
     **_named("dbrx smaug-bpe chatglm-bpe", PreTokenizer((_LLAMA3,))),
     **_named("glm4 glm5", PreTokenizer((_LLAMA3,), ignore_merges=True)),
     "minicpm5": PreTokenizer((r"\p{N}{1,3}", _LLAMA3.replace("{1,3}", "+")), ignore_merges=True),
     "jais-2": PreTokenizer((_LLAMA3.replace(_SPACES, rf"{_JAIS_SPACES}|\s"),)),
-    **_named("qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", _OF_QWEN2),
+    **_named(
+        "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez stablelm2 hunyuan solar-open grok-2", PreTokenizer((_QWEN2,))
+    ),
     "qwen35": PreTokenizer((_QWEN35,)),
     "ufakzeka": PreTokenizer((_QWEN2.removeprefix(f"{_ENDINGS}|"),)),
     "laguna": PreTokenizer((r"[^\n]+|\n+", _QWEN2)),
@@ -92,13 +84,20 @@ PRE_TOKENIZERS = {
             rf"|\s*[\r\n]|{_SPACES}",
         )
     ),
-    "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
-    **_named("gpt-4o llama4 kanana2 talkie minimax-m2", _OF_GPT4O),
+    "tekken": PreTokenizer(
+        (rf"{_BEFORE}{_UPPER}*{_LOWER}+|{_BEFORE}{_UPPER}+{_LOWER}*|\p{{N}}|{_OTHERS}",),
+        ignore_merges=True,
+        add_bos=True,
+    ),
+    **_named("gpt-4o llama4 kanana2 talkie minimax-m2", PreTokenizer((_GPT4O,))),
     **_named("tiny_aya cohere2moe", PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O))),
     "youtu": PreTokenizer((_YOUTU, rf"{_CASED}|\p{{N}}|{_OTHERS}"), ignore_merges=True),
     "deepseek-llm": PreTokenizer((r"[\r\n]", _DEEPSEEK_WORD, _DEEPSEEK_SIGNS, r"\s+$", _HAN_AND_HANGUL, r"\p{N}+")),
     "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_AND_HANGUL, r"\p{N}")),
-    **_named("deepseek-v3 hunyuan-dense hy_v4 joyai-llm", _OF_DEEPSEEK3),
+    **_named(
+        "deepseek-v3 hunyuan-dense hy_v4 joyai-llm",
+        PreTokenizer((r"\p{N}{1,3}", _HAN_AND_KANA, rf"{_SIGNED_WORD}| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_LINES}|{_SPACES}")),
+    ),
     "spark2_5": PreTokenizer(
         (
             r"\p{N}{1,3}",
@@ -107,13 +106,21 @@ PRE_TOKENIZERS = {
             r"\p{N}",
         )
     ),
-    **_named("bailingmoe bailingmoe2 llada-moe", _OF_BAILING),
+    **_named(
+        "bailingmoe bailingmoe2 llada-moe",
+        PreTokenizer(
+            (
+                rf"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{{L}}\p{{N}}]?+\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]++[\r\n]*"
+                rf"|\s*[\r\n]|{_SPACES}",
+            )
+        ),
+    ),
     "falcon": PreTokenizer((r"[\p{P}$+<=>^~|`]+", _GPT2, r"[0-9][0-9][0-9]")),
-    **_named("starcoder refact command-r smollm codeshell exaone minerva-7b mellum2", _OF_DIGITS),
+    **_named("starcoder refact command-r smollm codeshell exaone minerva-7b mellum2", PreTokenizer((r"\p{N}", _GPT2))),
     **_named("gpt-2 phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert", _OF_GPT2),
     **_named("mpt olmo jais trillion granite-docling exaone4 jina-v1-en jina-v2-code roberta-bpe", _OF_GPT2),
     **_named("poro-chat bloom gpt3-finnish", PreTokenizer((_NO_STOPS,))),
     "viking": PreTokenizer((_NO_STOPS, r"\p{N}")),
-    **_named("gemma4 granite-embed-multi-311m", _OF_GEMMA4),
+    **_named("gemma4 granite-embed-multi-311m", PreTokenizer((r"[^\n]+|\n+",), add_bos=True, byte_level=False)),
     "sarvam-moe": PreTokenizer((r"[^\n]+|\n+",), byte_level=False),
 }

@@ -30,7 +30,6 @@ _VERSIONS = (2, 3)
 _MIN_ENTRY_BYTES, _MIN_TENSOR_BYTES, _MIN_TEXT_BYTES, _MIN_ARRAY_BYTES = 12, 24, 8, 12
 _MAX_NESTED = 4
 _MAX_DIMENSIONS = 4
-_DEFAULT_ALIGNMENT = 32
 _COUNT = struct.Struct("<Q")
 _PLAIN = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "BF16": "<u2"}
 PLAIN_TYPES = frozenset(_PLAIN)
@@ -136,7 +135,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], list[GgufTensor]]:
             raise ConfigError(f"its header has {key!r} twice")
         metadata[key] = cursor.value(cursor.number(4))
     headers = [_tensor_header(cursor) for _ in range(num_tensors)]
-    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise ConfigError(f"its alignment is {alignment!r}, which is no power of two")
     begin = -(-cursor.place // alignment) * alignment

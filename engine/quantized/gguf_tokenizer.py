@@ -28,7 +28,6 @@ _NAMES = {
     "pad_token": "padding",
     "mask_token": "mask",
 }
-_SENTENCEPIECE_IDS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}
 # Tokens that end a turn, whatever their type. Not "</s>", which is an HTML tag in some vocabularies.
 _ENDS = words(
     """
@@ -36,8 +35,6 @@ _ENDS = words(
     _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜> [e~[
     """
 )
-# With one of these sets, "<|end|>" ends only a part of a turn.
-_PARTS_END = (frozenset({"<|return|>", "<|call|>"}), frozenset({"<|flush|>", "<|calls|>"}))
 # Models whose special tokens swallow the spaces behind them, and the tokens that do not.
 _STRIPPING_MODELS, _NOT_STRIPPING = ("phi-3", "phi3"), frozenset({"<unk>", "<s>", "<|endoftext|>"})
 
@@ -107,7 +104,7 @@ def _pre_tokenizer(name: str) -> PreTokenizer:
 
 
 def _special_ids(metadata: Mapping[str, Any], kind: str, count: int) -> dict[str, int]:
-    found = dict(_SENTENCEPIECE_IDS) if kind == "llama" else {}
+    found = {"bos_token": 1, "eos_token": 2, "unk_token": 0} if kind == "llama" else {}
     for name, key in _NAMES.items():
         number = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if isinstance(number, int) and number < count:
@@ -120,7 +117,8 @@ def _ends(
 ) -> set[str]:
     """Return the tokens that end a text or a turn: by text, and by metadata."""
     found = {token for token in _ENDS if token in ids}
-    if "<|end|>" in found and any(parts <= found for parts in _PARTS_END):
+    # With one of these sets, "<|end|>" ends only a part of a turn.
+    if "<|end|>" in found and (found >= {"<|return|>", "<|call|>"} or found >= {"<|flush|>", "<|calls|>"}):
         found.remove("<|end|>")
     named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom"))
     found.update(tokens[number] for number in named if isinstance(number, int) and number < len(tokens))

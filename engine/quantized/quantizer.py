@@ -32,11 +32,8 @@ from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 
 # Weights quantized at once: fits a core's cache.
 _PIECE_WEIGHTS = 2**18
-# Starts of the search: the part of a group's range that the codes span.
-_REACHES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.72)
 # Max relative growth of a matrix's squared error for float16 scales and offsets, which halve their memory.
 _FLOAT16_COST = 0.01
-_PROGRESS_TENSORS = 100
 # Refinement rounds: per start, and for the best result.
 _FIRST_ROUNDS, _LAST_ROUNDS = 1, 3
 
@@ -121,7 +118,8 @@ class GroupFit:
 
 def _best_fit(groups: torch.Tensor, levels: CodeRange) -> GroupFit:
     best = None
-    for reach in _REACHES:
+    # Starts of the search: the part of a group's range that the codes span.
+    for reach in (1.0, 0.95, 0.9, 0.85, 0.8, 0.72):
         fit = _fit_codes(groups, levels, *_start(groups, levels, reach))
         if best is None:
             best = fit
@@ -200,7 +198,7 @@ def quantize_folder(source: Path, folder: Path, kind: str, group: int, progress:
             tied_head = names["lm_head"][0][0].name
             for index, (wanted, tensor) in enumerate(checkpoint.tensors()):
                 name = wanted.name
-                if index % _PROGRESS_TENSORS == 0:
+                if index % 100 == 0:
                     progress(f"quantizing weights to {kind}: tensor {index}")
                 if name in heads:
                     writer.add(_stored(name, tensor, "int8", 0, pool))

@@ -23,7 +23,6 @@ log = logging.getLogger("pillion.follower")
 
 RETRY_S = 0.1
 MAX_RETRY_S = 5.0
-_PASSING = (Unavailable, Overloaded, DeadlineExceeded, Cancelled)
 
 
 class BlockFollower:
@@ -57,7 +56,7 @@ class BlockFollower:
                 async with contextlib.aclosing(self._stream()) as messages:
                     async for message in messages:
                         yield message
-            except _PASSING as error:
+            except (Unavailable, Overloaded, DeadlineExceeded, Cancelled) as error:
                 log.info("the stream of blocks ended: %s", error.message)
             finally:
                 self.current = False

@@ -28,11 +28,6 @@ ADAPTERS = PREFIX + b"adapters"
 # The recorder's bundles, and their ids by time (lua/record_keep.lua).
 RECORDS = (PREFIX + b"{records}:bundles", PREFIX + b"{records}:times")
 
-_BUCKETS = PREFIX + b"q:{%b}"
-# Work of gateways under way, with one hash tag, so that one script reads all of it.
-_LOADS = PREFIX + b"{load}:%b"
-_PREFIX_PINS = PREFIX + b"prefix_pins:%b"
-
 FIELD_BYTES = 8
 ENTRY_BYTES = 8
 # Nodes stored per block, the newest: more would only cost time on the server.
@@ -46,17 +41,18 @@ _HEAD_BYTES = 3
 
 def buckets_of(owner: str) -> bytes:
     """Return the key of an owner's token buckets (shared_buckets.py). ``owner`` has no braces."""
-    return _BUCKETS % owner.encode()
+    return b"pillion:q:{%b}" % owner.encode()
 
 
 def load_of(gateway_id: str) -> bytes:
     """Return the key of what a gateway has under way (shared_loads.py)."""
-    return _LOADS % gateway_id.encode()
+    # One hash tag, so that one script reads the work of all gateways.
+    return b"pillion:{load}:%b" % gateway_id.encode()
 
 
 def prefix_pins_of(node_id: str) -> bytes:
     """Return the key of a KV node's record of prefix pins (kvstore/prefix_pins/pin_records.py)."""
-    return _PREFIX_PINS % node_id.encode()
+    return b"pillion:prefix_pins:%b" % node_id.encode()
 
 
 def bucket(segment: bytes) -> bytes:

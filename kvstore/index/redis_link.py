@@ -44,7 +44,6 @@ REMEDIES = {
 }
 
 _SCRIPTS = Path(__file__).parent / "lua"
-_REGISTRY_SCRIPTS = ("heartbeat", "leave", "components", "nodes")
 
 T = TypeVar("T")
 Argument = bytes | str | int
@@ -313,7 +312,7 @@ def _script_sha(name: str) -> str:
 @cache
 def script_text(name: str) -> bytes:
     """Return a script as sent to Redis, prefixed by the shared parts."""
-    parts = ("common", "registry", name) if name in _REGISTRY_SCRIPTS else ("common", name)
+    parts = ("common", "registry", name) if name in ("heartbeat", "leave", "components", "nodes") else ("common", name)
     return "".join((_SCRIPTS / f"{part}.lua").read_text() for part in parts).encode()
 
 

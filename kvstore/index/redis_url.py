@@ -36,7 +36,6 @@ ONE: Final = "one server"
 SENTINEL: Final = "sentinel"
 CLUSTER: Final = "cluster"
 
-_PORTS = {ONE: 6379, SENTINEL: 26379, CLUSTER: 6379}
 _TLS_OPTIONS = frozenset(
     f"ssl_{name}" for name in ("ca_certs", "ca_data", "cert_reqs", "certfile", "check_hostname", "ciphers", "keyfile")
 )
@@ -132,7 +131,7 @@ def _parse(url: str) -> RedisPlace:
         service = ""
     else:
         named, _, path = place.partition("/")
-        hosts = _hosts(named, _PORTS[mode])
+        hosts = _hosts(named, {ONE: 6379, SENTINEL: 26379, CLUSTER: 6379}[mode])
         if mode == ONE and len(hosts) > 1:
             raise ValueError("several hosts: choose redis+sentinel:// or redis+cluster://")
         service, db = _path(path, mode)

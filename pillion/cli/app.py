@@ -34,7 +34,6 @@ from pillion.types import SAMPLING_OPTIONS
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 REPEAT = "Repeatable."
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -88,7 +87,7 @@ def run_command(command: click.Command, argv: list[str] | None, name: str) -> No
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_FAILED
     except OSError as error:
-        if error.errno not in DISK_ERRORS:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
             raise
         fail(f"{error.strerror}{f': {error.filename}' if error.filename else ''}")
         code = EXIT_FAILED

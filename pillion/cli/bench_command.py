@@ -40,7 +40,7 @@ def token_range(ctx: click.Context, param: click.Parameter, text: str) -> tuple[
         raise click.BadParameter(f"{text!r} is not LOW,HIGH, such as 1000,30000", ctx, param) from None
 
 
-BACKENDS, ENDPOINTS = click.Choice(("pillion", "openai")), click.Choice(("completions", "chat"))
+BACKENDS = click.Choice(("pillion", "openai"))
 WORKLOADS, PROCESSES = click.Choice(("random", "chats", "trace")), click.Choice(("poisson", "constant", "gamma"))
 FILE = click.Path(dir_okay=False, path_type=Path)
 LENGTHS = "N, uniform:LOW,HIGH or lognormal:MEDIAN,SIGMA[,MAX]"
@@ -48,7 +48,12 @@ WHOM = (
     option("--backend", "gRPC of Pillion, or OpenAI's HTTP.", "pillion", type=BACKENDS),
     option("--target", "Gateway's HOST:PORT (grpcs:// for TLS), or a URL.  [default: port 50051 or 8000 here]"),
     option("--model", "The server's name of the model; optional if one model is served.", ""),
-    option("--endpoint", "Prompts as token ids or as messages.", "completions", type=ENDPOINTS),
+    option(
+        "--endpoint",
+        "Prompts as token ids or as messages.",
+        "completions",
+        type=click.Choice(("completions", "chat")),
+    ),
     option("--temperature", "0 is greedy.", 0.0),
     option("--ignore-eos/--no-ignore-eos", "Whether answers continue to the requested length.", True),
     *(CA, CERT, KEY),

@@ -19,7 +19,6 @@ from pillion.types import GenerateRequest
 # Characters of a model's name in a span; the caller may send any text.
 MAX_NAME_CHARS = 100
 _ending = OwnTasks()
-_FINE = (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED)
 
 
 def begin(request: GenerateRequest) -> trace.Span:
@@ -51,7 +50,7 @@ async def _end_after(span: trace.Span, call: grpc.aio.Call) -> None:
 
 def _end(span: trace.Span, code: grpc.StatusCode) -> None:
     span.set_attribute("rpc.response.status_code", code.name)
-    if code not in _FINE:
+    if code not in (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED):
         span.set_attribute("error.type", code.name)
         span.set_status(trace.StatusCode.ERROR)
     span.end()

@@ -29,12 +29,10 @@ from pillion.wire.public import PLAN_HEADER
 
 API_KEY_VARIABLE = "PILLION_API_KEY"
 SERVICE = "pillion.v1.Gateway"
-HEALTH_METHOD = "/grpc.health.v1.Health/Check"
 RETRY_ATTEMPTS = 4
 RETRY_FIRST_BACKOFF_S = 0.1
 RETRY_MAX_BACKOFF_S = 1.0
 MAX_ADDRESSES = 64
-PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
 
 _STATES = {state.value[0]: state for state in grpc.ChannelConnectivity}
 
@@ -102,7 +100,7 @@ class GatewayConnection:
         if pause_s <= 0:
             return
         with contextlib.suppress(ValueError):  # A ValueError means that the channel was closed meanwhile.
-            ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(HEALTH_METHOD)
+            ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/grpc.health.v1.Health/Check")
             waiting = ask.future(b"", timeout=pause_s, wait_for_ready=True)
             over.wait(pause_s)
             waiting.cancel()
@@ -189,7 +187,7 @@ def connection_hint(target: str, encrypted: bool) -> str:
         tls = "This client uses TLS: check --ca, --cert and --key, or omit grpcs:// if the gateway has no TLS."
     else:
         tls = "This client does not use TLS: write grpcs:// if the gateway does."
-    named = [name for name in PROXY_VARIABLES if os.environ.get(name)]
+    named = [name for name in ("grpc_proxy", "https_proxy", "http_proxy") if os.environ.get(name)]
     proxy = f" gRPC uses the proxy of {named[0]} unless no_proxy has the host." if named else ""
     return (
         f"does a gateway listen at {target} (`pillion serve` starts one), and is this its gRPC port (50051 unless "

@@ -73,15 +73,16 @@ def write_json(path: Path, result: dict[str, Any], server: dict[str, Any]) -> No
     path.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n")
 
 
-MEANINGS = (
-    "TTFT: time to the first token. ITL: gap between two tokens.\n"
-    "TPOT: an answer's mean gap. e2e: time to the last token."
-)
-
-
 def tables(result: dict[str, Any]) -> Group:
     """Return the tables and warnings of a run, for the terminal."""
-    latency = Table(title="latency in ms, from the intended arrival", caption=MEANINGS, caption_justify="left")
+    latency = Table(
+        title="latency in ms, from the intended arrival",
+        caption=(
+            "TTFT: time to the first token. ITL: gap between two tokens.\n"
+            "TPOT: an answer's mean gap. e2e: time to the last token."
+        ),
+        caption_justify="left",
+    )
     latency.add_column("")
     for column in COLUMNS:
         latency.add_column(column, justify="right")

@@ -18,7 +18,6 @@ from pillion.loadgen.slo import Objective
 from pillion.loadgen.sweep import Tried, best_rate, next_rate
 from pillion.loadgen.target import LoadTarget, PillionTarget, TargetError
 
-DEFAULT_TARGETS = {"pillion": "127.0.0.1:50051", "openai": "http://127.0.0.1:8000"}
 WARM_UP_SEED, RUN_SEEDS = 7_919_000, 100_003
 MAX_WARM_UP_REQUESTS = 1000
 
@@ -61,7 +60,7 @@ async def opened(server: Server) -> AsyncIterator[tuple[LoadTarget, dict[str, An
 
     Raises ConfigError for an impossible server, Unavailable if it does not answer.
     """
-    where = server.target or DEFAULT_TARGETS[server.backend]
+    where = server.target or {"pillion": "127.0.0.1:50051", "openai": "http://127.0.0.1:8000"}[server.backend]
     reach: dict[str, Any] = {"target": where, "ca": server.ca, "cert": server.cert, "key": server.key}
     reach["api_key"] = os.environ.get(server.api_key_variable, "")
     kind = PillionTarget if server.backend == "pillion" else OpenAITarget

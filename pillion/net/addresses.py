@@ -11,7 +11,6 @@ IN_PROCESS = "in-process:"
 OFF_NETWORK = ("unix:", IN_PROCESS)
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
 BOTH_FAMILIES = "::"
 
 
@@ -40,7 +39,10 @@ def listen(host: str, port: int, backlog: int, *, share_port: bool) -> socket.so
 def spare_loopback() -> None:
     """Exempt this machine's own addresses from the environment's proxy, for the libraries of this process and its
     children: buckets, collectors, health checks."""
-    if not any(os.environ.get(name) or os.environ.get(name.upper()) for name in PROXIES):
+    if not any(
+        os.environ.get(name) or os.environ.get(name.upper())
+        for name in ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
+    ):
         return
     for name in ("no_proxy", "NO_PROXY"):
         said = os.environ.get(name) or os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""

@@ -38,9 +38,6 @@ HANDSHAKE_TIMEOUT_MS = 5_000
 # Grace of a closed server that will be stopped later. gRPC (1.78) touches a server again when a grace is over, even if
 # another stop has freed it; so this grace must exceed any later one.
 STOP_FOLLOWS_S = 30 * 86_400.0
-# Bitset with "no compression" only. gRPC decompresses before it checks a message's size, and half a megabyte of gzip
-# may become half a gigabyte.
-UNCOMPRESSED = 1
 
 Options = list[tuple[str, Any]]
 Counting = Callable[[Any], contextlib.AbstractContextManager[None]]
@@ -81,7 +78,9 @@ def server_options(max_message_bytes: int, max_connections: int, *, share_port: 
     return [
         *_options(max_message_bytes),
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
-        ("grpc.compression_enabled_algorithms_bitset", UNCOMPRESSED),
+        # "No compression" only. gRPC decompresses before it checks a message's size, and half a megabyte of gzip may
+        # become half a gigabyte.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
         # Two servers on one port share its connections at random. Without ``share_port``, a port in use is an error.

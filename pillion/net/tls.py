@@ -32,7 +32,6 @@ log = logging.getLogger("pillion.net.tls")
 
 INTERNAL_NAME = "pillion.internal"
 Options = list[tuple[str, Any]]
-_WRONG_TIMES = (9, 10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +184,8 @@ def _refuse_expired(context: ssl.SSLContext, cert: str) -> None:
         except ssl.SSLWantReadError:
             continue
         except ssl.SSLCertVerificationError as error:
-            if error.verify_code in _WRONG_TIMES:
+            # Not yet valid, and expired.
+            if error.verify_code in (9, 10):
                 raise ConfigError(f"TLS: {cert}: {error.verify_message}") from None
             return
         except ssl.SSLError:

@@ -45,16 +45,12 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry, default=str)
 
 
-# gRPC errors of asyncio calls whose peer is gone or has refused. By name, so that no program imports gRPC for its log.
-_ENDS_OF_CALLS = frozenset(("AioRpcError", "ExecuteBatchError"))
-_LIBRARIES = ("grpc._cython.cygrpc", "grpc.aio", "grpc.aio._call", "asyncio")
-
-
 def in_one_line(record: logging.LogRecord) -> bool:
     """Logging filter: reduce a library's record about a call with a dead peer to a warning of one line. Return whether
     to write the record."""
     error = record.exc_info[1] if record.exc_info else None
-    if error is not None and any(kind.__name__ in _ENDS_OF_CALLS for kind in type(error).__mro__):
+    # Calls whose peer is gone or has refused. By name, so that no program imports gRPC for its log.
+    if error is not None and any(kind.__name__ in ("AioRpcError", "ExecuteBatchError") for kind in type(error).__mro__):
         reason = error.details() if hasattr(error, "details") else str(error)
         record.msg, record.args = "%s: %s", (_first_line(record.getMessage()), _first_line(reason or ""))
         record.levelno, record.levelname = logging.WARNING, "WARNING"
@@ -88,6 +84,6 @@ def set_up_logging(level: str, form: str = "text", component: str = "") -> None:
     if form == "json":
         logging.captureWarnings(True)
         sys.excepthook = _log_uncaught
-    for library in _LIBRARIES:
+    for library in ("grpc._cython.cygrpc", "grpc.aio", "grpc.aio._call", "asyncio"):
         logging.getLogger(library).addFilter(in_one_line)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)

@@ -21,7 +21,6 @@ ITL_BOUNDS = (0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.1
 STEP_BOUNDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 TOKENS_BOUNDS = (*(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)), 1e6)
 ANSWERS_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0)
-SHARE_BOUNDS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
 def _tokens(name: str, text: str) -> Metric:
@@ -101,7 +100,7 @@ SPLIT = Metric(
     "1",
     "Share of a prompt's uncached tokens that prefill workers computed.",
     (MODEL,),
-    SHARE_BOUNDS,
+    (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0),
 )
 PROMPT_TOKENS = _counter(
     "pillion.prompt_tokens",

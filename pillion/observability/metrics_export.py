@@ -33,8 +33,6 @@ log = logging.getLogger("pillion.observability.metrics")
 # Timeout of a scrape on the component's loop; missed scrapes show an overloaded component.
 COLLECT_TIMEOUT_S = 2.0
 
-HEALTH_PATH, ALIVE_PATH = "/health", "/alive"
-
 Collect = Callable[[], Values]
 T = TypeVar("T")
 
@@ -117,7 +115,7 @@ class Exports:
 
     def _pages(self, metrics_page: Any) -> Any:
         """Return the port's WSGI application: pages for health checks, and ``metrics_page`` under any other path."""
-        checks: dict[str, Callable[[], str]] = {HEALTH_PATH: self._not_ready, ALIVE_PATH: str}
+        checks: dict[str, Callable[[], str]] = {"/health": self._not_ready, "/alive": str}
 
         def answer(environ: Any, start_response: Any) -> Any:
             check = checks.get(environ["PATH_INFO"])

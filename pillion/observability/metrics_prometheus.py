@@ -72,7 +72,6 @@ class _Alias:
     called: str = ""
 
 
-LORA_INFO = "vllm:lora_requests_info"
 ALIASES = (
     _Alias("vllm:num_requests_running", names.MODEL_REQUESTS, "state", ("running",)),
     _Alias("vllm:num_requests_waiting", names.MODEL_REQUESTS, "state", ("waiting",)),
@@ -133,7 +132,7 @@ def _lora_info(values: Values) -> Metric:
     (slots,) = values[names.ADAPTER_SLOTS].values()
     running = ",".join(sorted(adapter for (adapter,) in values.get(names.ADAPTER_REQUESTS, {})))
     labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
-    info = GaugeMetricFamily(LORA_INFO, "Adapters of the requests that run.", labels=labels)
+    info = GaugeMetricFamily("vllm:lora_requests_info", "Adapters of the requests that run.", labels=labels)
     info.add_metric([f"{slots:g}" if isinstance(slots, int | float) else "", running, ""], time.time())
     return info
 

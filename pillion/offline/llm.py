@@ -71,8 +71,6 @@ if TYPE_CHECKING:
 # "cache_salt".
 OfflinePrompt = str | Sequence[int] | Mapping[str, Any]
 
-_PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
-
 
 class LLM:
     """A model in this process: a decode worker, its KV pool and the gateway's logic, on separate threads.
@@ -500,7 +498,7 @@ def _of_prompt(prompt: Any, where: str) -> GenerateRequest:
     """Return the request of one prompt. Raises InvalidRequest, which names ``where``."""
     cache_salt = ""
     if isinstance(prompt, Mapping):
-        unknown = sorted(set(prompt) - _PROMPT_KEYS)
+        unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"})
         if unknown:
             raise InvalidRequest.of(*(FieldViolation(f"{where}.{name}", "not supported") for name in unknown))
         ids, text, cache_salt = prompt.get("prompt_token_ids"), prompt.get("prompt"), prompt.get("cache_salt") or ""

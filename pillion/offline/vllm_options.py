@@ -59,9 +59,6 @@ _RENAMED = {"kv_cache_memory_bytes": "kv_pool_bytes"}
 # Formats that Pillion reads; a folder is safetensors, a file GGUF. vLLM has more readers of safetensors, and an old one
 # for those of bitsandbytes.
 _FORMATS = ("safetensors", "gguf")
-_READERS = ("fastsafetensors", "runai_streamer", "bitsandbytes")
-_OWN_FORMATS = ("auto", "dummy")
-_MORE_CHOICES = ("quantization", "load_format")
 _PRODUCERS = {
     "awq_marlin": "awq",
     "gptq_marlin": "gptq",
@@ -130,7 +127,7 @@ def translated(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
                 found[_RENAMED.get(name, name)] = value
         elif value is not None and absent.values is not _ANY and value not in absent.values:
             raise ConfigError(f"{name}={value!r} is not supported: {absent.instead}")
-    if found.get("load_format", "auto") not in _OWN_FORMATS:
+    if found.get("load_format", "auto") not in ("auto", "dummy"):
         _check_format(model, found.pop("load_format"))
     if producer_of(found):
         del found["quantization"]
@@ -164,7 +161,7 @@ def check_producer(wanted: str, model: str, folder: Path) -> None:
 
 
 def _check_format(model: str, wanted: Any) -> None:
-    if wanted not in (*_FORMATS, *_READERS):
+    if wanted not in (*_FORMATS, "fastsafetensors", "runai_streamer", "bitsandbytes"):
         raise ConfigError(
             f"load_format={wanted!r} is not supported: Pillion reads safetensors and GGUF, which hold no code; convert"
             " other weights with transformers' save_pretrained"
@@ -204,7 +201,7 @@ class EngineArgs:
             if about["kind"] is bool:
                 parser.add_argument(name, action=argparse.BooleanOptionalAction, default=None)
             else:
-                choices = None if field.name in _MORE_CHOICES else about["choices"]
+                choices = None if field.name in ("quantization", "load_format") else about["choices"]
                 parser.add_argument(name, default=None, choices=choices or None)
         parser.add_argument("--seed", type=int, default=None)
         for name in (*_ABSENT, *_RENAMED):

@@ -21,8 +21,6 @@ F = TypeVar("F")
 
 FLAG = "--speculative-config"
 METHODS = ("ngram", "suffix", "draft_model", "eagle3")
-# Methods of vLLM that Pillion does not have; it rejects them with a message of their own.
-NOT_SERVED = ("eagle", "medusa", "mlp_speculator", "mtp", "ngram_gpu", "custom_class")
 
 
 def _key(default: Any, *methods: str, least: float = 1, most: float = math.inf) -> Any:
@@ -110,7 +108,8 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
     if "method" not in said and "model" in said:
         said["method"] = "eagle3" if _is_head(str(said["model"])) else "draft_model"
     method = said.get("method")
-    if method in NOT_SERVED:
+    # Methods of vLLM that Pillion does not have.
+    if method in ("eagle", "medusa", "mlp_speculator", "mtp", "ngram_gpu", "custom_class"):
         raise ConfigError(f"{FLAG}: method {method!r} is not supported; choose one of {', '.join(METHODS)}")
     if method not in METHODS:
         raise ConfigError(f"{FLAG}: method {method!r} is not one of {', '.join(METHODS)}")

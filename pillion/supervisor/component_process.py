@@ -57,7 +57,6 @@ LATER_MODULES = (
 # them STOP_TIMEOUT_S.
 STOP_GRACE_S = 2.0
 STOP_TIMEOUT_S = 2.0
-EXIT_HURRIED = 130
 # How long a gateway's thread may parse a large body before the event loop runs. With Python's default of 5 ms, each of
 # the loop's polls would cost every client 5 ms during such bodies.
 GATEWAY_SWITCH_INTERVAL_S = 0.0005
@@ -229,7 +228,8 @@ def stop_on_signals(stop: asyncio.Event) -> None:
 
     def on_signal() -> None:
         if stop.is_set():
-            os._exit(EXIT_HURRIED)
+            # The shell's status of a program that SIGINT ended.
+            os._exit(130)
         stop.set()
 
     loop = asyncio.get_running_loop()

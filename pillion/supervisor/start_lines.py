@@ -17,8 +17,6 @@ from pillion.supervisor.pool_fit import PoolFit, human_bytes
 from pillion.supervisor.preflight import parser_names
 from pillion.supervisor.probes import reachable_host
 
-USUAL_GRPC_PORT = 50051
-
 
 def tell_model(
     notices: Notices,
@@ -122,7 +120,7 @@ def _chat(flags: ServeFlags, host: str) -> list[str]:
     words = ["PILLION_API_KEY=KEY"] * bool(flags.api_keys or flags.api_key) + [own_command(), "chat"]
     if flags.tls_cert:
         words += ["--target", f"grpcs://{host}:{flags.grpc_port}", "--ca", "CA.pem"]
-    elif (host, flags.grpc_port) != ("127.0.0.1", USUAL_GRPC_PORT):
+    elif (host, flags.grpc_port) != ("127.0.0.1", 50051):
         words += ["--target", f"{host}:{flags.grpc_port}"]
     if flags.tls_ca:
         words += ["--cert", "CLIENT.pem", "--key", "CLIENT.key"]

@@ -35,8 +35,6 @@ from pillion.errors import (
 
 log = logging.getLogger("pillion.wire.errors")
 
-DETAILS = "grpc-status-details-bin"
-PUSHBACK = "grpc-retry-pushback-ms"
 # The trailers contain a message twice, once in gRPC's encoding, and the violations once.
 MAX_MESSAGE_BYTES = 2048
 MAX_VIOLATIONS_BYTES = 3072
@@ -55,7 +53,7 @@ def to_status(error: PillionError) -> Any:
         details.append(_packed(error_details_pb2.QuotaFailure(violations=map(asdict, error.quotas))))
     status = rpc_status.to_status(status_pb2.Status(code=error.code, message=_cut(error.message), details=details))
     if isinstance(error, Unavailable):
-        pushback = (PUSHBACK, str(error.retry_after_ms or -1))
+        pushback = ("grpc-retry-pushback-ms", str(error.retry_after_ms or -1))
         status = status._replace(trailing_metadata=(*status.trailing_metadata, pushback))
     return status
 
@@ -127,7 +125,7 @@ def _status_of(error: grpc.RpcError) -> Any:
     try:
         if isinstance(error, grpc.aio.AioRpcError):
             for key, value in error.trailing_metadata() or ():
-                if key == DETAILS:
+                if key == "grpc-status-details-bin":
                     return status_pb2.Status.FromString(value)
             return None
         return rpc_status.from_call(error)

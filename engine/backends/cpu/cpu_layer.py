@@ -121,7 +121,8 @@ class LayerEmitter:
             yield self._gather(None, None)
             self._rows = self._builder.hidden
         for operation, following in zip_longest(layer, layer[1:]):
-            if not isinstance(operation, _BEFORE_ATTENTION):
+            # Operations that run inside the kernels of attention.
+            if not isinstance(operation, (NormHeads, NormProjections, NormValues, Rotate, GrowQueries)):
                 yield from _EMIT[type(operation)](self, operation, following) or ()
 
     def norm(self, operation: Norm, _: LayerOperation | None) -> Iterator[Operation]:
@@ -587,8 +588,6 @@ class LayerEmitter:
 
 
 _MIXERS = (Attend, AttendLatents, ShortConvolution, DeltaRule, StateSpace, SelectiveScan)
-# Operations that run inside the kernels of attention.
-_BEFORE_ATTENTION = (NormHeads, NormProjections, NormValues, Rotate, GrowQueries)
 _EMIT: dict[type, Callable[[LayerEmitter, Any, LayerOperation | None], Iterator[Operation] | None]] = {
     Norm: LayerEmitter.norm,
     Multiply: LayerEmitter.multiply,

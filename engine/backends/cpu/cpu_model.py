@@ -48,8 +48,6 @@ from pillion.kernels.cpu.runtime.compiler import CompiledKernels, compile_kernel
 from pillion.kernels.cpu.runtime.program import Buffer, Operation
 from pillion.kernels.state_pieces import STATE_LAYOUT_VERSION
 
-CHECK_VARIABLE = "PILLION_CHECK_KERNELS"
-
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
@@ -122,7 +120,7 @@ def load_cpu_model(
     access; None reads PILLION_CHECK_KERNELS. The caller has checked that the kernels can run the model
     (``pillion.engine.backends.cpu.cpu_loading``). Raises ConfigError for weights that do not fit the config.
     """
-    checked = os.environ.get(CHECK_VARIABLE) == "1" if checked is None else checked
+    checked = os.environ.get("PILLION_CHECK_KERNELS") == "1" if checked is None else checked
     cache, config = ModelCache(), load_config(prepared.folder)
     version = LAYOUT_VERSION if kv_cache_dtype == "auto" else EIGHT_BIT_VERSION
     if config.linear is not None:

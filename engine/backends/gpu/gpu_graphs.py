@@ -39,7 +39,6 @@ FEW_TOKENS = 2048
 STEPS_UP_TO_TOKENS = ((8, 64), (64, 1024), (128, FEW_TOKENS), (256, 4096), (512, MAX_GRAPH_TOKENS))
 # Max padding of a step: computing more tokens takes longer than launching kernel by kernel.
 MAX_PADDING_TOKENS = 1024
-SMALLEST_SIZES = (1, 2, 4)
 MAX_CAPTURE_S = 60.0
 
 RunStep = Callable[[StepShape], torch.Tensor]
@@ -48,7 +47,7 @@ RunStep = Callable[[StepShape], torch.Tensor]
 def sizes_for(max_tokens: int) -> tuple[int, ...]:
     """Return padded sizes up to ``max_tokens``, ascending: 1, 2, 4, 8, 16 ... 64, 128, 192 ... 1024, 1152 ..."""
     most = min(max_tokens, MAX_GRAPH_TOKENS)
-    sizes, begin = set(SMALLEST_SIZES), 0
+    sizes, begin = {1, 2, 4}, 0
     for step, end in STEPS_UP_TO_TOKENS:
         sizes.update(range(begin + step, end + 1, step))
         begin = end

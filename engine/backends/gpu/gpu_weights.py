@@ -66,8 +66,6 @@ from pillion.kernels.torch.torch_linear import Linear
 ALIGN_BYTES = 256
 # Names of a PackedKind's fields that are stored as numbers in the header of a packed file.
 _KIND_NAMES: dict[str, tuple[str, ...]] = {"coding": tuple(BITS), "scale": SCALES, "shift": SHIFTS}
-# Standard deviation of random weights, with which a forward pass stays finite.
-DUMMY_SPREAD = 0.02
 # Name of the tensor with a rank's inner values of a layer, unless they are in order: int32.
 INNER_VALUES = "inner_values"
 
@@ -171,7 +169,8 @@ class GpuWeights(dict[str, torch.Tensor]):
                 if name.rpartition(".")[2].endswith(("norm", "scalar")):
                     tensor.fill_(1.0)
                 else:
-                    tensor.normal_(0.0, DUMMY_SPREAD, generator=generator)
+                    # Standard deviation of random weights, with which a forward pass stays finite.
+                    tensor.normal_(0.0, 0.02, generator=generator)
 
 
 class GpuPackedFile(PackedFile):

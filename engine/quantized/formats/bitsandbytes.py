@@ -23,7 +23,6 @@ from pillion.engine.quantized.quantization import MatrixScheme
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 
-_NESTED_CODES = 256
 _MAX_BLOCK_WEIGHTS = 4096
 
 
@@ -48,7 +47,7 @@ class Nf4Layout:
             Part(f"{name}.quant_map", ("F32",), [(16,)]),
             Part(f"{name}.absmax", ("F32", "U8"), []),
             Part(f"{name}.nested_absmax", ("F32",), [], optional=True),
-            Part(f"{name}.nested_quant_map", ("F32",), [(_NESTED_CODES,)], optional=True),
+            Part(f"{name}.nested_quant_map", ("F32",), [(256,)], optional=True),
         )
 
     def read(self, name: str, shape: tuple[int, int], scheme: MatrixScheme, get: Get) -> QuantizedMatrix:

@@ -26,7 +26,6 @@ from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 
 _CODES = {"int": ("I8",), "fp8": ("F8_E4M3",)}
-_ONE_BYTE = ("I8", "F8_E4M3")
 
 
 class PackedLayout:
@@ -85,7 +84,7 @@ class CodesLayout:
     def marks(self, name: str, headers: Headers) -> bool:
         scaled = f"{name}_scale" in headers or f"{name}_scale_inv" in headers
         found = headers.get(name)
-        return found is not None and found.dtype not in FLOATS and (scaled or found.dtype in _ONE_BYTE)
+        return found is not None and found.dtype not in FLOATS and (scaled or found.dtype in ("I8", "F8_E4M3"))
 
     def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:
         scales = _scale_shapes(name, shape, scheme)

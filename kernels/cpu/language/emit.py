@@ -42,8 +42,6 @@ LOG2E = 1.4426950408889634
 # value.
 _EXP2 = (1.5403530393381609e-4, 1.3333558146428443e-3, 9.618129107628477e-3, 5.550410866482158e-2,
          2.402265069591007e-1, 6.931471805599453e-1, 1.0)  # fmt: skip
-# Truth table of "the second operand's bit where the third's is set, else the first's".
-_CHOOSE_BY_THIRD = 0xD8
 # Below this exponent 2**x is 0, so that a masked token has a weight of exactly 0 whatever its score.
 _MIN_EXPONENT = -126.0
 
@@ -568,7 +566,8 @@ class Kernel:
         low, high = b.lshr(b.bitcast(first.ir, VI), int_lanes(16)), b.bitcast(second.ir, VI)
         # LLVM would turn a shift and an "or" into one permutation, which is slower than both.
         function = self.function("llvm.x86.avx512.pternlog.d.512", VI, [VI, VI, VI, I32])
-        return Pairs(self, b.call(function, [low, high, int_lanes(-65536), I32(_CHOOSE_BY_THIRD)]))
+        # Truth table of "the second operand's bit where the third's is set, else the first's".
+        return Pairs(self, b.call(function, [low, high, int_lanes(-65536), I32(0xD8)]))
 
     def maximum(self, a: Vec, b: Vec | float) -> Vec:
         """Return the larger value per lane; b's if a is NaN."""

@@ -22,9 +22,6 @@ ATTENTION_PLANS = 2
 AUTO, TORCH = "auto", "torch"
 # Features of the matrix tiles: usable only after the kernel grants the process their registers.
 _TILE_FEATURES = ("amx-tile", "amx-bf16", "amx-int8")
-# Marks the processors with bfloat16 pair products (Zen 5) that start two 512-bit products per cycle but load at most
-# two vectors in it.
-_TWO_PRODUCTS = "avx512vp2intersect"
 # System call arch_prctl, ARCH_REQ_XCOMP_PERM, and the state component XTILEDATA.
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
@@ -240,7 +237,8 @@ def _tuned(isa: Isa, features: Collection[str], exact_codes: bool) -> Isa:
     """Return a row tuned for a processor with these features."""
     if isa.rounds_codes and exact_codes:
         isa = replace(isa, rounds_codes=False)
-    return replace(isa, products_load=False) if isa.bf16_dot and _TWO_PRODUCTS in features else isa
+    # Zen 5: bfloat16 pair products, of which two start per cycle, with at most two loads of vectors in it.
+    return replace(isa, products_load=False) if isa.bf16_dot and "avx512vp2intersect" in features else isa
 
 
 def _lacking(isa: Isa, features: Collection[str]) -> list[str]:

@@ -35,8 +35,6 @@ _SHAPES_BYTES, _VERSION = 64, 1
 _AT_ROW_BYTES, _AT_ROWS = 16, 48
 _TILE_BYTES = TILE_ROWS * VECTOR_BYTES
 _EMULATED_BYTES = _SHAPES_BYTES + TILES * _TILE_BYTES
-# MXCSR with all exceptions masked, and denormal operands and results flushed to zero.
-_FLUSHING_MXCSR = 0x9FC0
 _NOTHING = ir.VoidType()
 _ANY = I8.as_pointer()
 
@@ -151,7 +149,8 @@ def _emulated_pairs(k: Kernel, memory: Ptr, sums: Int, rows: Int, columns: Int) 
     b = k.builder
     cells, pointers = [b.alloca(I32) for _ in range(2)], [_ANY]
     before, flushing = (b.bitcast(cell, _ANY) for cell in cells)
-    b.store(I32(_FLUSHING_MXCSR), cells[1])
+    # MXCSR with all exceptions masked, and denormal operands and results flushed to zero.
+    b.store(I32(0x9FC0), cells[1])
     b.call(k.function("llvm.x86.sse.stmxcsr", _NOTHING, pointers), [before])
     b.call(k.function("llvm.x86.sse.ldmxcsr", _NOTHING, pointers), [flushing])
     # LLVM may move arithmetic across the change of mode, but not out of a separate function.

@@ -15,7 +15,6 @@ from pillion.kernels.cpu.language.emit import I32, I64, Int, Kernel, Ptr
 FUTEX_WAIT, FUTEX_WAKE, PRIVATE = 0, 1, 128
 ALL_SLEEPERS = 2**31 - 1
 NS_PER_S = 1_000_000_000
-_FUTEX_CALL = {"x86_64": 202, "aarch64": 98}
 
 
 def atomic_load(k: Kernel, ptr: Ptr) -> Int:
@@ -53,7 +52,7 @@ def futex(k: Kernel, word: Ptr, operation: int, value: Any, timeout_ns: Int | No
         k.store_int(at + 8, timeout_ns % NS_PER_S)
         timeout = Int(k, at.ir)
     function = k.function("syscall", I64, [I64], var_arg=True)
-    number = I64(_FUTEX_CALL[k.isa.machine])
+    number = I64({"x86_64": 202, "aarch64": 98}[k.isa.machine])
     k.builder.call(function, [number, word.ir, I64(operation), value, timeout.ir, I64(0), I64(0)])
 
 

@@ -31,7 +31,6 @@ MAX_ENTRY_BYTES = 64 * 2**20
 MAX_COMPILE_WAIT_S = 120.0
 _COMPILE_POLL_S = 0.05
 _SUFFIX = ".kernels"
-_LOCK_NAME = "compile.lock"
 _DIGEST_CHARS = 64
 _HEADER_BYTES = _DIGEST_CHARS + 1
 
@@ -106,7 +105,7 @@ class CodeCache:
         with contextlib.ExitStack() as stack:
             try:
                 self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                file = stack.enter_context((self._folder / _LOCK_NAME).open("ab"))
+                file = stack.enter_context((self._folder / "compile.lock").open("ab"))
                 place, give_up = int(key[:12], 16), time.monotonic() + MAX_COMPILE_WAIT_S
                 while time.monotonic() < give_up:
                     try:

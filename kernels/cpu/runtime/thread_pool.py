@@ -37,8 +37,6 @@ CANARY_BYTES = 4096
 _CANARY_BYTE = 0xC5
 _HUGE_PAGE_BYTES = 2**21
 _INT64 = ctypes.c_int64
-# Synchronous signals: delivered to the faulting thread, so they must not be blocked.
-_SYNCHRONOUS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}
 
 
 class ThreadPool:
@@ -219,7 +217,11 @@ class _Native:
     def _start(self, processors: Sequence[int]) -> None:
         """Start a helper for each of ``processors``, bound to it unless it is -1."""
         libc, threads = _libc(), 1 + len(processors)
-        previous = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _SYNCHRONOUS)
+        # Synchronous signals: delivered to the faulting thread, so they must not be blocked.
+        previous = signal.pthread_sigmask(
+            signal.SIG_BLOCK,
+            signal.valid_signals() - {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT},
+        )
         try:
             for thread in range(1, threads):
                 handle = ctypes.c_ulong()

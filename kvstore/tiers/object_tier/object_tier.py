@@ -54,8 +54,6 @@ MAX_KNOWN_BLOCKS = 2**18
 # How long a missing block is not looked up again, and how many such blocks are remembered.
 ABSENT_MS = 5_000
 MAX_ABSENT_BLOCKS = 4096
-# Segment of no chain: a list of it only probes the service.
-_NO_SEGMENT = bytes(32)
 
 
 class ObjectTier(MediumTier):
@@ -346,7 +344,8 @@ class ObjectTier(MediumTier):
 
     async def _answers_probe(self) -> bool:
         try:
-            await self._store.names(self._layout.folder(_NO_SEGMENT))
+            # Segment of no chain: a list of it only probes the service.
+            await self._store.names(self._layout.folder(bytes(32)))
         except ObjectStoreFailure:
             return False
         return True

@@ -40,8 +40,6 @@ _ENVIRONMENT = {
     "NIXL_LOG_LEVEL": "FATAL",
 }
 _BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
-_BUILDS_BEFORE_13 = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
-_CUDA_13 = 13000
 _KINDS = {HOST: "DRAM", CUDA: "VRAM"}
 _OWN = "NIXL_INIT_AGENT"
 _BACKEND = "UCX"
@@ -198,7 +196,7 @@ class NixlAgent:
 def _builds() -> Sequence[str]:
     """Return NIXL's builds, the one for this CUDA driver first; for host memory any of them works."""
     version = driver_version()
-    return _BUILDS_BEFORE_13 if 0 < version < _CUDA_13 else _BUILDS
+    return ("nixl_cu12", "nixl_cu13", "nixl_rocm") if 0 < version < 13_000 else _BUILDS
 
 
 def _import_api() -> Any:
