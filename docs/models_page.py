@@ -92,13 +92,13 @@ STATES = {
     "lfm2_layers": "short convolutions",
     "lfm3_layers": "short convolutions",
     "delta_layers": "gated delta nets",
-    "kimi_layers": "gated delta nets whose matrices forget by rows (KDA), no rotation",
+    "kimi_layers": "gated delta nets (KDA), no rotation",
     "olmo_hybrid_layers": "gated delta nets",
     "bamba_layers": "state spaces (Mamba-2)",
     "jamba_layers": "state spaces (Mamba-1), no rotation",
     "mamba_layers": "state spaces (Mamba-2)",
     "falcon_h1_layers": "state spaces (Mamba-2) beside attention",
-    "nemotron_h_layers": "layers that are a state space (Mamba-2), attention, an MLP or experts",
+    "nemotron_h_layers": "layers of a state space (Mamba-2), attention, MLP or experts",
 }
 
 INTRO = """# Models
@@ -109,7 +109,7 @@ INTRO = """# Models
 ([why](decisions/models.md#one-decoder-a-row-for-each-family)), each tested against transformers in float32
 (`tests/engine/models/test_families.py`), and one of each kind over a `kill -9` of a decode worker. Config keys that a
 family does not know are refused by name, unless they are off, labels or bookkeeping (`--ignore-config-key NAME`); the
-third column has refused keys of transformers. Models whose values are keys (Gemma 4 with `attention_k_eq_v`) or
+table names such keys of transformers. Models whose values are keys (Gemma 4 with `attention_k_eq_v`) or
 narrower than keys (MiMo-V2-Flash) have no adapters yet.
 
 Encoders (`bert`, `roberta`, `xlm-roberta`, `modernbert`), all families below and their classifiers
@@ -124,10 +124,10 @@ adapters, 8-bit KV, draft models and EAGLE-3.
 Below: QK norms normalize queries and keys; post-norms follow attention and MLP; the choice bias counts for choosing
 experts, not in their sum; "with/without a window" are layers with or without a sliding window.
 
-| model_type | layers, beside Llama's | refused unless off |
-|---|---|---|"""
+| model_type | layers, beside Llama's |
+|---|---|"""
 AFTER = """
-Of these multimodal models the text model (in brackets) is served: {text}.
+Of these multimodal models the text model is served: {text}.
 Saved alone, these give vectors: {alone}.
 Aliases: {same}.
 
@@ -177,18 +177,18 @@ def options(family: ModelFamily) -> str:
     if isinstance(qk_norm, QkNorm):
         after = ", after the rotation" if qk_norm.after_rotation else ""
         after += "" if qk_norm.names else ", without weights"
-        how = {"layer_by_head": "head (LayerNorm with weights of each head's own), by a key"}
+        how = {"layer_by_head": "head (LayerNorm)"}
         said.append(f"QK norms by {how.get(qk_norm.kind, qk_norm.kind)}{after}")
     texts = {
         "QKV biases": family.biases.qkv is True,
         "interleaved rotation": family.rope.interleaved,
         "partial rotation": family.rope.partial,
-        "another rotation with a window": family.rope.local,
+        "own rotation with a window": family.rope.local,
         "no rotation without a window": family.rope.nope_if_full,
         "scaled embeddings": family.scaled_embedding,
         "sigmoid router": family.sigmoid_router,
-        "queries that grow with their position": family.rope.query_growth,
-        "scores that multiply what experts read": family.scaled_experts,
+        "queries scaled by position": family.rope.query_growth,
+        "scores scale experts' inputs": family.scaled_experts,
     }
     said += [text for text, holds in texts.items() if holds]
     if "attention_chunk_size" in family.defaults:
@@ -203,23 +203,23 @@ def options(family: ModelFamily) -> str:
     if experts.choice_bias:
         said.append("choice bias")
     if "n_group" in family.defaults:
-        said.append("group-limited routing, by keys")
+        said.append("group-limited routing")
     if experts.shared_gate:
         said.append("a gated shared expert")
     if experts.sum_norm:
-        said.append("a norm of all experts' sum")
+        said.append("norm of the experts' sum")
     if experts.biased:
         said.append("biases of router and experts; clamped SwiGLU")
     if layer.get("sinks"):
         said.append("attention sinks")
     if "expert_selection_fn" in family.defaults:
-        said.append("sigmoid router, the average of routed and shared experts, by keys")
+        said.append("sigmoid router, average of routed and shared experts")
     if family.linear is not None:
         said.append(STATES[family.linear.__name__])
     if projections.gated or projections.gate:
         said.append("attention gated by head" if projections.by_head else "gated attention")
     if "attention_value_scale" in family.defaults:
-        said.append("attention sinks and twice the KV heads with a window; heads of values narrower than those of keys")
+        said.append("attention sinks and twice the KV heads with a window; narrower heads of values")
     if family.parallel:
         said.append("attention beside the MLP")
     if not family.gated:
@@ -229,11 +229,11 @@ def options(family: ModelFamily) -> str:
         said.append("learned positions")
     if "global_head_dim" in family.defaults:
         said.append("pre- and post-norms")
-        said.append("queries, keys and values normed by head")
-        said.append("by keys: without a window other heads, whose values are keys, and layers that share")
+        said.append("QKV norms by head")
+        said.append("without a window other heads, whose values are keys; layers that share")
         said[-1] += " an earlier one's keys and values"
     if "hidden_size_per_layer_input" in family.defaults:
-        said.append("embeddings for each layer, and experts beside the MLP, by keys")
+        said.append("embeddings per layer; experts beside the MLP")
     return "; ".join(said) or "as Llama's"
 
 
@@ -251,14 +251,11 @@ def render() -> str:
     """Returns the whole page."""
     rows: dict[str, list[str]] = defaultdict(list)
     for name, family in sorted(FAMILIES.items()):
-        rows[f"{options(family)} | {_words(refused(name, family))}"].append(name)
-    texts: dict[str, list[str]] = defaultdict(list)
-    for outer, inner in sorted(TEXT_OF.items()):
-        texts[_words(set(inner))].append(f"`{outer}`")
+        keys = _words(refused(name, family))
+        rows[options(family) + f"; refused: {keys}" * bool(keys)].append(name)
     lines = [INTRO.format(families=len(FAMILIES)), *(f"| {', '.join(names)} | {row} |" for row, names in rows.items())]
-    text = "; ".join(f"{', '.join(outer)} ({inner})" for inner, outer in texts.items())
     same = ", ".join(f"`{name}` (`{row}`)" for name, row in sorted(SAME_AS.items()))
-    lines.append(AFTER.format(text=text, alone=_words(TEXT_AS), same=same))
+    lines.append(AFTER.format(text=_words(TEXT_OF), alone=_words(TEXT_AS), same=same))
     return "\n".join(lines) + "\n"
 
 

@@ -45,7 +45,7 @@ BUILD = _gauge("pillion.build_info", "", "1, labelled with what is running.", "v
 LOOP_LONGEST = _gauge(
     "pillion.event_loop.longest_callback",
     "s",
-    "Longest time in the last minute or two that callbacks blocked the event loop.",
+    "Longest block of the event loop in the last two minutes.",
 )
 
 # Gateway: requests.
@@ -55,14 +55,14 @@ TTFT = _seconds(
 )
 TPOT = _seconds(
     "gen_ai.server.time_per_output_token",
-    "Of each answer: time after its first token per further token.",
+    "Of an answer: time per token after the first.",
     TPOT_BOUNDS,
     OPERATION,
     MODEL,
 )
 DURATION = _seconds(
     "gen_ai.server.request.duration",
-    "From a request's arrival to its end; error.type is empty if it succeeded.",
+    "From arrival to end; error.type is empty on success.",
     DURATION_BOUNDS,
     OPERATION,
     MODEL,
@@ -71,26 +71,22 @@ DURATION = _seconds(
 ITL = _seconds("pillion.inter_token_latency", "Between two tokens of a stream.", ITL_BOUNDS, MODEL)
 QUEUE_TIME = _seconds(
     "pillion.request.queue_time",
-    "Time that a request waited: in the tenants' queue, for KV memory, and in the decode worker's queue.",
+    "Wait in the tenants' queue, for KV memory, and in the decode worker's queue.",
     DURATION_BOUNDS,
     MODEL,
 )
 PREFILL_TIME = _seconds(
     "pillion.request.prefill_time",
-    "Of each request: from the end of its waiting to its first token.",
+    "From the end of waiting to the first token.",
     DURATION_BOUNDS,
     MODEL,
 )
-DECODE_TIME = _seconds(
-    "pillion.request.decode_time", "Of each request: from its first token to its last.", DURATION_BOUNDS, MODEL
-)
-INFERENCE_TIME = _seconds(
-    "pillion.request.inference_time", "Of each request: prefill and decode together.", DURATION_BOUNDS, MODEL
-)
+DECODE_TIME = _seconds("pillion.request.decode_time", "From the first token to the last.", DURATION_BOUNDS, MODEL)
+INFERENCE_TIME = _seconds("pillion.request.inference_time", "Prefill and decode together.", DURATION_BOUNDS, MODEL)
 REQUEST_PROMPT_TOKENS = _tokens("pillion.request.prompt_tokens", "Tokens of each request's prompt.")
 ANSWER_TOKENS = _tokens("pillion.request.answer_tokens", "Tokens of each answer.")
 LONGEST_ANSWER_TOKENS = _tokens("pillion.request.longest_answer_tokens", "Tokens of each request's longest answer.")
-MAX_TOKENS = _tokens("pillion.request.max_tokens", "Maximum number of tokens of each answer of a request.")
+MAX_TOKENS = _tokens("pillion.request.max_tokens", "Max tokens of each answer.")
 ANSWERS = Metric(
     "pillion.request.answers", "histogram", "{answer}", "Answers to each request.", (MODEL,), ANSWERS_BOUNDS
 )
@@ -118,7 +114,7 @@ REJECTED = _counter("pillion.rejected_requests", "{request}", "Requests rejected
 TENANT_TOKENS = _counter(
     "pillion.tenant.tokens",
     "{token}",
-    "Tokens of a tenant's ended requests: computed before the first new one, cached, generated.",
+    "Tokens of a tenant's ended requests: computed, cached, generated.",
     "tenant",
     "kind",
 )
@@ -140,23 +136,23 @@ DRAFT_TOKENS = _counter(
 MODEL_REQUESTS = _gauge(
     "pillion.model.requests_now",
     "{request}",
-    "Requests of this gateway that run at workers, and that wait in its own queue or in decode workers'.",
+    "Requests of this gateway: running, and waiting here or in decode workers' queues.",
     MODEL,
     "state",
 )
 MODEL_KV_USAGE = _gauge(
     "pillion.model.kv_usage",
     "1",
-    "Share of the pools of a model's workers that is leased, quarantined or pinned.",
+    "Share of the model's pools that is leased, quarantined or pinned.",
     MODEL,
 )
-REQUESTS_NOW = _gauge("pillion.requests_now", "{request}", "Requests that run, and that wait in the queue.", "state")
+REQUESTS_NOW = _gauge("pillion.requests_now", "{request}", "Requests: running, waiting.", "state")
 INDEX_UP = _gauge("pillion.index_available", "", "1 while the index answers.")
 REGISTRY_WRITABLE = _gauge("pillion.registry_writable", "", "1 while Redis accepts the gateway's heartbeats.")
 COMPONENTS = _gauge(
     "pillion.components",
     "{component}",
-    "Components that the gateway knows; used is no if their protocol is incompatible.",
+    "Known components; used is no if the protocol is incompatible.",
     "version",
     "protocol",
     "used",
@@ -164,14 +160,14 @@ COMPONENTS = _gauge(
 COMPONENTS_DOWN = _gauge(
     "pillion.component.down",
     "",
-    "1 for a component that flaps and waits for its next start.",
+    "1 while a flapping component waits for its restart.",
     "component",
 )
 BATCH_LINES = _counter(
     "pillion.batch.lines", "{line}", "Lines of batches: completed, failed, or retried for now.", "outcome"
 )
 BATCH_LINES_NOW = _gauge(
-    "pillion.batch.lines_now", "{line}", "Lines of the batches that this gateway runs: running, and queued.", "state"
+    "pillion.batch.lines_now", "{line}", "Lines of this gateway's batches: running, queued.", "state"
 )
 RECORDED = _counter(
     "pillion.recorded_requests",
@@ -181,10 +177,8 @@ RECORDED = _counter(
     "reason",
 )
 
-ADAPTER_REQUESTS = _gauge(
-    "pillion.adapter.requests_now", "{request}", "Requests that run, by their adapter.", "adapter"
-)
-ADAPTER_SLOTS = _gauge("pillion.adapter.slots", "{adapter}", "Adapters that each worker keeps ready (--max-loras).")
+ADAPTER_REQUESTS = _gauge("pillion.adapter.requests_now", "{request}", "Running requests by adapter.", "adapter")
+ADAPTER_SLOTS = _gauge("pillion.adapter.slots", "{adapter}", "Adapter slots per worker (--max-loras).")
 
 # Workers: steps.
 
@@ -196,85 +190,69 @@ STEP_BUDGET = _counter(
     " for what stayed free.",
     "use",
 )
-RANKS = _gauge("pillion.ranks", "{process}", "Processes over which a worker splits its model, where there are several.")
-RANK_WAIT = _counter(
-    "pillion.rank.wait", "s", "Time that a worker's first rank waited for the others after its own share of steps."
-)
-STAGE_WORK = _counter("pillion.stage.work", "s", "Time during which a stage of a worker computed.", "stage")
-STAGE_WAIT = _counter(
-    "pillion.stage.wait", "s", "Time during which a stage was idle while steps were in progress: bubbles.", "stage"
-)
+RANKS = _gauge("pillion.ranks", "{process}", "Processes of a tensor-parallel worker.")
+RANK_WAIT = _counter("pillion.rank.wait", "s", "Time that a worker's first rank waited for the others.")
+STAGE_WORK = _counter("pillion.stage.work", "s", "Time that a stage computed.", "stage")
+STAGE_WAIT = _counter("pillion.stage.wait", "s", "Time that a stage was idle during steps: bubbles.", "stage")
 STEPS = _counter("pillion.steps", "{step}", "Steps; failed ones had an error of the backend.", "outcome")
 ACCEPTED = _counter(
     "pillion.step.accepted_tokens",
     "{token}",
-    "Accepted draft tokens, by position among those of a step, from 0.",
+    "Accepted draft tokens by position in the draft, from 0.",
     "position",
 )
 WASTED = _counter(
     "pillion.step.wasted_tokens",
     "{token}",
-    "Rejected draft tokens, by position among those of a step, from 0.",
+    "Rejected draft tokens by position in the draft, from 0.",
     "position",
 )
 FORCED = _counter("pillion.step.forced_tokens", "{token}", "Tokens that grammars determined.")
-LATE_MASKS = _counter(
-    "pillion.grammar.late_masks", "{mask}", "Masks of grammars that were not ready when a step chose its tokens."
-)
-GRAMMAR_COMPILE = _seconds(
-    "pillion.grammar.compile.duration", "Compilation of a grammar that a worker had not compiled yet.", STEP_BOUNDS
-)
+LATE_MASKS = _counter("pillion.grammar.late_masks", "{mask}", "Grammar masks that were not ready in time.")
+GRAMMAR_COMPILE = _seconds("pillion.grammar.compile.duration", "Compilation of a grammar by a worker.", STEP_BOUNDS)
 PREEMPTIONS = _counter("pillion.preemptions", "{preemption}", "Preemptions of streams.")
 ADAPTER_LOADS = _counter("pillion.adapter.loads", "{adapter}", "Adapters that a worker read and packed.", "outcome")
 ADAPTER_LOAD = _seconds("pillion.adapter.load.duration", "Reading and packing an adapter.", STEP_BOUNDS)
-ADAPTER_TRANSFERS = _counter(
-    "pillion.adapter.transfers", "{adapter}", "Adapters whose files a worker got from another machine."
-)
-ADAPTER_EVICTIONS = _counter(
-    "pillion.adapter.evictions", "{adapter}", "Idle adapters that lost their slot to another one."
-)
-ADAPTERS = _gauge("pillion.adapters", "{adapter}", "Adapters that a worker can run with at once.")
+ADAPTER_TRANSFERS = _counter("pillion.adapter.transfers", "{adapter}", "Adapters fetched from another machine.")
+ADAPTER_EVICTIONS = _counter("pillion.adapter.evictions", "{adapter}", "Evicted idle adapters.")
+ADAPTERS = _gauge("pillion.adapters", "{adapter}", "Adapters loaded in a worker.")
 PARTIAL_BLOCKS = _gauge(
     "pillion.partial_blocks",
     "{block}",
-    "Leased slots in which a decode worker keeps the partial blocks of ended answers, for next turns.",
+    "Slots leased for partial blocks of ended answers.",
 )
-ADAPTER_WAITS = _gauge("pillion.adapter.waits", "{sequence}", "Sequences that wait for their adapter on a worker.")
+ADAPTER_WAITS = _gauge("pillion.adapter.waits", "{sequence}", "Sequences waiting for their adapter.")
 SEQUENCES = _gauge("pillion.sequences", "{sequence}", "On a worker: running, of them decoding, and waiting.", "state")
-FREE_SEQUENCES = _gauge("pillion.free_sequences", "{sequence}", "Number of further sequences that could run.")
-LOAD = _gauge("pillion.load", "", "Further figures of a worker's load, as planners get them.", "figure")
-QUEUED_TOKENS = _gauge("pillion.queued_tokens", "{token}", "Prompt tokens that a worker has yet to compute.")
+FREE_SEQUENCES = _gauge("pillion.free_sequences", "{sequence}", "Free places for sequences.")
+LOAD = _gauge("pillion.load", "", "Further figures of a worker's load.", "figure")
+QUEUED_TOKENS = _gauge("pillion.queued_tokens", "{token}", "Prompt tokens yet to compute.")
 
 # KV nodes.
 
-KV_BLOCKS = _gauge(
-    "pillion.kv.blocks", "{block}", "Slots: free, leased, committed, quarantined. They add up to the pool.", "state"
-)
+KV_BLOCKS = _gauge("pillion.kv.blocks", "{block}", "Slots: free, leased, committed, quarantined.", "state")
 KV_HELD = _gauge("pillion.kv.held_blocks", "{block}", "Committed blocks that are pinned; reserved slots.", "state")
 KV_USAGE = _gauge(
     "pillion.kv.usage",
     "1",
-    "Share of the pool that is unavailable to a new prompt: leased, quarantined, pinned, reserved.",
+    "Share of the pool that is leased, quarantined, pinned or reserved.",
 )
-KV_USER_PINS = _gauge("pillion.kv.user_pins", "{pin}", "Prefixes that users have pinned at a node.")
-KV_USER_PINNED = _gauge(
-    "pillion.kv.user_pinned_blocks", "{block}", "Blocks of the prefixes that users have pinned, present or not."
-)
+KV_USER_PINS = _gauge("pillion.kv.user_pins", "{pin}", "Prefixes pinned by users.")
+KV_USER_PINNED = _gauge("pillion.kv.user_pinned_blocks", "{block}", "Blocks of user-pinned prefixes, present or not.")
 KV_USER_PIN_HITS = _counter(
     "pillion.kv.user_pin_hits",
     "{prompt}",
-    "Prompts that found the whole of a pinned prefix in the pool when they were admitted.",
+    "Prompts that found a whole pinned prefix in the pool.",
 )
 KV_BLOCK_BYTES = _gauge("pillion.kv.block_size", "By", "Bytes of a block.")
 KV_DISK_BLOCKS = _gauge("pillion.kv.disk_blocks", "{block}", "Blocks in the disk tier.")
 KV_DISK_SHORT = _gauge(
-    "pillion.kv.disk_short_blocks", "{block}", "Blocks within --disk-bytes for which the full disk has no room."
+    "pillion.kv.disk_short_blocks", "{block}", "Blocks within --disk-bytes that the full disk lacks."
 )
-KV_OBJECT_BLOCKS = _gauge("pillion.kv.object_blocks", "{block}", "Blocks that the node knows to be in its bucket.")
-KV_PAUSED = _gauge("pillion.kv.paused_tiers", "{tier}", "Lower tiers that are paused because reads were late.")
+KV_OBJECT_BLOCKS = _gauge("pillion.kv.object_blocks", "{block}", "Blocks known to be in the bucket.")
+KV_PAUSED = _gauge("pillion.kv.paused_tiers", "{tier}", "Tiers paused for late reads.")
 KV_LATE = _gauge("pillion.kv.late_blocks", "{block}", "Slots kept by reads that outlived their fetch.")
-KV_TICKETS = _gauge("pillion.kv.tickets", "{ticket}", "Tickets that are held, and that wait for memory.", "state")
-KV_FOLLOWERS = _gauge("pillion.kv.followers", "{follower}", "Streams that follow the pool's blocks from outside.")
+KV_TICKETS = _gauge("pillion.kv.tickets", "{ticket}", "Tickets: held, waiting for memory.", "state")
+KV_FOLLOWERS = _gauge("pillion.kv.followers", "{follower}", "External followers of the pool's blocks.")
 KV_FENCED = _gauge("pillion.kv.fenced_components", "{part}", "Currently fenced workers.")
 KV_COMMITTED = _counter("pillion.kv.committed_blocks", "{block}", "Sealed blocks.")
 KV_EVICTED = _counter("pillion.kv.evicted_blocks", "{block}", "Blocks that left the pool.")
@@ -284,13 +262,11 @@ KV_MOVED = _counter(
     "Blocks fetched from nodes, served to nodes, restored, of a bucket, spilled, recovered.",
     "way",
 )
-KV_CORRUPT = _counter("pillion.kv.corrupt_blocks", "{block}", "Blocks that did not match their checksum.")
-KV_DROPPED_FOLLOWERS = _counter(
-    "pillion.kv.dropped_followers", "{follower}", "Followers that were dropped because they were too slow."
-)
+KV_CORRUPT = _counter("pillion.kv.corrupt_blocks", "{block}", "Blocks with a wrong checksum.")
+KV_DROPPED_FOLLOWERS = _counter("pillion.kv.dropped_followers", "{follower}", "Followers dropped for being slow.")
 KV_SHORT_FETCHES = _counter("pillion.kv.short_fetches", "{fetch}", "Fetches that brought less than requested.")
 KV_FETCH_BYTES = _counter("pillion.kv.fetched", "By", "Bytes that came from nodes, a lower tier or a bucket.", "source")
-KV_FETCH_TIME = _seconds("pillion.kv.fetch_time", "Duration of a fetch, whatever it brought.", TTFT_BOUNDS)
+KV_FETCH_TIME = _seconds("pillion.kv.fetch_time", "Duration of a fetch.", TTFT_BOUNDS)
 KV_TICKET_WAIT = _seconds("pillion.kv.ticket_wait", "From the request for a ticket to its grant.", TTFT_BOUNDS)
 
 CATALOG = [value for value in globals().values() if isinstance(value, Metric)]
