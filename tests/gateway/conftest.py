@@ -1,4 +1,4 @@
-"""Gives gateways of this process the patience of a test; a test of one of these limits sets it itself."""
+"""Long timeouts for gateways of this process; a test of one of these limits sets it itself."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ LIMITS = (
 
 @pytest.fixture(autouse=True)
 def patient_gateways(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No request takes another way, such as to compute what it could fetch, because the machine stands still."""
+    """Prevent fallbacks (e.g. computing instead of fetching) on a stalled machine."""
     for limit in LIMITS:
         monkeypatch.setattr(f"pillion.{limit}", WITHIN_S)

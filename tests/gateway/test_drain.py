@@ -1,4 +1,4 @@
-"""Told to stop, a gateway finishes its streams, takes no new ones, and says so to whoever asks."""
+"""Drain of a gateway: on SIGTERM it finishes its streams, refuses new ones and reports that."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ async def test_a_drain_loses_no_stream() -> None:
             await says(health, "")
 
 
-async def test_a_drain_refuses_nobody_while_another_gateway_serves_the_port() -> None:
-    """Clients of both kinds send one request after the other over the connections that they have, and each has one
-    under way when the gateway that they are connected to is told to stop."""
+async def test_a_drain_refuses_no_client_of_a_shared_port() -> None:
+    """Clients of both APIs send requests back to back over their connections, each with one in flight when its gateway
+    is stopped."""
     async with running_fake_cluster("The answer.", share_ports=True) as fakes:
         fakes.decode.pace_s = 0.002
         address, answered, over = fakes.gateway.grpc_address, [0] * CLIENTS, threading.Event()
@@ -117,7 +117,7 @@ async def test_a_drain_refuses_nobody_while_another_gateway_serves_the_port() ->
                 await asyncio.gather(*asking)
 
 
-async def test_who_watches_the_health_does_not_hold_it_up() -> None:
+async def test_health_watchers_do_not_delay_a_drain() -> None:
     async with running_fake_cluster("The answer.") as fakes, health_of(fakes) as health:
         watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
         assert (await watch.read()).status == SERVING
@@ -126,7 +126,7 @@ async def test_who_watches_the_health_does_not_hold_it_up() -> None:
         await stopping
 
 
-async def test_a_drain_is_bounded_and_frees_what_it_cut() -> None:
+async def test_a_drain_has_a_timeout_and_frees_cut_streams() -> None:
     async with running_fake_cluster("The answer.") as fakes, impatient_client(fakes) as client:
         fakes.decode.gate.clear()
         stream = asyncio.create_task(read(client))
@@ -140,7 +140,6 @@ async def test_a_drain_is_bounded_and_frees_what_it_cut() -> None:
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
 async def test_health_and_reflection_name_the_service(version: str) -> None:
     async with running_fake_cluster() as fakes, open_channel(fakes.gateway.grpc_address) as channel:
-        # Both versions have the same messages.
         ask: Any = channel.stream_stream(
             f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
             request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,

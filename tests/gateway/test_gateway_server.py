@@ -1,4 +1,4 @@
-"""The gateway as a component: what it imports, and how it refuses to start."""
+"""The gateway as a component: imports, and refusals to start."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from tests.support.redis_nodes import patient
         ("pillion", "torch transformers numpy tokenizers starlette redis"),
     ],
 )
-def test_what_an_import_brings(module: str, unwanted: str) -> None:
-    """A component's modules, before it loads a model: what is heavy is imported by what needs it, when it does."""
+def test_imported_modules(module: str, unwanted: str) -> None:
+    """Modules imported before a model is loaded: heavy ones are imported lazily."""
     code = f"import sys, {module}; print(*sorted(set({unwanted.split()!r}) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 
 
 def test_a_serving_gateway_has_no_torch(tmp_path: pathlib.Path) -> None:
-    """Not even once it has prepared its model, tokenized and answered."""
+    """Not even after loading its model, tokenizing and answering."""
     code = """
 import asyncio, pathlib, sys
 from tests.support.fake_components import running_fake_cluster
@@ -67,7 +67,7 @@ print(*({"torch", "transformers", "triton"} & set(sys.modules)))
         ({"chunk_size": 0}, "--chunk-size 0"),
     ],
 )
-def test_flags_that_cannot_work_are_one_line(flags: dict, message: str) -> None:
+def test_invalid_flags_are_a_one_line_error(flags: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_flags(GatewayFlags(**flags))
 
@@ -78,7 +78,7 @@ async def test_a_gateway_needs_a_registry() -> None:
 
 
 @pytest.mark.parametrize("port", ["grpc_port", "http_port"])
-async def test_a_taken_port_is_one_line_and_leaves_nothing(tmp_path: pathlib.Path, port: str) -> None:
+async def test_an_occupied_port_is_a_one_line_error(tmp_path: pathlib.Path, port: str) -> None:
     with running_redis() as redis, socket.create_server(("127.0.0.1", 0)) as taken:
         ports = {"grpc_port": 0, "http_port": 0, port: taken.getsockname()[1]}
         flags = GatewayFlags(redis_url=redis.url, **ports)
@@ -86,14 +86,14 @@ async def test_a_taken_port_is_one_line_and_leaves_nothing(tmp_path: pathlib.Pat
             await start_gateway(flags, prepared=toy_model(tmp_path))
 
 
-async def test_it_starts_without_redis_and_registers_later(
+async def test_a_gateway_starts_without_redis_and_registers_later(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pillion.kvstore.index import redis_url
     from pillion.kvstore.index import registry as registry_module
     from pillion.kvstore.index.registry import Registry
 
-    # Its goodbye is a call to Redis, too.
+    # Deregistration is a Redis call as well.
     monkeypatch.setattr(registry_module, "REGISTRY_DEADLINE_MS", 30_000)
     monkeypatch.setattr(redis_url, "CONNECT_TIMEOUT_MS", 30_000)
     with running_redis() as redis:
@@ -113,8 +113,8 @@ async def test_it_starts_without_redis_and_registers_later(
         await registry.aclose()
 
 
-async def test_the_first_grammar_is_made_before_anybody_asks() -> None:
-    """Else the first request with a structure waits until a process has started and read the tokenizer."""
+async def test_the_grammar_checker_is_warmed_up_at_start() -> None:
+    """Otherwise the first structured request waits for a process start and the tokenizer."""
     async with running_fake_cluster("abc") as fakes:
         (checker,) = (entry.grammars.checker for entry in fakes.gateway.gateway._models.values())
         await until("a grammar that is known", lambda: checker._known)
@@ -122,7 +122,7 @@ async def test_the_first_grammar_is_made_before_anybody_asks() -> None:
         assert checker._box._process is not None
 
 
-async def test_the_probes_address_tells_readiness_and_answers_until_the_last_stream_ended(
+async def test_the_probe_port_answers_until_the_last_stream_ends(
     tmp_path: pathlib.Path,
 ) -> None:
     with short_folder() as folder:
@@ -142,7 +142,7 @@ async def test_the_probes_address_tells_readiness_and_answers_until_the_last_str
                 return not await is_serving(probe)
 
             await until("the gateway to say that it drains", drains)
-            # It would be killed as one that hangs, and the stream lost.
+            # A failing liveness probe would get it killed, and its streams lost.
             assert await answers(probe)
             fakes.decode.gate.set()
             assert (await asked).text
@@ -151,7 +151,7 @@ async def test_the_probes_address_tells_readiness_and_answers_until_the_last_str
 
 
 async def test_a_start_waits_until_all_prefill_workers_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A wait that is given up does not look like one that has met its worker.
+    # A wait that times out differs from one that found its worker.
     monkeypatch.setattr(local_cluster, "PREFILL_KNOWN_S", 10 * WITHIN_S)
     with short_folder() as folder:
         probe = f"unix:{folder}/probe.sock"
@@ -168,7 +168,6 @@ async def test_a_start_waits_until_all_prefill_workers_are_known(monkeypatch: py
             waiting = asyncio.create_task(until_prefill_is_known([probe], ["prefill-0", "prefill-1"]))
             assert await is_serving(probe)
             for worker in ("prefill-1", "prefill-0"):
-                # One that has several processes may need longer than another one.
                 assert not waiting.done()
                 await fakes.registry.heartbeat(record(worker, "prefill", fakes.servers["prefill"].address))
                 await until(
@@ -179,7 +178,7 @@ async def test_a_start_waits_until_all_prefill_workers_are_known(monkeypatch: py
             assert await until_prefill_is_known([probe], ["prefill-0", "prefill-7"]) == ["prefill-0", "prefill-7"]
 
 
-async def test_status_adds_up_what_all_gateways_have_served() -> None:
+async def test_status_sums_over_all_gateways() -> None:
     async with running_fake_cluster("abc") as fakes:
         [delta async for delta in fakes.client.generate("x" * 9)]
         other = ComponentRecord(
@@ -195,7 +194,7 @@ async def test_status_adds_up_what_all_gateways_have_served() -> None:
 
 
 @pytest.mark.parametrize("port", ["grpc_port", "http_port"])
-async def test_a_shared_port_is_shared_and_no_other_is(tmp_path: pathlib.Path, port: str) -> None:
+async def test_only_a_shared_port_is_reused(tmp_path: pathlib.Path, port: str) -> None:
     with running_redis() as redis:
         flags = GatewayFlags(redis_url=redis.url, grpc_port=0, http_port=0, share_ports=True)
         first = await start_gateway(flags, prepared=toy_model(tmp_path / "a"))

@@ -1,4 +1,4 @@
-"""At every API a special token that a client's message spells is text; in a client's own prompt it is the token."""
+"""A special token spelled in a client's message is text, at every API; in a raw prompt it is the token."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ async def test_special_tokens_in_messages_are_text() -> None:
         assert (await call(address, "/tokenize", {"model": "toy", "prompt": EVIL})).json["tokens"] == list(ids)
 
 
-async def test_an_operator_may_let_them_be_special_tokens() -> None:
+async def test_a_flag_allows_special_tokens_in_messages() -> None:
     async with running_fake_cluster(allow_special_tokens_in_messages=True) as fakes:
         ids = await asked(fakes, "/v1/chat/completions", {"messages": USER})
         assert (ids.count(BOS), ids.count(EOS)) == (2, 1)
 
 
-async def test_a_token_that_the_model_does_not_have_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gemma 3 1B's tokenizer has a mark for images, and its embedding ends before it."""
+async def test_a_token_outside_the_embedding_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3 1B's tokenizer has an image mark beyond the end of its embedding."""
     monkeypatch.setattr(fake_components, "toy_model", lambda *a, **k: replace(toy_model(*a, **k), vocab_size=258))
     text = "an añadido"
     said = ": it has the token 'añadido', which this model does not have: its vocabulary ends at 257"

@@ -1,4 +1,4 @@
-"""Keys, quotas, salts and turns of a running gateway, on both of its ports."""
+"""Keys, quotas, salts and turns of a running gateway, on both ports."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ weight = 2.5
 requests_per_minute = 3
 tokens_per_minute = 40
 """
-# Each page that takes several prompts: its path, the body with these prompts, and the field of the fourth one.
+# Each page with several prompts: its path, the body with these prompts, and the field of the fourth.
 LISTS: list[tuple[str, Callable[[list[str]], dict[str, Any]], str]] = [
     ("/v1/completions", lambda texts: {"prompt": texts, "max_tokens": 3}, "prompt[3]"),
     ("/v1/completions", lambda texts: {"prompt": texts, "max_tokens": 3, "stream": True}, "prompt[3]"),
@@ -81,7 +81,7 @@ async def ask(client: AsyncClient, prompt: str = "hello", **options: Any) -> str
 
 @contextlib.asynccontextmanager
 async def running_with(file: str, **flags: Any) -> AsyncIterator[FakeCluster]:
-    """``running_fake_cluster`` waits for a model, which needs a key. A quota that is used up stays so."""
+    """Wait for a model in ``running_fake_cluster``, which needs a key; set a quota that does not refill."""
     with pytest.MonkeyPatch.context() as patch, standing_quotas():
         patch.setenv("PILLION_API_KEY", KEYS["friend"])
         async with running_fake_cluster("abc", api_keys=file, **flags) as fakes:
@@ -90,14 +90,13 @@ async def running_with(file: str, **flags: Any) -> AsyncIterator[FakeCluster]:
 
 @contextlib.asynccontextmanager
 async def no_key_around() -> AsyncIterator[None]:
-    """No key in the environment, which clients would take."""
+    """Remove the key from the environment, which clients would use."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PILLION_API_KEY", "")
         yield
 
 
 async def test_without_a_key_only_health_is_answered(file: str) -> None:
-    # The key of the environment goes again before the cluster does, which brought it.
     async with running_with(file) as fakes, no_key_around():
         for key in ("", "plk-" + "x" * 43):
             async with AsyncClient(fakes.gateway.grpc_address, api_key=key) as client:
@@ -126,7 +125,7 @@ async def test_without_a_key_only_health_is_answered(file: str) -> None:
         assert not fakes.decode.submits
 
 
-async def test_a_body_is_not_read_for_a_stranger(file: str) -> None:
+async def test_a_body_is_not_read_without_a_key(file: str) -> None:
     async with running_with(file) as fakes:
         reader, writer = await asyncio.open_connection(*fakes.gateway.http_address.split(":"))
         lines = ("Host: localhost", "Content-Type: application/json", "Content-Length: 8000000", "\r\n")
@@ -163,7 +162,6 @@ async def test_quotas_on_both_ports(file: str) -> None:
                 await ask(client, "x" * 41)
             assert [quota.subject for quota in caught.value.quotas] == ["small/tokens_per_minute"]
             assert 0 < caught.value.retry_after_ms <= 60_000
-            # The refused request cost none.
             for _ in range(2):
                 assert await ask(client, "ab") == "abc"
             with pytest.raises(Overloaded) as caught:
@@ -178,7 +176,7 @@ async def test_quotas_on_both_ports(file: str) -> None:
 
 
 def model_of(path: str, folder: pathlib.Path) -> dict[str, Any]:
-    """The flags of a model that has the page; a scripted worker's row has four numbers."""
+    """Return the flags of a model for the page; a scripted worker's row has four numbers."""
     if path != "/classify":
         return {}
     config = folder / "config.json"
@@ -189,7 +187,7 @@ def model_of(path: str, folder: pathlib.Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("path", "body", "fourth"), LISTS, ids=IDS)
-async def test_a_call_of_several_prompts_is_admitted_as_a_whole_or_costs_nothing(
+async def test_a_call_of_several_prompts_is_admitted_atomically(
     tmp_path: pathlib.Path, path: str, body: Callable[[list[str]], dict[str, Any]], fourth: str
 ) -> None:
     tenants = "[tenant.small]\nrequests_per_minute = 3\n[tenant.other]\ntokens_per_minute = 20\n[tenant.friend]\n"
@@ -206,7 +204,7 @@ async def test_a_call_of_several_prompts_is_admitted_as_a_whole_or_costs_nothing
         assert "requests_per_minute" in full.error["message"]
         assert [(await single()).status for _ in range(3)] == [200, 200, 429]
 
-        # Its tokens are counted together, too: 16 of these and 7 of the first are more than the quota.
+        # Its tokens are counted as one: 16 of these and 7 of the first exceed the quota.
         submits = len(fakes.decode.submits)
         assert (
             await call(address, "/v1/completions", {"prompt": "x" * 5, "max_tokens": 2}, header("other"))
@@ -244,7 +242,7 @@ async def test_a_call_that_is_refused_after_it_was_counted_costs_nothing(
         await fakes.settled()
 
 
-async def test_what_workers_have_no_room_for_costs_nothing(tmp_path: pathlib.Path) -> None:
+async def test_requests_refused_by_workers_cost_nothing(tmp_path: pathlib.Path) -> None:
     tenants = "[tenant.small]\nrequests_per_minute = 3\ntokens_per_minute = 40\n[tenant.friend]\n"
     async with running_with(write_keys(tmp_path / "keys.toml", tenants, ["small", "friend"])) as fakes:
         for path, asked in (
@@ -253,7 +251,7 @@ async def test_what_workers_have_no_room_for_costs_nothing(tmp_path: pathlib.Pat
             ("/v1/embeddings", {"input": ["x" * 10, "y" * 10]}),
         ):
             for _ in range(2):
-                # Each prompt of the call is refused, so that no answer begins; none of them is left for the next call.
+                # All prompts of the call are refused, so no answer begins, and none remains for the next call.
                 fakes.decode.refusals = [(Overloaded.code, False)] * 2
                 reply = await call(fakes.gateway.http_address, path, asked, header("small"))
                 assert (reply.status, "per_minute" in reply.error["message"]) == (429, False)
@@ -279,12 +277,12 @@ async def test_prompts_that_never_began_cost_no_tokens(tmp_path: pathlib.Path) -
         await until("the call to end", lambda: not fakes.gateway.gateway.active_requests)
         fakes.decode.gate.set()
         await fakes.settled()
-        # The bucket is full with 400; eight prompts of ten tokens came back.
+        # The bucket is full with 400; eight prompts of ten tokens were refunded.
         fakes.gateway.gateway.quotas.take_prompt(Tenant(name="small", tokens_per_minute=400), 80, time.monotonic())
 
 
-async def test_what_the_gateway_refuses_costs_nothing(file: str) -> None:
-    """Neither a request, where it was full itself, nor a prompt that nobody could serve."""
+async def test_requests_refused_by_the_gateway_cost_nothing(file: str) -> None:
+    """A full gateway refunds the request, and an unserved prompt its tokens."""
     async with running_with(file, max_inflight_requests=2) as fakes:
         async with client_of(fakes, "small") as client, client_of(fakes, "acme") as acme:
             fakes.decode.gate.clear()
@@ -306,20 +304,19 @@ async def test_what_the_gateway_refuses_costs_nothing(file: str) -> None:
         await quotas.confirm(Tenant(name="small", tokens_per_minute=40), 30, time.monotonic())
 
 
-async def test_the_two_pages_for_tokens_are_counted(file: str) -> None:
+async def test_tokenize_and_detokenize_are_counted(file: str) -> None:
     async with running_with(file) as fakes:
         address, core = fakes.gateway.http_address, fakes.gateway.gateway
         asked = [("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})] * 3
         replies = [await call(address, page, body, header("small")) for page, body in asked]
         assert [reply.status for reply in replies] == [200, 200, 200, 429, 429, 429]
         assert core.active_requests == 0
-        # An echo is part of its request.
         echo = {"prompt": "hi", "echo": True}
         assert (await call(address, "/v1/completions", echo, header("other"))).json["choices"][0]["text"] == "hiabc"
         await fakes.settled()
 
 
-async def test_hashes_are_the_tenants(file: str) -> None:
+async def test_block_hashes_are_salted_per_tenant(file: str) -> None:
     async with running_with(file) as fakes:
         for name in ("acme", "friend", "other"):
             for salt in ("", "mine"):
@@ -339,7 +336,7 @@ async def test_hashes_are_the_tenants(file: str) -> None:
 
 
 async def test_a_tenants_priority_is_capped(file: str) -> None:
-    """Only a tenant with a permission goes before the others, over either port."""
+    """Only a tenant with the permission precedes others, on either port."""
     async with running_with(file) as fakes:
         for name in ("other", "acme"):
             async with client_of(fakes, name) as client:
@@ -350,8 +347,8 @@ async def test_a_tenants_priority_is_capped(file: str) -> None:
         assert [submit.priority for submit in fakes.decode.submits] == [-1, 7, 0, 7, 0]
 
 
-async def test_workers_know_each_tenant_by_a_key_and_its_weight(file: str) -> None:
-    """Over either port, and without its name. Where there are no tenants, a worker is told nothing."""
+async def test_workers_get_each_tenants_key_and_weight(file: str) -> None:
+    """On either port, without the tenant's name. Without tenants a worker gets no key."""
     async with running_with(file) as fakes:
         bodies: dict[str, dict[str, Any]] = {
             "/v1/completions": {"prompt": "x" * 40},
@@ -379,16 +376,13 @@ async def test_workers_know_each_tenant_by_a_key_and_its_weight(file: str) -> No
             ((seen[name], weight),) = {(flow.key, flow.weight) for flow in flows}
             assert weight == (2.5 if name == "other" else 1.0)
             assert name.encode() not in seen[name]
-        # Those of a cache group are still tenants of their own.
         assert len(set(seen.values())) == 3
     async with running_fake_cluster() as fakes:
         await ask(fakes.client)
         assert not fakes.decode.submits[0].HasField("flow")
 
 
-async def test_keys_change_while_it_runs(
-    file: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_keys_are_reloaded(file: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("pillion.gateway.gateway_server.WATCH_INTERVAL_S", 0.02)
     async with running_with(file) as fakes:
         fakes.decode.gate.clear()
@@ -406,7 +400,6 @@ async def test_keys_change_while_it_runs(
 
             await until("the key to be refused", is_out)
             assert await acme.models()
-            # What runs goes on.
             fakes.decode.gate.set()
             assert await running == "abc"
             write_keys(pathlib.Path(file), "nonsense", [])
@@ -422,7 +415,7 @@ async def test_a_flood_waits_and_another_tenant_is_next(file: str) -> None:
         async with client_of(fakes, "acme") as flood, client_of(fakes, "other") as other:
             tasks = [asyncio.create_task(ask(flood, request_id=f"acme-{n}")) for n in range(6)]
             await until("five waiting requests", lambda: core.admission.waiting == 5)
-            # It has nothing at the workers, so it goes there at once, and its next request waits.
+            # With nothing at the workers it goes there at once, and its next request waits.
             first = asyncio.create_task(ask(other, request_id="other-0"))
             await until("two running requests", lambda: len(fakes.decode.submits) == 2)
             late = asyncio.create_task(ask(other, request_id="other-1"))
@@ -440,8 +433,8 @@ async def test_a_flood_waits_and_another_tenant_is_next(file: str) -> None:
         await fakes.settled()
 
 
-async def test_a_stranger_to_grpc_metadata(file: str) -> None:
-    """A binary header, an empty one, and one that is there twice."""
+async def test_invalid_grpc_metadata(file: str) -> None:
+    """A binary header, an empty one and a repeated one."""
     async with running_with(file) as fakes, open_channel(fakes.gateway.grpc_address) as channel:
         method = channel.unary_unary("/pillion.v1.Gateway/ListModels")
         for metadata in (

@@ -1,4 +1,4 @@
-"""A request id is a label: taken or made, echoed with every end of a call, and never what finds a stream."""
+"""A request id is a label: accepted or generated, echoed at every end of a call, never used to find a stream."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.http import call
 async def ask(
     fakes: FakeCluster, fields: dict[str, Any], *metadata: tuple[str, str]
 ) -> tuple[str, grpc.StatusCode, list[str]]:
-    """Text, status, and the labels in the trailers."""
+    """Return the text, the status and the labels in the trailers."""
     async with open_channel(fakes.gateway.grpc_address) as channel:
         stub = gateway_pb2_grpc.GatewayStub(channel)
         stream = stub.Generate(gateway_pb2.GenerateRequest(**fields), metadata=metadata)
@@ -34,13 +34,12 @@ async def ask(
         return text, await stream.code(), found
 
 
-async def test_grpc_takes_it_from_the_message_or_the_metadata_or_makes_one() -> None:
+async def test_grpc_reads_the_id_from_message_or_metadata_or_generates_one() -> None:
     async with running_fake_cluster("abc") as fakes:
         header = ("x-request-id", "from/header:1")
         assert await ask(fakes, {"text": "x"}, header) == ("abc", grpc.StatusCode.OK, ["from/header:1"])
         assert fakes.decode.submits[-1].request_id == "from/header:1"
         assert (await ask(fakes, {"text": "x", "request_id": "mine"}, header))[2] == ["mine"]
-        # What is no label is replaced, wherever it stands.
         for fields, metadata in (
             ({"text": "x", "request_id": "a\nb"}, ()),
             ({"text": "x"}, (("x-request-id", "a b"),)),
@@ -55,7 +54,7 @@ async def test_grpc_takes_it_from_the_message_or_the_metadata_or_makes_one() -> 
         await fakes.settled()
 
 
-async def test_a_refusal_carries_it_beside_its_details(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_refusal_has_the_id_and_its_details(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_fake_cluster() as fakes:
         _, code, found = await ask(fakes, {"text": "x", "model": "none"}, ("x-request-id", "a"))
         assert (code, found) == (grpc.StatusCode.NOT_FOUND, ["a"])
@@ -69,13 +68,12 @@ async def test_a_refusal_carries_it_beside_its_details(monkeypatch: pytest.Monke
         monkeypatch.setattr(fakes.gateway.gateway, "generate", refuse)
         with pytest.raises(Unavailable) as caught:
             await anext(fakes.client.generate("x"))
-        # The details are still there.
         assert caught.value.retry_after_ms
         assert (await ask(fakes, {"text": "x"}, ("x-request-id", "c")))[1:] == (grpc.StatusCode.UNAVAILABLE, ["c"])
 
 
-async def test_many_requests_with_one_id_at_once() -> None:
-    """Over both ports; one of them is cancelled, which ends no other."""
+async def test_concurrent_requests_with_one_id() -> None:
+    """On both ports; cancelling one of them ends no other."""
     async with running_fake_cluster("A longer answer than that.") as fakes:
         fakes.decode.gate.clear()
         same = ("x-request-id", "same")

@@ -1,4 +1,4 @@
-"""The gateway over real gRPC and a real Redis, with scripted peers: the ordinary ways."""
+"""The gateway over real gRPC and a real Redis, with scripted peers: ordinary requests."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def test_priority_reaches_every_part() -> None:
 
 
 @pytest.mark.parametrize("policy", ["colocated", "disaggregated"])
-async def test_how_far_any_node_knows_a_prompt_reaches_its_ticket(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_longest_known_prefix_reaches_the_ticket(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_fake_cluster(split_policy=policy) as fakes:
 
         async def hits(*_: object) -> PrefixHits:
@@ -105,12 +105,11 @@ async def test_how_far_any_node_knows_a_prompt_reaches_its_ticket(policy: str, m
         await read(fakes.client.generate("x" * 99))
         opened = [one.known_blocks for one in fakes.node.opened]
         submits = [one.known_blocks for one in fakes.decode.submits]
-        # With the policy colocated the worker opens the ticket.
         assert (opened, submits) == (([], [3]) if policy == "colocated" else ([3], [0]))
         await fakes.settled()
 
 
-async def test_without_prefix_caching_nothing_is_shared_but_an_attempt_finds_the_one_before() -> None:
+async def test_without_prefix_caching_only_attempts_share_blocks() -> None:
     async with running_fake_cluster("The answer.", enable_prefix_caching=False) as fakes:
         asked, index = [], fakes.gateway.cluster.index
         longest = index.longest_prefix
@@ -143,13 +142,13 @@ async def test_without_chunked_prefill_a_prefill_range_is_one_chunk() -> None:
 
 
 async def sized(fakes, blocks: int) -> None:
-    """The pool has ``blocks`` blocks, as its node's heartbeat says."""
+    """Set the pool size in the node's heartbeat to ``blocks`` blocks."""
     node = next(component for component in fakes.gateway.cluster.view.records() if component.role == "kvnode")
     await fakes.registry.heartbeat(msgspec.structs.replace(node, total_blocks=blocks))
     await until("the pool's size to be known", lambda: fakes.gateway.cluster.pools_tokens("toy") == [blocks * BLOCK])
 
 
-async def test_what_can_never_fit_is_refused_and_an_answer_is_cut() -> None:
+async def test_a_too_long_prompt_is_refused_and_an_answer_is_cut() -> None:
     async with running_fake_cluster("y" * 300) as fakes:
         await sized(fakes, 16)
         with pytest.raises(
@@ -166,13 +165,13 @@ async def test_what_can_never_fit_is_refused_and_an_answer_is_cut() -> None:
                 64,
                 FinishReason.LENGTH,
             )
-        # A pool that nobody has measured yet bounds nothing.
+        # An unmeasured pool is no limit.
         await sized(fakes, 0)
         assert (await read(fakes.client.generate("x" * 100)))[-1].usage.completion_tokens == 156
         await fakes.settled()
 
 
-async def test_a_node_whose_pool_is_too_small_gets_no_stream_that_fits_another(
+async def test_streams_go_to_nodes_whose_pool_fits_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with running_fake_cluster() as fakes:
@@ -184,7 +183,6 @@ async def test_a_node_whose_pool_is_too_small_gets_no_stream_that_fits_another(
             cluster.candidates(served, 17)
         with pytest.raises(InvalidRequest, match="length is 16 tokens"):
             await read(fakes.client.generate(PROMPT))
-        # A larger node of the same workers' model: only that one is planned for.
         big = record("kv-1", "kvnode", "unix:nowhere", node_id="kv-1", total_blocks=64)
         worker = record("decode-1", "decode", "unix:nowhere", node_id="kv-1")
         view = cluster.view
@@ -214,7 +212,7 @@ async def test_chat_is_rendered_by_the_models_own_template() -> None:
 async def test_stop_strings_end_text_and_work(per_delta: int) -> None:
     async with running_fake_cluster("one two three four") as fakes:
         fakes.decode.per_delta = per_delta
-        # The worker has more to say than the stop needs, and stands there until it is told that nobody wants it.
+        # The worker's script exceeds the stop, and it pauses there until cancelled.
         fakes.decode.hold_after = 12
         deltas = await read(fakes.client.generate(PROMPT, stop=[" th", "zz"]))
         assert text_of(deltas) == "one two"
@@ -225,7 +223,7 @@ async def test_stop_strings_end_text_and_work(per_delta: int) -> None:
         assert len(fakes.decode.cancelled) == (per_delta != 50)
 
 
-async def test_a_stop_that_is_one_text_is_not_its_letters() -> None:
+async def test_a_single_stop_string_is_not_split_into_letters() -> None:
     async with running_fake_cluster("one two three four") as fakes:
         for options in ({"stop": " th"}, {"sampling": SamplingParams(stop=" th")}):  # type: ignore[arg-type]
             assert text_of(await read(fakes.client.generate(PROMPT, **options))) == "one two"
@@ -292,7 +290,7 @@ async def test_admission_is_bounded() -> None:
     ("roles", "missing"),
     [("kvnode prefill", "no decode worker of model 'toy'"), ("prefill decode", "no KV node lives")],
 )
-async def test_what_is_missing_is_named(roles: str, missing: str) -> None:
+async def test_missing_components_are_named(roles: str, missing: str) -> None:
     async with running_fake_cluster(roles=roles) as fakes:
         with pytest.raises(Unavailable, match=missing):
             await read(fakes.client.generate(PROMPT))
@@ -358,7 +356,7 @@ async def test_one_trace_from_the_client_through_every_call(monkeypatch: pytest.
         with provider.get_tracer("client").start_as_current_span("client") as client_span:
             await read(fakes.client.generate(PROMPT, request_id="r-9", max_tokens=4))
         await fakes.settled()
-        # The client's span ends in a task of its own.
+        # The client's span ends in a separate task.
         await until(
             "the client's span", lambda: "text_completion" in {span.name for span in exporter.get_finished_spans()}
         )
@@ -376,7 +374,6 @@ async def test_one_trace_from_the_client_through_every_call(monkeypatch: pytest.
         assert attributes["gen_ai.response.finish_reasons"] == ("length",)
         assert attributes["gen_ai.request.stream"] is True
         assert "first token" in [event.name for event in root.events]
-        # What the other parts were sent names the right parent.
         sent = [dict(fakes.node.metadata[0])["traceparent"], dict(fakes.prefill.metadata[0])["traceparent"]]
         parents = [*sent, fakes.decode.submits[0].traceparent]
         expected = [spans["kv.pin"], root, root]

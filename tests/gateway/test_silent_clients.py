@@ -1,4 +1,4 @@
-"""Silent connections by the thousand, at both ports of a gateway in a process of its own: others are served."""
+"""Thousands of silent connections at both ports of a gateway in its own process: other clients are served."""
 
 from __future__ import annotations
 
@@ -41,16 +41,15 @@ asyncio.run(main())
 """
 MAX_DESCRIPTORS = 2 * MAX_CONNECTIONS
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-# Empty settings, and the acknowledgement of the server's.
+# Empty SETTINGS, and the ACK of the server's.
 SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0)) + bytes((0, 0, 0, 4, 1, 0, 0, 0, 0))
-# What a client sends before it falls silent: nothing, half of HTTP/2's preface, all of its handshake, and the first
-# bytes of a TLS record.
+# Bytes sent before the silence: none, half of HTTP/2's preface, the whole handshake, the first bytes of a TLS record.
 SILENT, HALF, SETTLED, HELLO = b"", PREFACE[:10], PREFACE + SETTINGS, b"\x16\x03\x01\x02\x00\x01"
 
 
 @pytest.fixture(autouse=True)
 def _many_descriptors() -> Iterator[None]:
-    """The attacker's own."""
+    """Raise the attacker's own fd limit."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     if before[1] != resource.RLIM_INFINITY and before[1] < MAX_DESCRIPTORS:
         pytest.skip(f"the hard limit of open files is below {MAX_DESCRIPTORS}")
@@ -72,7 +71,7 @@ class GatewayPorts:
 
 @contextlib.asynccontextmanager
 async def running_gateway(limit: int, folder: pathlib.Path | None = None) -> AsyncIterator[GatewayPorts]:
-    """A gateway with this limit of open files, and with TLS where there is a folder of certificates."""
+    """Start a gateway with this fd limit, and with TLS if there is a certificate folder."""
     secured = {} if folder is None else {"tls_cert": f"{folder}/server.pem", "tls_key": f"{folder}/server.key"}
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
     server = await asyncio.create_subprocess_exec(
@@ -92,7 +91,7 @@ async def running_gateway(limit: int, folder: pathlib.Path | None = None) -> Asy
 
 @contextlib.contextmanager
 def attack(address: str, count: int, sent: bytes) -> Iterator[None]:
-    """Holds ``count`` connections that have sent this and are silent then."""
+    """Open ``count`` connections that send this and stay silent."""
     host, port = address.rsplit(":", 1)
     with contextlib.ExitStack() as stack:
         for _ in range(count):
@@ -103,7 +102,7 @@ def attack(address: str, count: int, sent: bytes) -> Iterator[None]:
 
 
 async def served(ports: GatewayPorts) -> None:
-    """Returns when new clients of both ports have got an answer: gRPC's needs Redis, the node and the workers."""
+    """Wait until new clients of both ports are answered: gRPC's need Redis, the node and the workers."""
     secured = {} if ports.ca is None else {"ca": ports.ca}
     target = ports.grpc if ports.ca is None else f"grpcs://{ports.grpc}"
 
@@ -129,7 +128,7 @@ async def served(ports: GatewayPorts) -> None:
 
 
 @pytest.mark.parametrize("sent", [SETTLED, rarely(SILENT), rarely(HALF)], ids=["settled", "silent", "half"])
-async def test_silent_connections_leave_grpc_places_for_others(sent: bytes) -> None:
+async def test_silent_connections_leave_grpc_slots_for_others(sent: bytes) -> None:
     async with running_gateway(MAX_DESCRIPTORS) as ports:
         with attack(ports.grpc, MAX_CONNECTIONS, sent):
             await served(ports)
@@ -137,7 +136,7 @@ async def test_silent_connections_leave_grpc_places_for_others(sent: bytes) -> N
 
 @pytest.mark.parametrize("sent", [SILENT, rarely(SETTLED)], ids=["silent", "settled"])
 async def test_silent_connections_leave_descriptors_for_others(sent: bytes) -> None:
-    """Twice as many, at either port, as the process may have descriptors."""
+    """Twice the process's fd limit, at either port."""
     async with running_gateway(1024) as ports:
         for address in (ports.grpc, ports.http):
             with attack(address, 2400, sent):
@@ -146,7 +145,7 @@ async def test_silent_connections_leave_descriptors_for_others(sent: bytes) -> N
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
 @pytest.mark.parametrize("sent", [HELLO, rarely(SILENT)], ids=["hello", "silent"])
-async def test_unfinished_tls_handshakes_leave_places_for_others(sent: bytes, tmp_path: pathlib.Path) -> None:
+async def test_unfinished_tls_handshakes_leave_slots_for_others(sent: bytes, tmp_path: pathlib.Path) -> None:
     make_certs(tmp_path / "certs")
     async with running_gateway(1024, tmp_path / "certs") as ports:
         for address in (ports.grpc, ports.http):

@@ -1,4 +1,4 @@
-"""TLS at both public ports and between parts, and certificates that change while everything runs."""
+"""TLS at both public ports and between components, with certificate rotation at runtime."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no open
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that is refused calls again at once."""
+    """Shorten the back-off of refused clients."""
     monkeypatch.setattr(connection, "RETRY_FIRST_BACKOFF_S", 0.01)
 
 
 @pytest.fixture(scope="module")
 def sets(tmp_path_factory: pytest.TempPathFactory) -> tuple[pathlib.Path, pathlib.Path]:
-    """Two sets of certificates."""
+    """Create two sets of certificates."""
     folder = tmp_path_factory.mktemp("certs")
     for name in ("one", "two"):
         make_certs(folder / name)
@@ -54,21 +54,21 @@ def files_in(folder: pathlib.Path, name: str, ca: str = "") -> TlsFiles:
 
 
 def put(source: pathlib.Path, target: pathlib.Path, *names: str) -> None:
-    """Write new files under the old names, as a secret's update does."""
+    """Write new files under the old names, as an update of a secret does."""
     for name in names:
         shutil.copy(source / name, target / f"{name}.new")
         os.replace(target / f"{name}.new", target / name)
 
 
 async def shown(address: str) -> str:
-    """The certificate that a server shows."""
+    """Return the certificate that a server presents."""
     host, _, port = address.rpartition(":")
     return await asyncio.to_thread(ssl.get_server_certificate, (host, int(port)))
 
 
 @contextlib.asynccontextmanager
 async def edge(fakes: FakeCluster, **flags: Any) -> AsyncIterator[GatewayServer]:
-    """A second gateway before the line's parts."""
+    """Run a second gateway before the line's components."""
     options = {
         "redis_url": fakes.redis.url,
         "block_size": BLOCK,
@@ -88,7 +88,7 @@ def edge_flags(folder: pathlib.Path, **more: str) -> dict[str, str]:
 
 
 async def get(address: str, ca: pathlib.Path, own: TlsFiles | None = None) -> bytes:
-    """The status line of /health, all checked as clients do."""
+    """Return the status line of /health, with all checks of a client."""
     context = ssl.create_default_context(cafile=str(ca))
     if own is not None:
         context.load_cert_chain(own.cert, own.key)
@@ -102,7 +102,7 @@ async def get(address: str, ca: pathlib.Path, own: TlsFiles | None = None) -> by
 
 
 async def let_in(address: str, ca: pathlib.Path, own: TlsFiles | None) -> bool:
-    """A server that wants a certificate says so after the client's part of the handshake."""
+    """A server requests a certificate after the client's part of the handshake."""
     try:
         return b" 200 " in await get(address, ca, own)
     except (ssl.SSLError, ConnectionError):
@@ -126,7 +126,7 @@ async def test_both_public_ports(sets: tuple[pathlib.Path, pathlib.Path]) -> Non
         assert not await is_serving(component.grpc_address)
 
 
-async def test_clients_may_have_to_show_a_certificate(
+async def test_client_certificates_can_be_required(
     sets: tuple[pathlib.Path, pathlib.Path], tmp_path: pathlib.Path
 ) -> None:
     one, two = sets
@@ -145,7 +145,6 @@ async def test_clients_may_have_to_show_a_certificate(
                     await stranger.models()
         for files in (None, files_in(two, "client"), files_in(one, "internal")):
             assert not await let_in(component.http_address, one / "ca.pem", files)
-        # The probes of this machine need none.
         await until("the probe to say that requests are served", lambda: is_serving(probe))
 
 
@@ -166,7 +165,7 @@ async def test_new_certificates_without_a_restart(
             await until("a model to be served", client.models)
             asked = asyncio.create_task(anext(client.generate("x")))
             await until("a submit", lambda: fakes.decode.submits)
-            # Half of a pair is no pair.
+            # Certificate and key do not match yet.
             put(two, tmp_path, "server.pem")
             with caplog.at_level(logging.WARNING, "pillion.net.watched"):
                 for address in (component.grpc_address, component.http_address):
@@ -183,7 +182,7 @@ async def test_new_certificates_without_a_restart(
 
 
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Changes are seen by the next handshake."""
+    """Wait until the next handshake uses the changed files."""
     monkeypatch.setattr(tls.Identity.__init__, "__defaults__", (0.0,))
     monkeypatch.setattr("pillion.net.watched.AT_REST_S", -1.0)
 
@@ -192,7 +191,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def identity(
     sets: tuple[pathlib.Path, pathlib.Path], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[pathlib.Path]:
-    """The parts of this process have the first set's certificate, and know both authorities."""
+    """Run the components with the first set's certificate and both CAs."""
     one, two = sets
     at_once(monkeypatch)
     put(one, tmp_path, "internal.pem", "internal.key")
@@ -215,7 +214,7 @@ async def serving_node(node: FakeKVNode, listen: str = "127.0.0.1:0") -> AsyncIt
 
 
 class CertifiedNode(FakeKVNode):
-    """Remembers whose certificate each ticket was asked with."""
+    """A node that records the certificate of each ticket's caller."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,10 +225,10 @@ class CertifiedNode(FakeKVNode):
         return await super().OpenTicket(request, context)
 
 
-async def test_an_authority_that_is_replaced_lets_nobody_in_any_more(
+async def test_a_replaced_ca_is_no_longer_accepted(
     sets: tuple[pathlib.Path, pathlib.Path], tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even a client that resumes a session of the time before."""
+    """Not even with session resumption from before."""
     one, two = sets
     at_once(monkeypatch)
     put(one, tmp_path, "server.pem", "server.key", "ca.pem")
@@ -280,7 +279,7 @@ def asked_again(
             return b"", None
 
 
-async def test_between_parts_both_sides_prove(sets: tuple[pathlib.Path, pathlib.Path], identity: pathlib.Path) -> None:
+async def test_components_use_mutual_tls(sets: tuple[pathlib.Path, pathlib.Path], identity: pathlib.Path) -> None:
     one, two = sets
     node = CertifiedNode()
     async with serving_node(node) as address:
@@ -288,12 +287,10 @@ async def test_between_parts_both_sides_prove(sets: tuple[pathlib.Path, pathlib.
         session = await client.open_session()
         ticket = await client.open_ticket(session.epoch, b"", 1)
         assert node.callers == [(one / "internal.pem").read_text()]
-        # A new certificate is used by the next call; the session stays.
         put(two, identity, "internal.pem", "internal.key")
         other = await client.open_ticket(session.epoch, b"", 1)
         assert node.callers[1:] == [(two / "internal.pem").read_text()]
         assert await shown(address) == (two / "internal.pem").read_text()
-        # And after many more.
         for number, source in enumerate((one, two) * 3):
             put(source, identity, "internal.pem", "internal.key")
             more = await client.open_ticket(session.epoch, b"", 1)
@@ -310,12 +307,13 @@ async def test_between_parts_both_sides_prove(sets: tuple[pathlib.Path, pathlib.
         await client.aclose()
 
 
-async def test_strangers_do_not_reach_a_part(sets: tuple[pathlib.Path, pathlib.Path], identity: pathlib.Path) -> None:
+async def test_foreign_certificates_are_refused(
+    sets: tuple[pathlib.Path, pathlib.Path], identity: pathlib.Path
+) -> None:
     one, _ = sets
     async with serving_node(FakeKVNode()) as address:
         trusted = (one / "internal-ca.pem").read_bytes()
         named = [("grpc.ssl_target_name_override", tls.INTERNAL_NAME)]
-        # No certificate, and one that the edge's authority has signed.
         edge_own = ((one / "client.key").read_bytes(), (one / "client.pem").read_bytes())
         strangers = [
             grpc.aio.insecure_channel(address),
@@ -331,10 +329,10 @@ async def test_strangers_do_not_reach_a_part(sets: tuple[pathlib.Path, pathlib.P
         assert await is_serving(address)
 
 
-async def test_a_part_is_not_taken_for_an_impostor(
+async def test_a_component_does_not_connect_to_an_impostor(
     sets: tuple[pathlib.Path, pathlib.Path], identity: pathlib.Path
 ) -> None:
-    """A server of the edge's authority, and one that is signed by ours but has no part's name."""
+    """A server of the edge's CA, and one of ours without a component's name."""
     one, _ = sets
     wrong = tls.server_credentials(Identity(files_in(one, "server")))
     server = await rpc.start_server("127.0.0.1:0", [], credentials=wrong)
@@ -359,9 +357,7 @@ async def test_unix_sockets_stay_plain(identity: pathlib.Path) -> None:
         ("server", "server", "none", "No such file"),
     ],
 )
-def test_files_that_cannot_be_used(
-    sets: tuple[pathlib.Path, pathlib.Path], cert: str, key: str, ca: str, complaint: str
-) -> None:
+def test_unusable_files(sets: tuple[pathlib.Path, pathlib.Path], cert: str, key: str, ca: str, complaint: str) -> None:
     folder = sets[0]
     paths = [
         str(folder / f"{name}.{kind}") if name else "" for name, kind in ((cert, "pem"), (key, "key"), (ca, "pem"))

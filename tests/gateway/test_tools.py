@@ -71,7 +71,7 @@ def client_of(fakes: FakeCluster) -> openai.AsyncOpenAI:
 
 
 async def streamed(fakes: FakeCluster, request: GenerateRequest) -> tuple[list[Delta], Any]:
-    """All deltas of a gRPC stream, and its origin."""
+    """Return all deltas of a gRPC stream, and its origin."""
     deltas, origin = [], None
     async with rpc.open_channel(fakes.gateway.grpc_address) as channel:
         async for message in gateway_pb2_grpc.GatewayStub(channel).Generate(request_to_pb(request)):
@@ -88,7 +88,7 @@ def gathered(deltas: list[Delta]) -> tuple[str, str, dict[int, tuple[str, str, s
     return "".join(delta.text for delta in deltas), "".join(delta.reasoning for delta in deltas), calls
 
 
-async def test_a_whole_answer(fakes: FakeCluster) -> None:
+async def test_a_complete_answer_with_tools(fakes: FakeCluster) -> None:
     async with client_of(fakes) as client:
         whole = await client.chat.completions.create(**ASKED)
     (choice,) = whole.choices
@@ -105,7 +105,7 @@ async def test_a_whole_answer(fakes: FakeCluster) -> None:
     await fakes.settled()
 
 
-async def test_the_header_names_the_places_in_schemas_to_which_calls_are_not_held(fakes: FakeCluster) -> None:
+async def test_a_header_names_the_unenforced_parts_of_schemas(fakes: FakeCluster) -> None:
     price = {"type": "string", "pattern": "^(?!0)"}
     schema = {"properties": {"city": {"type": "STRING"}, "price": price, "a,b": {"$ref": "#/none"}}}
     tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
@@ -131,8 +131,8 @@ async def test_the_header_names_the_places_in_schemas_to_which_calls_are_not_hel
     await fakes.settled()
 
 
-async def test_ids_differ_where_a_clients_own_id_comes_again(fakes: FakeCluster) -> None:
-    """Ids of answers and of calls, of two turns with one id of the client's, at each API."""
+async def test_ids_differ_even_if_the_clients_id_repeats(fakes: FakeCluster) -> None:
+    """Return ids of answers and calls, from two turns with one client id, at each API."""
     said, address = {"X-Request-Id": "same"}, fakes.gateway.http_address
     named = {"name": "weather", "description": "Tells it.", "input_schema": SCHEMA}
     responses = {"input": "hi", "tools": [{"type": "function", **TOOLS[0]["function"]}]}
@@ -173,7 +173,6 @@ async def test_a_stream_of_several_answers(fakes: FakeCluster) -> None:
                 assert len(delta.tool_calls or ()) <= 1
                 for part in delta.tool_calls or ():
                     if part.id:
-                        # The first chunk of a call has everything but arguments.
                         assert (part.type, part.function.name, part.function.arguments) == ("function", "weather", "")
                         calls[n][part.index] = ""
                     else:
@@ -211,7 +210,7 @@ async def test_calls_of_custom_tools_bring_their_input(fakes: FakeCluster, monke
 
 
 @pytest.mark.parametrize("definition", ["start: a", "start: <think>", "%ignore / /"])
-async def test_a_grammar_that_no_call_can_be_held_to_is_refused_by_name(fakes: FakeCluster, definition: str) -> None:
+async def test_an_unsupported_tool_grammar_is_refused_by_name(fakes: FakeCluster, definition: str) -> None:
     grammar = {"type": "grammar", "grammar": {"syntax": "lark", "definition": definition}}
     custom = {"type": "custom", "custom": {"name": "patch", "format": grammar}}
     refused = await call(fakes.gateway.http_address, "/v1/chat/completions", ASKED | {"tools": [*TOOLS, custom]})
@@ -227,7 +226,7 @@ async def test_the_clients_own_stream_gathers_calls(fakes: FakeCluster) -> None:
     assert message.content == "One moment."
 
 
-async def test_what_the_model_reads(fakes: FakeCluster) -> None:
+async def test_the_rendered_prompt(fakes: FakeCluster) -> None:
     history = [
         {"role": "user", "content": "hi"},
         {
@@ -250,7 +249,7 @@ async def test_what_the_model_reads(fakes: FakeCluster) -> None:
 
 
 @pytest.mark.parametrize("named", [{}, {"tool_call_id": "gone"}, {"tool_call_id": "t" * 4096, "name": "weather"}])
-async def test_a_result_whose_call_the_client_has_cut_off_is_told(fakes: FakeCluster, named: dict[str, str]) -> None:
+async def test_a_result_without_its_call_reaches_the_model(fakes: FakeCluster, named: dict[str, str]) -> None:
     history = [{"role": "tool", "content": "rain", **named}, {"role": "user", "content": "hi"}]
     body = {**ASKED, "messages": history, "max_tokens": 1}
     assert (await call(fakes.gateway.http_address, "/v1/chat/completions", body)).status == 200
@@ -259,8 +258,8 @@ async def test_a_result_whose_call_the_client_has_cut_off_is_told(fakes: FakeClu
     )
 
 
-async def test_a_long_id_of_an_earlier_call_is_taken(fakes: FakeCluster) -> None:
-    """Some servers keep in it what their model has thought, sealed."""
+async def test_a_long_call_id_is_accepted(fakes: FakeCluster) -> None:
+    """Some servers store their model's sealed reasoning in it."""
     made = {"id": "call_1__thought__" + "A" * 8000, "type": "function", "function": {"name": "weather"}}
     history = [
         {"role": "user", "content": "hi"},
@@ -281,7 +280,7 @@ async def test_an_answer_that_must_not_reason(fakes: FakeCluster) -> None:
 
 
 @pytest.mark.parametrize("stop", ["oment", "I look", "weather"])
-async def test_a_stop_string_is_looked_for_in_content_alone(fakes: FakeCluster, stop: str) -> None:
+async def test_stop_strings_apply_to_content_alone(fakes: FakeCluster, stop: str) -> None:
     reply = await call(fakes.gateway.http_address, "/v1/chat/completions", {**ASKED, "stop": stop})
     (choice,) = reply.json["choices"]
     stopped = stop == "oment"
@@ -316,7 +315,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("wrong", "param", "words"), WRONG)
-async def test_what_is_wrong_is_named(fakes: FakeCluster, wrong: dict[str, Any], param: str, words: str) -> None:
+async def test_invalid_fields_are_named(fakes: FakeCluster, wrong: dict[str, Any], param: str, words: str) -> None:
     reply = await call(fakes.gateway.http_address, "/v1/chat/completions", {**ASKED, **wrong})
     assert (reply.status, reply.error["param"]) == (400, param)
     assert words in reply.error["message"]
@@ -344,7 +343,7 @@ async def test_a_call_that_was_cut_short_may_be_sent_back(fakes: FakeCluster) ->
     await fakes.settled()
 
 
-async def test_calls_before_a_stop_string_are_a_reason_that_clients_know() -> None:
+async def test_calls_before_a_stop_string_finish_with_tool_calls() -> None:
     async with running_fake_cluster(f"{CALL % ARGUMENTS}\nDone. More.", template=TEMPLATE) as fakes:
         body = {**ASKED, "stop": "Done"}
         (choice,) = (await call(fakes.gateway.http_address, "/v1/chat/completions", body)).json["choices"]
@@ -369,7 +368,7 @@ async def test_over_grpc(fakes: FakeCluster) -> None:
         await fakes.gateway.gateway.generate(replace(REQUEST, messages=(calls_first,)))
 
 
-async def test_a_resumed_stream_says_the_rest(fakes: FakeCluster) -> None:
+async def test_a_resumed_stream_returns_the_rest(fakes: FakeCluster) -> None:
     sampling = SamplingParams(n=2)
     whole, _ = await streamed(fakes, replace(REQUEST, sampling=sampling))
     script = fakes.decode.script
@@ -377,12 +376,11 @@ async def test_a_resumed_stream_says_the_rest(fakes: FakeCluster) -> None:
     for cut in (1, 25, 60, 100, len(script) - 1):
         begun = replace(REQUEST, sampling=replace(sampling, max_tokens=cut))
         first, origin = await streamed(fakes, begun)
-        # What came is cut off as by a lost gateway: the parts that only the end made certain have not come.
+        # Cut as by a lost gateway, so parts emitted only at the end are missing.
         seen = [delta for delta in first if delta.finish_reason is None and delta.index == 0]
         tokens = tuple(token for delta in seen for token in delta.token_ids)
         answers = (AnswerSoFar(tokens), AnswerSoFar(script, FinishReason.TOOL_CALLS))
         rest, _ = await streamed(fakes, replace(REQUEST, sampling=sampling, resume=Resume(origin, answers)))
-        # Calls have the ids that they would have had in the stream that broke.
         calls = {n: (call_id(origin.answer_id, 0, n), name, given) for n, (_, name, given) in expected.items()}
         assert gathered(seen + [delta for delta in rest if delta.index == 0]) == (text, thought, calls)
         assert rest[-1].usage == replace(whole[-1].usage)
@@ -405,7 +403,7 @@ WRITTEN = {
     ["hermes", "llama3_json", *(pytest.param(one, marks=pytest.mark.long) for one in ("qwen3_coder", "mistral"))],
 )
 async def test_a_worker_dies_in_the_middle_of_a_call(parser: str) -> None:
-    """Wherever the answer breaks, the client reads the call that it would have read."""
+    """Wherever the answer breaks, the client gets the same call."""
     async with running_fake_cluster(WRITTEN[parser], template=TEMPLATE, tool_call_parser=parser) as fakes:
         length = len(fakes.decode.script)
         for several, after in ((False, length // 4), (True, length), (False, length - 3)):

@@ -1,4 +1,4 @@
-"""What a gateway shows of components of other versions: it uses none whose protocol is too far from its own."""
+"""Components of other versions: shown by the gateway, and not used if their protocol differs too much."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pillion.wire.registry import FOREIGN
 from tests.support.fake_components import record, running_fake_cluster
 
 
-async def test_other_versions_are_shown_counted_and_used_only_if_they_are_near() -> None:
+async def test_other_versions_are_used_only_with_a_near_protocol() -> None:
     async with running_fake_cluster("The answer.") as fakes:
         address = f"unix:{fakes.folder}/nobody.sock"
         near = record("near", "prefill", address, version="0.9", protocol=PROTOCOL - 1, model="other")

@@ -1,4 +1,4 @@
-"""The gateway's page has what vLLM's dashboards and autoscalers read, with vLLM's names and labels."""
+"""vLLM's metric names and labels, as its dashboards and autoscalers read them, on the gateway's page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pillion.wire.registry import ComponentRecord
 from tests.support.fake_components import running_fake_cluster
 from tests.support.http import call
 
-# The names in vllm/v1/metrics/loggers.py, without those of single steps, drafts, adapters and the process.
+# Names in vllm/v1/metrics/loggers.py, without those of single steps, drafts, adapters and the process.
 GAUGES = {"vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"}
 COUNTERS = {
     *("vllm:prefix_cache_queries", "vllm:prefix_cache_hits", "vllm:num_preemptions", "vllm:prompt_tokens"),
@@ -56,7 +56,7 @@ def families(page: bytes) -> dict[tuple[str, str], list]:
     return {(one.name, one.type): one.samples for one in text_string_to_metric_families(page.decode())}
 
 
-def test_lines_and_pools_are_those_of_a_models_workers() -> None:
+def test_queues_and_pools_are_per_model() -> None:
     cluster = Cluster("g", SimpleNamespace(refusal=""), None, 5.0)  # type: ignore[arg-type]
     assert (cluster.queued_requests("one"), cluster.kv_usage("one")) == (0, None)
     worker = ComponentRecord(
@@ -81,7 +81,7 @@ def test_lines_and_pools_are_those_of_a_models_workers() -> None:
         replace(node, component_id="n2", node_id="n2", leased_blocks=90),
     ]
     cluster.view.update(records, 0.0)
-    # Half of the streams at d0 are this gateway's, and so is half of its line.
+    # Half of the streams at d0 are this gateway's, and so is half of its queue.
     cluster.load.add("d0", 5)
     cluster.load.add("d1", 6)
     assert cluster.queued_requests("one") == 2

@@ -1,4 +1,4 @@
-"""The dearest request of each kind, sent to a real gateway: it is refused or served, and the event loop goes on."""
+"""The most expensive request of each kind is refused or served by a real gateway without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -31,23 +31,22 @@ from tests.support.fake_components import running_fake_cluster
 from tests.support.http import call
 from tests.support.loop_work import counted_loop_work
 
-# A real context, so that what just fits is dear as well.
+# A real context, so that requests just below the limit are expensive as well.
 CONTEXT = 2**17
-# Calls in one callback. Reading the dearest 16 KiB takes 35,000, 3 ms; a gateway of before made millions.
+# Max calls per callback. The worst 16 KiB need 35,000, 3 ms; earlier versions made millions.
 MAX_CALLS = 60_000
-# Lists, objects and numbers that are not whole which one call may make of JSON.
+# Lists, objects and non-integers that one call may create from JSON.
 MAX_MADE = client_json.MAX_PARSED_ITEMS + 1
-# Turns of the loop beside each job on a thread.
 TURNS = 50
 MILLION = 2**20
-# Bytes of as many empty lists as a body may have.
+# Bytes of the max number of empty lists in a body.
 MANY = 3_000_000
 MESSAGE = b'{"role":"user","content":"x"}'
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 def many(item: bytes, size_bytes: int = 8_000_000) -> bytes:
-    """A list of as many items as that many bytes hold."""
+    """Return a list of the max number of items in these bytes."""
     return b"[" + b",".join([item] * (size_bytes // (len(item) + 1))) + b"]"
 
 
@@ -56,7 +55,7 @@ def ids(count: int) -> bytes:
 
 
 def body(**fields: bytes) -> bytes:
-    """A JSON body of fields that are JSON already."""
+    """Return a JSON body of fields that are JSON already."""
     return b"{" + b",".join(json.dumps(name).encode() + b":" + value for name, value in fields.items()) + b"}"
 
 
@@ -66,14 +65,14 @@ def parts(size_bytes: int) -> bytes:
 
 TEXT = json.dumps("x, y" * (CONTEXT // 4 - 1)).encode()
 ONE = b"1"
-# Calls are objects after a mark, and tools are counted.
+# Counts tools, and writes calls as objects after a mark.
 TEMPLATE = (
     "{# <tool_call> #}{{ tools | map(attribute='function.name') | join if tools }}{% for m in messages %}"
     "[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
     "{% endfor %}[assistant]"
 )
 USER = b"[" + MESSAGE + b"]"
-# Most bytes of all tools, and of a shape; and of the arguments of calls, of which each character is counted.
+# Max bytes of all tools, of a structure, and of the arguments of calls (counted by character).
 TOOLS, SHAPE, ARGUMENTS = 500_000, 120_000, 3_700_000
 LONG_FLOAT = b"1.2345678901234567890123456789e-300"
 
@@ -83,7 +82,7 @@ def object_of(item: bytes, size_bytes: int) -> bytes:
 
 
 def text_of(raw: bytes) -> bytes:
-    """JSON as a text in JSON."""
+    """Return JSON as a string in JSON."""
     return json.dumps(raw.decode()).encode()
 
 
@@ -106,7 +105,7 @@ def used(arguments: bytes) -> bytes:
 
 
 RESPOND, MESSAGES_PATH, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
-# Path, body, and the field that is blamed; none for what is served. A body is made when it is sent: all have 250 MB.
+# Path, body, and the blamed field (empty if served). Bodies are built when sent: all have 250 MB.
 WORST: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "strings of tokens": (
         "/tokenize",
@@ -154,7 +153,7 @@ WORST: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "a field many times": (COMPLETE, lambda: b"{" + many(b'"user":""')[1:-1] + b',"prompt":"x"}', "prompt"),
     "lists in lists": (CHAT, lambda: body(messages=many(b"[[[[]]]]")), "messages"),
     "objects of nothing": (RESPOND, lambda: body(input=many(b"{}")), "input"),
-    # What is JSON within a body: passed on, or parsed in parts of a bounded size.
+    # JSON within a body: passed on, or parsed in parts of bounded size.
     "arguments": (CHAT, lambda: body(messages=called(object_of(b"[[[[]]]]", ARGUMENTS))), "messages"),
     "arguments that pass": (CHAT, lambda: body(messages=called(object_of(b"[[[[]]]]", 700_000)), max_tokens=ONE), ""),
     "long numbers": (CHAT, lambda: body(messages=called(object_of(LONG_FLOAT, ARGUMENTS))), ""),
@@ -210,7 +209,6 @@ WORST: dict[str, tuple[str, Callable[[], bytes], str]] = {
         ),
         "tools",
     ),
-    # Messages that are one.
     "users that go on": (
         MESSAGES_PATH,
         lambda: body(messages=many(b'{"role":"user","content":"%b"}' % (b"x" * 1200)), max_tokens=ONE),
@@ -226,7 +224,7 @@ WORST: dict[str, tuple[str, Callable[[], bytes], str]] = {
 
 
 def field(number: int, content: bytes) -> bytes:
-    """A field of bytes on the wire; its size in four bytes."""
+    """Encode a bytes field in protobuf wire format, its size in four bytes."""
     size = len(content)
     return (
         bytes((number << 3 | 2, size & 127 | 128, size >> 7 & 127 | 128, size >> 14 & 127 | 128, size >> 21)) + content
@@ -271,7 +269,7 @@ MESSAGES: dict[str, tuple[Callable[[], bytes], str]] = {
 
 
 def containers(value: Any) -> int:
-    """How many lists, objects and numbers that are not whole a value is made of."""
+    """Count the lists, objects and non-integers of a value."""
     waiting, found = [value], 0
     while waiting:
         one = waiting.pop()
@@ -287,8 +285,8 @@ def containers(value: Any) -> int:
 
 @pytest.fixture
 def largest(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Gives the most of what one call has made of JSON on a thread. The interpreter does nothing else meanwhile; so
-    many as MAX_MADE take less than 20 ms. What the event loop reads has LOOP_BYTES at most."""
+    """Record the max number of objects that one call creates from JSON on a thread, which holds the GIL; MAX_MADE of
+    them take less than 20 ms. The event loop parses at most LOOP_BYTES."""
     made, loop = [0], threading.get_ident()
 
     def counted(decode: Callable[..., Any]) -> Callable[..., Any]:
@@ -307,7 +305,7 @@ def largest(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 
 @pytest.fixture
 def jobs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the jobs on threads. Each of them ends only when the loop has made TURNS turns beside it."""
+    """Record the names of thread jobs; each ends only after TURNS iterations of the loop."""
     names: list[str] = []
     before = TokenizerPool.run
 
@@ -334,7 +332,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-async def test_the_worst_bodies_leave_the_loop_to_others(
+async def test_the_worst_bodies_do_not_block_the_event_loop(
     jobs: list[str], largest: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running_fake_cluster("abc" * 20, template=TEMPLATE, chunk_size=8192, max_inflight_tokens=10**8) as fakes:
@@ -360,7 +358,7 @@ async def test_the_worst_bodies_leave_the_loop_to_others(
         await fakes.settled()
 
 
-# APIs that make one message of several, the field that has them, and whose they are.
+# APIs that merge messages into one, the field of those messages, and their role.
 JOINING: tuple[tuple[Callable[[bytes, str], ParsedCall], str, bytes], ...] = (
     (messages_request, "messages", b"user"),
     (responses_request, "input", b"assistant"),
@@ -368,8 +366,8 @@ JOINING: tuple[tuple[Callable[[bytes, str], ParsedCall], str, bytes], ...] = (
 REQUIRED: dict[str, dict[str, bytes]] = {"messages": {"max_tokens": ONE}, "input": {}}
 
 
-def test_messages_that_go_on_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Joined in pairs, 6,000 messages of 600 characters would be 11 GB of copies."""
+def test_consecutive_messages_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merged pairwise, 6,000 messages of 600 characters would copy 11 GB."""
     copied = 0
 
     class WeighedMessage(ChatMessage):
@@ -388,8 +386,8 @@ def test_messages_that_go_on_are_joined_once(monkeypatch: pytest.MonkeyPatch) ->
         copied = 0
 
 
-def test_what_is_too_long_is_not_joined() -> None:
-    """Its size is known before."""
+def test_too_long_messages_are_not_joined() -> None:
+    """Its size is known in advance."""
     for read, field, role in JOINING:
         said = many(b'{"role":"%b","content":"%b"}' % (role, b"x" * 1200))
         with pytest.raises(ApiError, match="more than 4194304 characters in your messages") as caught:
@@ -397,7 +395,7 @@ def test_what_is_too_long_is_not_joined() -> None:
         assert caught.value.param == field
 
 
-async def test_the_worst_messages_leave_the_loop_to_others(
+async def test_the_worst_messages_do_not_block_the_event_loop(
     jobs: list[str], largest: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with (

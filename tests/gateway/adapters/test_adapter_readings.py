@@ -1,4 +1,4 @@
-"""The gauges of running adapters, as vLLM's dashboards read them."""
+"""Gauges of running adapters, in the form that vLLM's dashboards read."""
 
 from __future__ import annotations
 

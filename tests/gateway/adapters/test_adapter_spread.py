@@ -1,4 +1,4 @@
-"""Files of adapters go to the nodes whose machines lack them, once, and again to nodes that are new."""
+"""Copying of adapter files: once to each node whose machine lacks them, and again to new nodes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OURS, OTHERS = "ab" * 32, "cd" * 32
 
 
 class FakeNodeClient:
-    """A node's machine that has ``kept`` adapters; ``full`` refuses more."""
+    """A node whose machine has ``kept`` adapters; if ``full`` it refuses more."""
 
     def __init__(self) -> None:
         self.kept: list[str] = []
@@ -49,7 +49,7 @@ def link(name: str) -> Any:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> SimpleNamespace:
-    """The time; and a model cache that has OURS alone."""
+    """Return a clock and a model cache that contains OURS alone."""
     monkeypatch.setenv("PILLION_CACHE", str(tmp_path))
     folder = tmp_path / ADAPTERS / OURS
     folder.mkdir(parents=True)
@@ -60,7 +60,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> SimpleName
     return clock
 
 
-async def test_each_node_gets_them_once(clock: SimpleNamespace) -> None:
+async def test_each_node_gets_each_adapter_once(clock: SimpleNamespace) -> None:
     nodes, names = [link("a"), link("b")], {OURS}
     nodes[1].alive = False
     spread = AdapterSpread(lambda: nodes, lambda: names, AdapterStore())
@@ -71,7 +71,7 @@ async def test_each_node_gets_them_once(clock: SimpleNamespace) -> None:
     nodes[1].alive = True
     await spread.spread()
     assert nodes[1].client.kept == [OURS]
-    # Another session: the node may be on another machine now.
+    # New session: the node may have moved to another machine.
     nodes[0].epoch, nodes[0].client.kept = 2, []
     await spread.spread()
     assert nodes[0].client.kept == [OURS]
@@ -80,7 +80,7 @@ async def test_each_node_gets_them_once(clock: SimpleNamespace) -> None:
     assert [node.client.asked for node in nodes] == [3, 2]
 
 
-async def test_what_another_gateway_has_and_what_fails_is_asked_for_again(clock: SimpleNamespace) -> None:
+async def test_copies_that_fail_or_wait_for_another_gateway_are_retried(clock: SimpleNamespace) -> None:
     nodes = [link("a")]
     spread = AdapterSpread(lambda: nodes, lambda: {OTHERS}, AdapterStore())
     for _ in range(2):
@@ -98,10 +98,10 @@ async def test_what_another_gateway_has_and_what_fails_is_asked_for_again(clock:
     assert nodes[0].client.kept == [OURS]
 
 
-async def test_a_gateway_gets_what_its_machine_lacks(
+async def test_a_gateway_fetches_adapters_that_its_machine_lacks(
     clock: SimpleNamespace, tmp_path: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Its cache is new, the gateway that loaded the adapter is gone, and one of two nodes gives nothing."""
+    """Start with an empty cache, the loading gateway gone and one of two nodes failing."""
     model = make_model(tmp_path_factory.mktemp("model"), FAMILIES["llama-gqa-tied"])[0]
     source = make_adapter(model, tmp_path / "source", r=4, target_modules=["q_proj"])
     digest, broken, node, asked = AdapterFiles(source).digest(), link("a"), link("b"), []

@@ -1,4 +1,4 @@
-"""Names of adapters at a real gateway with scripted peers, over HTTP, gRPC and a real Redis."""
+"""Adapter names at a real gateway with scripted peers, over HTTP, gRPC and a real Redis."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ TENANTS = (
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A model's folder, and three adapters."""
+    """Write a model's folder and three adapters."""
     root = tmp_path_factory.mktemp("made")
     folder = make_model(root / "model", FAMILIES["llama-gqa-tied"])[0]
     return folder, [
@@ -60,7 +60,7 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def folder(made, tmp_path):
-    """The only folder whose adapters may be loaded."""
+    """Return the only folder from which adapters may be loaded."""
     for number, source in enumerate(made[1]):
         shutil.copytree(source, tmp_path / "adapters" / f"v{number}")
     return tmp_path / "adapters"
@@ -77,7 +77,7 @@ def flags(made, folder):
 
 
 def running(made, **flags):
-    """A fake cluster whose workers say that they run adapters, before a gateway with a real config.json."""
+    """Run a fake cluster whose workers support adapters, with a real config.json."""
     return running_fake_cluster(config=made[0] / "config.json", **flags)
 
 
@@ -120,7 +120,6 @@ async def test_a_request_is_computed_with_the_adapter_that_it_names(made, flags,
             assert said["model"] == "chat"
             assert said["system_fingerprint"] == f"fp_{FINGERPRINT[:10]}_{digest_of(made, 1)[:10]}"
             assert fakes.decode.submits[-1].adapter == digest_of(made, 1)
-            # A stream says it in its first event.
             streamed = (await call(address, path, body | {"stream": True})).body.partition(b"\n\n")[0]
             assert said["system_fingerprint"].encode() in streamed
         for name, fingerprint in (("sql", f"_{digest[:10]}"), ("toy", "")):
@@ -134,7 +133,7 @@ async def test_a_request_is_computed_with_the_adapter_that_it_names(made, flags,
         await fakes.settled()
 
 
-async def test_names_come_and_go_and_a_swap_mixes_nothing(made, flags, folder):
+async def test_adapters_are_loaded_swapped_and_unloaded(made, flags, folder):
     async with running(made, **flags) as fakes:
         address, body = fakes.gateway.http_address, TEXT | {"model": "sql"}
         missing = await call(address, "/v1/completions", body)
@@ -145,9 +144,8 @@ async def test_names_come_and_go_and_a_swap_mixes_nothing(made, flags, folder):
         again = await load(fakes, "sql", folder / "v1")
         assert again.status == 400
         assert "has already been loaded" in again.error["message"]
-        # What it means already may be loaded again, as a client does that has not heard of its success.
+        # Loading the same content again is allowed: a client may have missed the first success.
         assert (await load(fakes, "sql", folder / "v0", base_model_name="models/toy")).status == 200
-        # A trainer overwrites the folder: its content is another adapter now.
         shutil.copytree(folder / "v1", folder / "v0", dirs_exist_ok=True)
         assert (await call(address, "/v1/completions", body)).json["system_fingerprint"] == first
         assert (await load(fakes, "sql", "v0", load_inplace=True)).status == 200
@@ -159,7 +157,6 @@ async def test_names_come_and_go_and_a_swap_mixes_nothing(made, flags, folder):
         assert (gone.status, gone.body) == (200, b"Success: LoRA adapter 'sql' removed successfully.")
         assert (await call(address, "/v1/completions", body)).status == 404
         assert (await call(address, "/v1/unload_lora_adapter", {"lora_name": "sql"})).status == 404
-        # Calls over gRPC load and unload as those over HTTP do.
         info = await fakes.client.load_adapter("sql", "v2")
         assert (info.name, info.parent, info.adapter) == ("sql", "toy", digest_of(made, 2))
         with pytest.raises(InvalidRequest, match="has already been loaded"):
@@ -172,7 +169,7 @@ async def test_names_come_and_go_and_a_swap_mixes_nothing(made, flags, folder):
 
 
 async def test_batches_name_adapters(made, flags, folder, tmp_path, monkeypatch):
-    """What an adapter's name means is found when its line's turn comes."""
+    """Resolve an adapter name when its line's turn comes."""
     monkeypatch.setattr(batch_runner, "LOOK_MS", 20)
     async with running(made, lora_modules=(f"sql={made[1][0]}",), batch_path=str(tmp_path / "b"), **flags) as fakes:
         async with client_of(fakes.gateway.http_address) as client:
@@ -189,7 +186,7 @@ async def test_batches_name_adapters(made, flags, folder, tmp_path, monkeypatch)
         await fakes.settled()
 
 
-async def test_a_resumed_stream_goes_on_under_the_version_that_began_it_or_fails_by_name(made, flags):
+async def test_a_resumed_stream_keeps_its_adapter_version_or_fails(made, flags):
     async with running(made, **flags) as fakes, rpc.open_channel(fakes.gateway.grpc_address) as channel:
         stub = gateway_pb2_grpc.GatewayStub(channel)
         request = prompt_request("hi", model="sql", sampling=SamplingParams(temperature=0.0))
@@ -200,7 +197,7 @@ async def test_a_resumed_stream_goes_on_under_the_version_that_began_it_or_fails
         origin = StreamOrigin(first.seed, first.digest, first.cached_tokens)
 
         async def go_on():
-            """What the rest of the stream is, after its first three tokens."""
+            """Return the rest of the stream after its first three tokens."""
             sent = replace_fields(request, resume=Resume(origin, (AnswerSoFar(tuple(tokens[:3])),)))
             try:
                 return [token async for message in stub.Generate(to_pb(sent)) for token in message.token_ids]
@@ -216,15 +213,14 @@ async def test_a_resumed_stream_goes_on_under_the_version_that_began_it_or_fails
         with pytest.raises(NotFound, match="sql"):
             await go_on()
         assert len(fakes.decode.submits) == submits, "a stream went on with another adapter"
-        # Once the name means the first version again, the stream can go on: it began with that one.
         await fakes.client.load_adapter("sql", "v0")
         assert await go_on() == tokens[3:]
         assert fakes.decode.submits[-1].adapter == info.adapter
         await fakes.settled()
 
 
-async def test_workers_that_cannot_have_the_adapter(made, flags, monkeypatch):
-    """One that failed does not count as one that loads it; one of too small a rank is no worker for it."""
+async def test_workers_that_cannot_load_the_adapter_are_excluded(made, flags, monkeypatch):
+    """Exclude a worker that failed to load, and one whose rank is too small."""
     monkeypatch.setattr("pillion.gateway.links.cluster.MIN_RETURN_WAIT_S", 0.0)
     monkeypatch.setattr("pillion.gateway.planning.route_planner.SENT_COUNTS_S", WITHIN_S)
     async with running(made, lora_modules=(f"sql={made[1][0]}",), **flags) as fakes:
@@ -246,7 +242,7 @@ async def test_workers_that_cannot_have_the_adapter(made, flags, monkeypatch):
         assert (await call(address, "/v1/completions", TEXT | {"model": "toy"})).status == 200
 
 
-async def test_what_may_not_be_loaded_is_refused_by_name(made, flags, folder, tmp_path):
+async def test_a_disallowed_adapter_is_refused_with_its_field(made, flags, folder, tmp_path):
     outside = tmp_path / "outside"
     shutil.copytree(folder / "v0", outside)
     (folder / "link").symlink_to(outside)
@@ -320,7 +316,7 @@ async def test_keys_decide_who_loads_and_who_uses(made, flags, folder, tmp_path,
             "alias": ["toy", "models/toy"],
             "free": ["toy", "models/toy", "poetry", "sql"],
         }
-        # The error for an unknown name says which names the tenant may use, and no others.
+        # The error for an unknown name lists only the names that the tenant may use.
         everything = "toy; adapters: poetry, sql"
         assert told == {"boss": everything, "narrow": "sql", "alias": "toy", "free": everything}
         with_key = {"Authorization": f"Bearer {KEYS['narrow']}"}
@@ -328,7 +324,7 @@ async def test_keys_decide_who_loads_and_who_uses(made, flags, folder, tmp_path,
         assert (await call(address, "/v1/completions", TEXT | {"model": "sql"}, with_key)).status == 200
 
 
-async def test_gateways_share_names_and_bring_them_again(made, flags, folder):
+async def test_gateways_share_adapter_names(made, flags, folder):
     async with running(made, **flags) as fakes:
         more = {"redis_url": fakes.redis.url, "block_size": 4, "chunk_size": 8, "http_port": 0, "grpc_port": 0} | flags
         model = toy_model(fakes.folder / "model2")
@@ -336,7 +332,6 @@ async def test_gateways_share_names_and_bring_them_again(made, flags, folder):
         other = await start_gateway(GatewayFlags(**more), prepared=model)
         try:
             await fakes.client.load_adapter("sql", "v0")
-            # A name that is asked for at once is known at the other one, too.
             await until("the other gateway to be ready", lambda: not other.gateway.not_ready())
 
             async def answer():
@@ -368,14 +363,13 @@ async def test_gateways_share_names_and_bring_them_again(made, flags, folder):
             await other.stop()
 
 
-async def test_all_who_ask_at_once_learn_a_name_of_another_gateway(made, flags, folder):
+async def test_concurrent_requests_find_an_adapter_of_another_gateway(made, flags, folder):
     async with running(made, **flags | {"heartbeat_ms": 60_000, "heartbeat_timeout_ms": 600_000}) as fakes:
         here = fakes.gateway.gateway.adapters
         updating = GatewayFlags(model="toy", max_lora_rank=8, allow_runtime_lora_updating=True)
         other = AdapterNames({"toy": None}, {}, updating, list, SharedNames(fakes.redis.url, 10, 10**9))
         await other.share()
         adapter = NamedAdapter(name="far", parent="toy", digest="ab" * 32, rank=4, path="/far")
-        # Somebody has asked for another name just now.
         await here.look("nobody")
         other.table.put(adapter, 10)
         await other.share()
@@ -407,8 +401,8 @@ async def test_a_load_goes_on_when_its_caller_leaves(made, flags, folder, monkey
         await until("the adapter to have its name", lambda: names.find("sql"))
 
 
-async def test_reading_holds_up_nobody_and_its_process_ends_with_the_gateway(made, flags, folder):
-    """Not even where the process that reads an adapter hangs."""
+async def test_reading_an_adapter_blocks_no_request_and_ends_with_the_gateway(made, flags, folder):
+    """Even if the process that reads an adapter hangs."""
     async with running(made, **flags) as fakes:
         assert (await load(fakes, "sql", "v0")).status == 200
         process = psutil.Process(fakes.gateway.gateway.adapters._process._process.pid)
@@ -429,11 +423,10 @@ async def test_an_adapter_that_takes_too_long_is_refused(made, flags, folder, mo
         late = await load(fakes, "sql", "v0")
         assert (late.status, "more than 0 s" in late.error["message"]) == (503, True)
         monkeypatch.setattr(adapter_names, "LOAD_TIMEOUT_S", 60.0)
-        # The next one has a process of its own.
         assert (await load(fakes, "sql", "v0")).status == 200
 
 
-async def test_a_full_store_is_a_bound_that_was_met(made, flags, folder, monkeypatch):
+async def test_a_full_store_is_a_quota_error(made, flags, folder, monkeypatch):
     monkeypatch.setattr(adapter_names, "STORE_BYTES", 10)
     async with running(made, **flags) as fakes:
         refused = await load(fakes, "sql", "v0")

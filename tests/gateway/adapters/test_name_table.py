@@ -1,4 +1,4 @@
-"""Names of adapters at several gateways: whatever is changed, lost and brought in whatever order, all end up alike."""
+"""Adapter names across gateways converge under any order of changes, losses and deliveries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def adapter(name, version):
 
 
 class FakeRegistry:
-    """What lua/share_names.lua does, in memory."""
+    """In-memory equivalent of lua/share_names.lua."""
 
     def __init__(self):
         self.rows = {}
@@ -54,7 +54,7 @@ EVENTS = st.one_of(
 @settings(max_examples=examples(300))
 @given(st.lists(EVENTS, max_size=30), st.lists(st.integers(-5, 5), min_size=GATEWAYS, max_size=GATEWAYS))
 def test_all_gateways_end_up_alike(events, skews):
-    """Clocks differ and changes are made without a registry; the fixed name stays."""
+    """Let clocks differ and changes happen without a registry; the fixed name stays."""
     registry, tables = FakeRegistry(), [NameTable([adapter("a", 99)]) for _ in range(GATEWAYS)]
     for now, (kind, *of) in enumerate(events):
         match kind:
@@ -68,18 +68,17 @@ def test_all_gateways_end_up_alike(events, skews):
                 registry.rows.clear()
     for table in tables * 2:
         meet(table, registry)
-    # A fixed name is every gateway's own.
+    # Fixed names are local to each gateway.
     found = [[one for one in table.all() if one.name != "a"] for table in tables]
     assert found[0] == found[1] == found[2]
     assert all(table.find("a") == adapter("a", 99) for table in tables)
 
 
-def test_a_later_change_wins_whatever_the_clocks_say():
+def test_a_later_change_wins_with_any_clock_skew():
     registry, first, second = FakeRegistry(), NameTable(), NameTable()
     first.put(adapter("a", 1), 1000)
     meet(first, registry)
     meet(second, registry)
-    # The second one's clock is behind.
     second.put(adapter("a", 2), 500)
     meet(second, registry)
     meet(first, registry)
@@ -90,7 +89,7 @@ def test_a_later_change_wins_whatever_the_clocks_say():
     assert first.find("a") is second.find("a") is None
 
 
-def test_what_is_no_adapter_changes_nothing():
+def test_malformed_entries_change_nothing():
     table = NameTable()
     table.put(adapter("a", 1), 10)
     rows = {"a": StampedValue(5, b"{}"), "b": StampedValue(5, b"nonsense"), "c": StampedValue(5, b'{"name":"d"}')}
@@ -102,7 +101,7 @@ def test_what_is_no_adapter_changes_nothing():
     assert table.unsent() == [("a", StampedValue(10, table.unsent()[0][1].value))]
 
 
-def test_what_was_unloaded_is_forgotten_after_a_while():
+def test_unloaded_names_are_forgotten_after_a_while():
     table, registry = NameTable(), FakeRegistry()
     table.put(adapter("a", 1), 10)
     table.put(adapter("b", 1), 10)
@@ -114,7 +113,7 @@ def test_what_was_unloaded_is_forgotten_after_a_while():
         assert registry.rows.keys() == names
 
 
-def test_many_names_that_come_and_go_are_bounded():
+def test_the_number_of_forgotten_names_is_bounded():
     table = NameTable()
     table.put(adapter("stays", 1), 5)
     for number in range(MAX_CHANGES + 10):

@@ -1,4 +1,4 @@
-"""Bounds in all and for each tenant, turns, and what becomes of those who wait when something happens to them."""
+"""Global and per-tenant limits, turns, and requests that leave while queued."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def settle() -> None:
     await loop_turns(5)
 
 
-def test_bounds_in_all_and_for_each_tenant() -> None:
+def test_global_and_per_tenant_limits() -> None:
     admission = Admission(8, 100)
     mine = [admission.enter(A) for _ in range(4)]
     with pytest.raises(Overloaded) as caught:
@@ -48,7 +48,7 @@ def test_bounds_in_all_and_for_each_tenant() -> None:
     with pytest.raises(Overloaded) as caught:
         admission.enter(B)
     assert refused(caught) == "b/max_inflight_requests"
-    # Whoever floods, the next tenant finds room, as long as there is any.
+    # A flood leaves room for the next tenant while there is any.
     theirs += [admission.enter(Tenant(name=name)) for name in "cd"]
     with pytest.raises(Overloaded) as caught:
         admission.enter(Tenant(name="e"))
@@ -57,7 +57,7 @@ def test_bounds_in_all_and_for_each_tenant() -> None:
     with pytest.raises(Overloaded) as caught:
         admission.weigh(mine[1], 11)
     assert refused(caught) == "a/max_inflight_tokens"
-    # One prompt of a tenant is always let in, as long as the gateway itself has room.
+    # One prompt per tenant is always admitted while the gateway itself has room.
     admission.weigh(theirs[0], 60)
     with pytest.raises(Overloaded) as caught:
         admission.weigh(theirs[1], 1)
@@ -70,7 +70,7 @@ def test_bounds_in_all_and_for_each_tenant() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=200))
 def test_three_that_flood_leave_room_for_a_fourth(events: list[tuple[str, bool]]) -> None:
-    """Whatever comes and goes: the newcomer gets in, and those that flood go on to get theirs."""
+    """In any order of arrivals a newcomer is admitted, and the flooding tenants still get their share."""
     admission = Admission(40, 4000)
     inside: dict[str, list[AdmissionPermit]] = {name: [] for name in "abc"}
     for name, goes in events:
@@ -90,7 +90,7 @@ def test_three_that_flood_leave_room_for_a_fourth(events: list[tuple[str, bool]]
     admission.check_integrity()
 
 
-def test_a_tenants_own_bounds_and_the_open_gateway() -> None:
+def test_a_tenants_own_limits_and_a_gateway_without_keys() -> None:
     admission = Admission(8, 100)
     small = Tenant(name="small", max_inflight_requests=2, max_inflight_tokens=5)
     permits = [admission.enter(small) for _ in range(2)]
@@ -116,7 +116,6 @@ async def test_turns_are_by_rank_and_fair() -> None:
         await loop_turns(1)
         admission.leave(permit, 5)
 
-    # Both tenants have an answer at the workers, so that neither is a newcomer.
     firsts = [admission.enter(tenant) for tenant in (A, B)]
     for first in firsts:
         await turn(admission, first)
@@ -132,7 +131,7 @@ async def test_turns_are_by_rank_and_fair() -> None:
     assert (admission.requests, admission.tokens, admission.running, admission.waiting) == (0, 0, 0, 0)
 
 
-async def test_who_goes_away_while_waiting_leaves_nothing() -> None:
+async def test_a_cancelled_waiter_leaves_nothing() -> None:
     admission = Admission(10, 1000, lambda model: 1)
     running, waits, stays = (admission.enter(A) for _ in range(3))
     await turn(admission, running)
@@ -150,13 +149,12 @@ async def test_who_goes_away_while_waiting_leaves_nothing() -> None:
     assert (admission.requests, admission.running, admission.waiting) == (0, 0, 0)
 
 
-async def test_a_turn_that_comes_in_the_moment_of_a_cancel_is_given_back() -> None:
+async def test_a_turn_granted_during_a_cancel_is_returned() -> None:
     admission = Admission(10, 1000, lambda model: 1)
     running, waits, stays = (admission.enter(A) for _ in range(3))
     await turn(admission, running)
     task, other = asyncio.create_task(turn(admission, waits)), asyncio.create_task(turn(admission, stays))
     await settle()
-    # In both orders: the cancel after the grant, and before it.
     admission.leave(running)
     task.cancel()
     await settle()
@@ -175,7 +173,7 @@ async def test_a_turn_that_comes_in_the_moment_of_a_cancel_is_given_back() -> No
     assert (admission.requests, admission.running, admission.waiting) == (0, 0, 0)
 
 
-async def test_a_request_with_many_answers_is_let_in_alone() -> None:
+async def test_a_request_with_many_answers_is_admitted_alone() -> None:
     admission = Admission(10, 1000, lambda model: 2)
     many = admission.enter(A, 4)
     await turn(admission, many)
@@ -214,13 +212,12 @@ async def test_a_deadline_nearer_than_the_predicted_wait_is_refused_at_once(monk
         clock[0] += 2.0
         admission.leave(permit)
         await settle()
-    # One runs and two wait: the third slot comes free after about six seconds.
+    # One runs and two wait: the third slot is free after about six seconds.
     late = admission.enter(A)
     with pytest.raises(Overloaded) as caught:
         await admission.turn(late, "m", clock[0] + 5.0)
     assert refused(caught) == "deadline"
     assert caught.value.retry_after_ms == pytest.approx(6000, rel=0.01)
-    # Another tenant waits for no slot as long as it has nothing at the workers, and is the next one after that.
     newcomer, other = admission.enter(B), admission.enter(B)
     await admission.turn(newcomer, "m", clock[0] + 5.0)
     task = asyncio.create_task(admission.turn(other, "m", clock[0] + 5.0))
@@ -234,7 +231,7 @@ async def test_a_deadline_nearer_than_the_predicted_wait_is_refused_at_once(monk
 
 
 async def test_a_tenant_with_nothing_at_the_workers_waits_for_no_slot() -> None:
-    """Its next request waits as all do. What is in the background always waits, and is no work of its tenant's here."""
+    """Let its second request wait as all do; background requests always wait and do not count as its work."""
     admission = Admission(100, 1000, lambda model: 2)
     tasks = {}
 
@@ -257,7 +254,6 @@ async def test_a_tenant_with_nothing_at_the_workers_waits_for_no_slot() -> None:
     assert await done() == {"a0", "a1", "b0", "other"}
     admission.leave(first)
     assert await done() == {"a0", "a1", "b0", "other", "b1"}
-    # Nobody else got a slot meanwhile: four answers run where two slots are.
     admission.leave(flood[0])
     admission.leave(flood[1])
     assert await done() == {"a0", "a1", "b0", "other", "b1", "a2"}, "A has nothing there now, and so is a newcomer"
@@ -293,7 +289,7 @@ async def test_a_shared_queue_gives_each_tenant_its_slots() -> None:
     assert slots.of(B) is not forgotten
 
 
-async def test_workers_are_given_their_slots_and_some_more() -> None:
+async def test_workers_get_their_slots_and_a_margin() -> None:
     cluster = Cluster("g", SimpleNamespace(refusal=""), None, 5.0)  # type: ignore[arg-type]
     assert cluster.request_slots("") == 0
     worker = ComponentRecord(
@@ -302,13 +298,13 @@ async def test_workers_are_given_their_slots_and_some_more() -> None:
     cluster.view.update([worker], 0.0)
     assert cluster.request_slots("") == 100
     small = replace(worker, component_id="d1", running_requests=0, free_seqs=4)
-    # Two gateways share the slots of one worker, and what is more: evenly, but for what the other one does not use.
+    # Two gateways share one worker's slots evenly, plus what the other one leaves unused.
     me, other = (
         ComponentRecord(component_id=name, role="gateway", address="x", running_requests=50) for name in ("g", "h")
     )
     for running, granted in ((50, 10), (10, 10), (3, 17), (0, 20)):
         cluster.view.update([small, me, replace(other, running_requests=running)], 100.0)
         assert cluster.request_slots("") == granted
-    # One that does not report its slots might have many.
+    # A worker that reports no slots might have many.
     cluster.view.update([small, replace(worker, max_step_tokens=0)], 200.0)
     assert cluster.request_slots("") == 0

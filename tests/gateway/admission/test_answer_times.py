@@ -1,4 +1,4 @@
-"""How long an answer will take, from the last ones; and who is refused because it would come too late."""
+"""Predicted time of an answer, and refusal of requests that would miss their deadline."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.admission.turns import ANSWER_RESERVE, AdmissionPermit, ModelTurns
 from tests.support.examples import examples
 
-# A step takes 10 ms and 1 ms for each stream; a prompt's token takes 1 ms.
+# 10 ms per step and 1 ms per stream; 1 ms per prompt token.
 MODEL = StepModel(0.01, 0.001, 0.0, 0.0, 0.0)
 A, HEAVY = Tenant(name="a"), Tenant(name="heavy", weight=3.0)
 
 
 class ServedLine:
-    """One model's line over workers that are exactly as their step model says, and its clock."""
+    """One model's queue before workers that follow their step model exactly, with its clock."""
 
     def __init__(self, slots: int = 4, workers: int = 1) -> None:
         self.now_s = 100.0
@@ -60,7 +60,7 @@ class ServedLine:
     def answer(
         self, permit: AdmissionPermit, first_s: float, token_s: float, tokens: int, itself: bool = False
     ) -> None:
-        """An answer whose first token came after ``first_s``, and each further one after ``token_s``."""
+        """Record an answer with its first token after ``first_s`` and each further one after ``token_s``."""
         came_s = permit.begun_s + first_s
         permit.first_token_s, permit.ended_itself = lambda: came_s, itself
         self.now_s = came_s + (tokens - 1) * token_s
@@ -76,19 +76,18 @@ class ServedLine:
         return found
 
     def learn(self, first_s: float = 0.11, token_s: float = 0.011, tokens: int = 11, itself: bool = False) -> None:
-        """A few answers, one after the other."""
+        """Record a few answers in sequence."""
         for _ in range(MIN_ANSWERS):
             self.answer(self.ask(), first_s, token_s, tokens, itself)
 
 
-def test_nothing_is_predicted_of_what_nobody_has_seen() -> None:
+def test_nothing_is_predicted_without_observations() -> None:
     served = ServedLine()
     for _ in range(MIN_ANSWERS):
         assert served.predicted_s(served.ask(), 3) == 0.0
     served = ServedLine()
     served.learn()
     asked = AdmissionPermit(OPEN, 1, tokens=100, allowed_tokens=11)
-    # Alone it takes no place from anybody, and shows how long an answer takes now.
     assert served.predicted_s(asked, 0) == 0.0
     assert served.predicted_s(asked, 1) > 0.0
     assert served.predicted_s(AdmissionPermit(OPEN, 1, tokens=100), 1) == 0.0
@@ -105,9 +104,8 @@ def test_a_prediction_follows_the_load_before_an_answer_has_ended_under_it() -> 
     served.fleet = DecodeFleet(MODEL, workers=2, others=20)
     assert served.predicted_s(asked, 21) == pytest.approx(alone_s + 100 * 0.019, rel=0.01)
     served.fleet = DecodeFleet(MODEL)
-    # Prompts that have gone to the workers and have no token yet are computed first.
+    # Prompts at the workers without a token yet are computed first.
     assert served.predicted_s(asked, 1, 3000) == pytest.approx(alone_s + 3.0, rel=0.1)
-    # The line counts them: 3 s for those of two others would be too late, once they have tokens it is not.
     others = [served.ask(tokens=1500) for _ in range(2)]
     with pytest.raises(Overloaded):
         served.ask(left_s=2.5)
@@ -116,29 +114,29 @@ def test_a_prediction_follows_the_load_before_an_answer_has_ended_under_it() -> 
     assert served.ask(left_s=2.5).queue is served
 
 
-def test_what_takes_longer_than_the_model_says_is_predicted_so() -> None:
+def test_observed_times_correct_the_step_model() -> None:
     served = ServedLine()
     served.learn(first_s=0.33, token_s=0.022)
     asked = AdmissionPermit(OPEN, 1, tokens=100, allowed_tokens=11)
-    # Tokens beyond the seen work are expected at the model's own pace.
+    # Tokens beyond the observed work are predicted at the model's own pace.
     assert served.predicted_s(asked, 1) == pytest.approx(0.33 + 10 * 0.022 + 10 * 0.001, rel=0.01)
 
 
 @pytest.mark.parametrize(
     ("lengths", "allowed", "expected"),
     [
-        # All were cut by their clients' own bounds, so a bound is believed unless it is far larger.
+        # Cut by their max_tokens: a limit is used unless it is far larger.
         ([(10, False)] * 8, 100, 100),
         ([(10, False)] * 8, 4096, 10),
-        # Answers end by themselves: half of them by 20 tokens.
+        # Ended by EOS: half of them by 20 tokens.
         ([(10, True), (20, True), (30, True), (40, True)], 4096, 20),
         ([(10, True), (20, True), (30, True), (40, True)], 15, 15),
-        # Short ones that were cut tell nothing of where the long ones end.
+        # Short answers that were cut do not change the distribution of long ones.
         ([(10, False)] * 8 + [(200, True), (220, True)], 4096, 200),
         ([(10, False)] * 8 + [(200, True), (220, True)], 10, 10),
     ],
 )
-def test_how_many_tokens_an_answer_is_expected_to_have(
+def test_the_expected_number_of_tokens_of_an_answer(
     lengths: list[tuple[int, bool]], allowed: int, expected: int
 ) -> None:
     found = AnswerLengths.of(
@@ -154,7 +152,6 @@ def test_an_answer_that_would_come_too_late_is_refused_at_once() -> None:
     running = [served.ask() for _ in range(2)]
     for one in running:
         one.first_token_s = lambda: served.now_s
-    # 100 tokens beside two others take 1.3 s.
     with pytest.raises(Overloaded, match="the answer 1") as caught:
         served.ask(left_s=1.2, allowed=101)
     assert [quota.subject for quota in caught.value.quotas] == ["deadline"]
@@ -166,12 +163,11 @@ def test_an_answer_that_would_come_too_late_is_refused_at_once() -> None:
     served.ask(left_s=0.01, allowed=101, tenant=OPEN.in_background())
 
 
-def test_what_can_no_longer_be_in_time_when_its_turn_comes_takes_no_place() -> None:
+def test_a_request_that_is_late_at_its_turn_uses_no_slot() -> None:
     served = ServedLine(slots=1)
     served.learn()
     running = served.ask(allowed=200)
     late, other = served.ask(left_s=2.0, allowed=101), served.ask(left_s=20.0, allowed=101)
-    # The turn comes when 1 s is left, and the answer takes 1.2 s beside another one.
     second = served.turns
     served.now_s += 1.0
     second._slots = lambda: 2
@@ -202,14 +198,13 @@ EVENTS = st.lists(
 
 @settings(max_examples=examples(100))
 @given(EVENTS)
-def test_everybody_in_line_is_served_or_refused_once(events: list[tuple]) -> None:
+def test_each_queued_request_is_served_or_refused_once(events: list[tuple]) -> None:
     served = ServedLine(slots=3)
     asked: list[AdmissionPermit] = []
     for kind, *rest in events:
         running = [permit for permit in served.granted if permit.queue is not None]
         if kind == "ask":
             tenant, left_s, allowed, answers = rest
-            # Only a deadline refuses a request in line.
             with contextlib.suppress(*() if left_s is None else (Overloaded,)):
                 asked.append(served.ask(left_s, allowed, tenant=tenant, answers=answers))
         elif kind == "end" and running:
@@ -234,7 +229,7 @@ def test_an_assumed_step_model_predicts_nothing() -> None:
     served.fleet = None
     served.learn(first_s=2.0)
     assert served.ask(left_s=0.01, tokens=4000).begun_s
-    # Answers served before the first measurement are not learnt from: their expected time is unknown.
+    # Ignore answers served before the first measurement: their expected time is unknown.
     served.fleet = DecodeFleet(MODEL)
     assert served.predicted_s(served.ask(), running=1, later_s=1.0) == 0.0
     served.learn()

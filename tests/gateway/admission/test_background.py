@@ -1,4 +1,4 @@
-"""Requests in the background run in places that nobody else wants, and do not starve."""
+"""Background requests use idle slots, and do not starve."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HIDDEN = A.in_background()
 
 
 class Line:
-    """Requests of one model with four slots, by the order in which they had their turn."""
+    """Requests of one model with four slots, in the order of their turns."""
 
     def __init__(self, slots: int = 4) -> None:
         self.admission = Admission(100, 10_000, lambda model: slots)
@@ -61,7 +61,7 @@ async def line(slots: int = 4) -> AsyncIterator[Line]:
     assert (found.admission.waiting, found.admission.running) == (0, 0)
 
 
-async def test_it_takes_half_of_the_slots_and_leaves_the_rest() -> None:
+async def test_the_background_uses_at_most_half_of_the_slots() -> None:
     async with line() as one:
         for number in range(4):
             await one.send(HIDDEN, f"h{number}")
@@ -72,8 +72,8 @@ async def test_it_takes_half_of_the_slots_and_leaves_the_rest() -> None:
 
 
 @pytest.mark.parametrize("tenant", [A, B])
-async def test_it_waits_as_long_as_anybody_else_does(tenant: Tenant) -> None:
-    """Also a tenant that was served nothing yet does not go before another one's live requests."""
+async def test_the_background_waits_for_all_live_requests(tenant: Tenant) -> None:
+    """A tenant that was served nothing yet does not overtake live requests of another one either."""
     async with line() as one:
         for number in range(4):
             await one.send(tenant, f"t{number}")
@@ -88,7 +88,7 @@ async def test_it_waits_as_long_as_anybody_else_does(tenant: Tenant) -> None:
         assert one.order[-1] == "h"
 
 
-async def test_it_goes_before_all_others_once_its_rank_has_come() -> None:
+async def test_an_old_background_request_is_served_first() -> None:
     async with line() as one:
         for number in range(4):
             await one.send(B, f"b{number}")
@@ -101,18 +101,18 @@ async def test_it_goes_before_all_others_once_its_rank_has_come() -> None:
         assert one.order[-1] == "b4"
 
 
-async def test_what_waits_in_the_background_refuses_nobody_with_a_deadline() -> None:
+async def test_queued_background_requests_refuse_no_deadline() -> None:
     async with line() as one:
         for number in range(3):
             await one.send(HIDDEN, f"h{number}")
-        # So slow that a wait behind anybody would take longer than the deadline leaves.
+        # Slow enough that waiting behind any request exceeds the deadline.
         for number in range(8):
             await one.send(B, f"b{number}", deadline_s=time.monotonic() + 60)
             await one.end(f"b{number}")
         assert one.order == ["h0", "h1", *(f"b{number}" for number in range(8))]
 
 
-async def test_it_fills_half_of_every_bound() -> None:
+async def test_the_background_fills_at_most_half_of_every_limit() -> None:
     admission = Admission(8, 100, lambda model: 0)
     taken = [admission.enter(A) for _ in range(2)] + [admission.enter(OPEN.in_background()) for _ in range(2)]
     with pytest.raises(Overloaded, match=r"max_inflight_requests \(4\)"):
@@ -134,15 +134,15 @@ async def test_it_fills_half_of_every_bound() -> None:
     admission.leave(first)
 
 
-def test_it_is_the_same_tenant() -> None:
+def test_a_background_request_counts_for_its_tenant() -> None:
     assert HIDDEN.background
     assert not A.background
     assert cache_salt(HIDDEN, "x") == cache_salt(A, "x")
     assert HIDDEN.capped(-5) == MAX_PRIORITY
 
 
-def test_workers_keep_what_is_in_the_background_apart() -> None:
-    """Workers count a tenant's batch apart, so that it is not held against the tenant's other requests."""
+def test_workers_count_background_requests_separately() -> None:
+    """Count a tenant's batch separately at workers, so that its other requests are not penalized."""
     flows = {flow_of(tenant, "model") for tenant in (A, HIDDEN, OPEN)}
     assert len(flows) == 3
     assert NO_FLOW in flows

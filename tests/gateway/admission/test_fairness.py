@@ -1,4 +1,4 @@
-"""The queue between tenants: shares by weight, queue order within a tenant, no saving up, and predictions of a wait."""
+"""Fair queue between tenants: weighted shares, order within a tenant, no saved credit, predicted waits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def served(queue: FairQueue, owners: dict[int, str], count: int) -> list[str]:
 
 
 def filled(queue: FairQueue, counts: dict[Tenant, tuple[int, int]]) -> dict[int, str]:
-    """``counts``: how many requests of how many tokens."""
+    """Queue ``counts``: pairs of a number of requests and their tokens."""
     owners = {}
     for tenant, (count, tokens) in counts.items():
         for _ in range(count):
@@ -62,7 +62,7 @@ def test_answers_are_charged() -> None:
     assert served(queue, owners, 4) == ["b"] * 4
 
 
-def test_nobody_saves_up_by_being_away() -> None:
+def test_an_idle_tenant_saves_no_credit() -> None:
     queue = FairQueue()
     owners = filled(queue, {A: (200, 10)})
     served(queue, owners, 100)
@@ -78,7 +78,7 @@ def test_within_a_tenant_the_rank_decides() -> None:
     assert [queue.pop() for _ in range(3)] == [urgent, early, late]
 
 
-def test_who_left_is_not_served() -> None:
+def test_a_removed_request_is_not_served() -> None:
     queue = FairQueue()
     stays, goes = asking(), asking()
     queue.push(A, goes)
@@ -95,8 +95,8 @@ TENANTS = st.sampled_from([A, B, HEAVY])
 
 @settings(max_examples=examples(80))
 @given(st.lists(st.tuples(TENANTS, st.integers(1, 100), st.integers(-5, 5)), min_size=1, max_size=60), st.data())
-def test_everybody_is_served_once_and_waits_as_predicted(asked: list, data: st.DataObject) -> None:
-    """``ahead`` of the last one to come is how many are really served before it."""
+def test_each_request_is_served_once_and_waits_as_predicted(asked: list, data: st.DataObject) -> None:
+    """Compare ``ahead`` of the last arrival with the number really served before it."""
     queue, order = FairQueue(), []
     for tenant, tokens, queue_order in asked[:-1]:
         queue.push(tenant, asking(tokens, queue_order))
@@ -110,7 +110,7 @@ def test_everybody_is_served_once_and_waits_as_predicted(asked: list, data: st.D
     while (first := queue.pop()) is not last:
         before += 1
         order.append(first)
-    # Ties of two counters are decided by queue order, which the prediction leaves out: one request of each tenant.
+    # Ties of two counters are decided by queue order, which the prediction ignores: one request per tenant.
     assert abs(ahead - before) <= 3
     order.append(last)
     while queue.first() is not None:
@@ -121,7 +121,7 @@ def test_everybody_is_served_once_and_waits_as_predicted(asked: list, data: st.D
 @settings(max_examples=examples(50))
 @given(st.lists(st.tuples(st.integers(1, 100), st.integers(1, 100)), min_size=20, max_size=100))
 def test_two_that_always_wait_get_the_same(sizes: list[tuple[int, int]]) -> None:
-    """Never further apart than the largest requests."""
+    """Their counters differ by at most the largest requests."""
     queue, owners, got = FairQueue(), {}, {"a": 0, "heavy": 0}
     for mine, theirs in sizes:
         owners |= filled(queue, {A: (1, mine), HEAVY: (3, theirs)})
@@ -141,7 +141,7 @@ def test_the_pace_is_known_after_some_departures() -> None:
     assert pace.wait_s(9) == pytest.approx(10.0)
 
 
-def test_the_time_without_a_line_tells_nothing() -> None:
+def test_time_without_a_queue_is_ignored() -> None:
     pace = DepartureRate()
     pace.began(0.0)
     for second in range(1, 6):

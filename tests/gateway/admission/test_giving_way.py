@@ -1,4 +1,4 @@
-"""Where the gateway is full, the least urgent waiting request of the tenant furthest above its share gives way."""
+"""In a full gateway the least urgent waiting request of the tenant furthest above its share is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL = Tenant(name="small", max_inflight_requests=3)
 
 
 class FullGateway:
-    """An admission, whose clock stands still unless it is moved, and the requests that have come to it."""
+    """An admission whose clock moves only on demand, and its requests."""
 
     def __init__(self, requests: int = 8, tokens: int = 1000, slots: int = 2) -> None:
         self.now_s = 1000.0
@@ -57,11 +57,11 @@ class FullGateway:
         return permit
 
     def gone(self) -> list[int]:
-        """The places in order of arrival of those that have given way."""
+        """Return the refused requests, as positions in order of arrival."""
         return [number for number, permit in enumerate(self.permits) if permit.given_up is not None]
 
     async def over(self) -> None:
-        """All leave, and nothing is left."""
+        """Let all requests leave, and check that nothing remains."""
         for task in self.tasks.values():
             task.cancel()
         await asyncio.gather(*self.tasks.values(), return_exceptions=True)
@@ -81,7 +81,6 @@ async def test_no_urgent_request_is_refused_beside_a_flood_of_its_own_tenant() -
     for _ in range(6):
         await gateway.come(OPEN, 0)
         gateway.admission.check_integrity()
-    # The newest went first, and those that had their turn stay.
     assert gateway.gone() == [2, 3, 4, 5, 6, 7]
     for number in gateway.gone():
         with pytest.raises(Overloaded, match="goes before this one") as caught:
@@ -110,7 +109,7 @@ async def test_a_request_that_is_still_tokenized_gives_way_too() -> None:
     await gateway.over()
 
 
-async def test_age_makes_up_for_priority_at_the_door_too() -> None:
+async def test_age_makes_up_for_priority_in_a_full_gateway() -> None:
     gateway = FullGateway(requests=4, slots=2)
     for _ in range(4):
         await gateway.come(OPEN, 1)
@@ -123,17 +122,17 @@ async def test_age_makes_up_for_priority_at_the_door_too() -> None:
 @pytest.mark.parametrize(
     ("held", "newcomer", "gives_way"),
     [
-        # A tenant that finds room, one below its share, one whose weight makes its share larger; then the flood itself.
+        # Tenants that find room, are below their share, or whose weight makes it larger; then the flood itself.
         ([(A, 16, 0)], (B, 10), ""),
         ([(A, 16, 0), (B, 8, 0)], (B, 10), "a"),
         ([(A, 11, 0), (HEAVY, 10, 0)], (HEAVY, 10), "a"),
         ([(HEAVY, 14, 0), (B, 9, 0)], (B, 0), None),
         ([(A, 16, 5)], (A, 0), "a"),
         ([(A, 16, 5)], (A, 5), None),
-        # The tenant that is furthest above its share gives way, not the least urgent request of all.
+        # The tenant furthest above its share loses one, not the least urgent request overall.
         ([(A, 16, 0), (B, 8, 50)], (Tenant(name="c"), 0), ""),
         ([(A, 16, 0), (B, 8, 50), (Tenant(name="c"), 4, 0)], (Tenant(name="c"), 0), "a"),
-        # Background requests go first, another tenant's too.
+        # Background requests go first, even another tenant's.
         ([(B.in_background(), 7, 0), (A, 12, 50)], (A, 0), "b"),
     ],
 )
@@ -159,7 +158,7 @@ async def test_who_gives_way_to_another_tenant(
     await gateway.over()
 
 
-async def test_a_tenants_own_bound_concerns_nobody_else() -> None:
+async def test_a_tenants_own_limit_affects_no_other_tenant() -> None:
     gateway = FullGateway(requests=8, slots=1)
     await gateway.come(A)
     for _ in range(3):
@@ -178,7 +177,7 @@ async def test_a_tenants_own_bound_concerns_nobody_else() -> None:
     await gateway.over()
 
 
-async def test_as_many_give_way_as_a_prompt_needs_or_none() -> None:
+async def test_enough_requests_give_way_for_a_prompt_or_none() -> None:
     gateway = FullGateway(requests=100, tokens=100, slots=1)
     await gateway.come(OPEN, 0, tokens=20)
     for _ in range(8):
@@ -192,7 +191,7 @@ async def test_as_many_give_way_as_a_prompt_needs_or_none() -> None:
     await gateway.over()
 
 
-async def test_what_is_full_says_how_long_it_will_be() -> None:
+async def test_the_refusal_has_a_retry_delay() -> None:
     gateway = FullGateway(requests=4, slots=0)
     running = [await gateway.come(OPEN) for _ in range(4)]
     for _ in range(8):
@@ -215,8 +214,8 @@ EVENTS = st.one_of(COMES, COMES, st.tuples(st.sampled_from(["turn", "ends", "can
 
 @settings(max_examples=examples(60), deadline=None)
 @given(st.lists(EVENTS, max_size=80))
-def test_whatever_happens_nobody_is_lost_or_served_twice(events: list[tuple]) -> None:
-    """Each request that came in has its turn once, or is refused once, or goes by itself; and the counts add up."""
+def test_no_request_is_lost_or_served_twice(events: list[tuple]) -> None:
+    """Each admitted request is served once, refused once or leaves by itself; and the counts add up."""
     asyncio.run(_happen(events))
 
 
@@ -255,7 +254,7 @@ async def _happen(events: list[tuple]) -> None:
     await gateway.over()
 
 
-async def test_without_an_order_a_call_takes_nobodys_place_and_keeps_its_own() -> None:
+async def test_a_call_without_an_order_neither_displaces_nor_gives_way() -> None:
     gateway = FullGateway(requests=2)
     kept = gateway.admission.enter(OPEN)
     assert kept.order == math.inf

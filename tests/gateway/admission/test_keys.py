@@ -1,4 +1,4 @@
-"""The keys file: what is in it, what is refused, who a key is, and what a change does."""
+"""The keys file: contents, errors, tenants of keys, reloads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENTRY = f'[[key]]\nid = "one"\ntenant = "acme"\nhash = "{HASH}"\n'
 
 
 def write(path: pathlib.Path, text: str) -> str:
-    """Replace the file in one move, as `mv` does."""
+    """Replace the file atomically, as `mv` does."""
     new = path.with_suffix(".new")
     new.write_text(text)
     os.replace(new, path)
@@ -84,7 +84,7 @@ def test_a_key_is_its_tenant() -> None:
 @pytest.mark.parametrize(
     "header", ["", "Bearer", "Bearer ", KEY, f"Basic {KEY}", f"Bearer {KEY}x", "Bearer \xff", "Bearer " + "x" * 10**6]
 )
-def test_who_has_no_key_is_nobody(header: str) -> None:
+def test_an_unknown_key_has_no_tenant(header: str) -> None:
     ring = parse_keys(tomllib.loads("[tenant.acme]\n" + ENTRY))
     with pytest.raises(Unauthenticated) as caught:
         ring.tenant_of(header)
@@ -155,7 +155,7 @@ def test_a_bad_file_is_one_line(tmp_path: pathlib.Path, text: str, complaint: st
     assert "\n" not in caught.value.message
 
 
-def test_a_file_that_is_not_there_or_no_text(tmp_path: pathlib.Path) -> None:
+def test_a_missing_or_binary_file(tmp_path: pathlib.Path) -> None:
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(ConfigError, match="keys file"):
             read_keys(str(path))
@@ -167,10 +167,9 @@ def test_a_file_that_is_not_there_or_no_text(tmp_path: pathlib.Path) -> None:
         read_keys(str(tmp_path / "big"))
 
 
-def test_a_change_is_read_and_a_bad_one_is_not(
+def test_a_bad_change_keeps_the_last_good_file(
     tmp_path: pathlib.Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A file counts as written completely when it is the same at two looks, however much time is between them.
     monkeypatch.setattr("pillion.net.watched.AT_REST_S", math.inf)
     path = tmp_path / "keys.toml"
     file = KeyFile(write(path, "[tenant.acme]\n" + ENTRY))

@@ -1,4 +1,4 @@
-"""Several models in one gateway: bounds in common, but nobody waits for another model's workers."""
+"""Several models in one gateway: shared limits, but no waiting for another model's workers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_a_crowded_model_does_not_hold_up_another() -> None:
     assert (admission.requests, admission.tokens, admission.waiting, admission.running) == (0, 0, 0, 0)
 
 
-async def test_bounds_are_for_all_models_together() -> None:
+async def test_limits_are_shared_by_all_models() -> None:
     admission = Admission(5, 100, lambda model: 0)
     permits = [entered(admission) for _ in range(4)]
     for number, permit in enumerate(permits):
@@ -64,7 +64,7 @@ async def test_bounds_are_for_all_models_together() -> None:
     assert (admission.requests, admission.tokens) == (0, 0)
 
 
-async def test_who_gives_up_in_the_queue_leaves_it() -> None:
+async def test_a_cancelled_request_leaves_the_queue() -> None:
     admission = Admission(10, 1000, lambda model: 1)
     first, second = entered(admission), entered(admission)
     await turn(admission, first, "one")

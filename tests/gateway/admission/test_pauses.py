@@ -1,4 +1,4 @@
-"""A worker that stands still for some seconds: no request that could be served in time is refused for it later."""
+"""A worker paused for some seconds: no request that could meet its deadline is refused afterwards."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.support.examples import examples
 MODEL = StepModel(0.01, 0.001, 0.0, 0.0, 0.0)
 STEP_TOKENS = 64
 SLOTS = 8
-# A pause may be felt until this long after its end.
+# Time after its end during which a pause may have effects.
 AFTER_S = 2.0
 NEVER = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A request: its arrival, its tokens, and the time that its client gives it."""
+    """A request: arrival, tokens, timeout."""
 
     at_s: float
     prompt: int
@@ -44,8 +44,8 @@ class Stream:
 
 
 class PausedService:
-    """A line before one worker whose steps take ``pace`` times what the step model says, and which stands still from
-    ``pause_s[0]`` to ``pause_s[1]``. The request ``forced`` is never refused."""
+    """A queue before one worker whose steps last ``pace`` times the step model's prediction, paused from ``pause_s[0]``
+    to ``pause_s[1]``. The request ``forced`` is never refused."""
 
     def __init__(self, pause_s: tuple[float, float], pace: float = 1.0, forced: int = -1) -> None:
         self.pause_s, self.pace, self.forced = pause_s, pace, forced
@@ -73,7 +73,7 @@ class PausedService:
         return self
 
     def _planned(self) -> dict[Stream, int]:
-        """Returns the tokens of the next step by stream: one of each that decodes, then those of prompts."""
+        """Return the tokens of the next step by stream: one for each decode, then those of prompts."""
         step = {one: 1 for one in self.running if not one.left}
         room = STEP_TOKENS
         for one in self.running:
@@ -137,8 +137,8 @@ class PausedService:
 
 
 def refused_for_the_pause(requests: list[Asked], pause_s: tuple[float, float], pace: float) -> list[int]:
-    """Returns the requests that were refused long after the pause, would have been whole in a third of their time, and
-    would not have been refused without a pause."""
+    """Return requests that were refused long after the pause, needed under a third of their time, and are served
+    without a pause."""
     found = []
     for number, (at_s, _) in PausedService(pause_s, pace).run(requests).refused.items():
         asked = requests[number]
@@ -151,7 +151,7 @@ def refused_for_the_pause(requests: list[Asked], pause_s: tuple[float, float], p
 
 SHORT = st.builds(Asked, st.floats(0.0, 30.0), st.integers(1, 40), st.integers(1, 30), st.none() | st.floats(1.0, 30.0))
 LONG = st.builds(Asked, st.floats(0.0, 30.0), st.integers(500, 4000), st.integers(1, 50), st.just(30.0))
-# Six short prompts while the worker stands still, beside a stream, then prompts of 4 s.
+# Six short prompts during the pause beside a stream, then prompts of 4 s.
 AT_ONCE = [
     Asked(0.0, 5, 3000, None),
     *(Asked(1.0 + number / 10, 2, 2, None) for number in range(6)),
@@ -168,15 +168,14 @@ AT_ONCE = [
     st.sampled_from([1.0, 3.0]),
 )
 @example(AT_ONCE, [], 1.0, 3.5, 1.0)
-def test_a_pause_refuses_nobody_who_could_be_served(
+def test_a_pause_refuses_no_request_that_could_be_served(
     short: list[Asked], long: list[Asked], from_s: float, lasts_s: float, pace: float
 ) -> None:
     assert not refused_for_the_pause(short + long, (from_s, from_s + lasts_s), pace)
 
 
 @pytest.mark.parametrize("pace", [1.0, 5.0])
-def test_an_overloaded_service_refuses_what_would_come_too_late(pace: float) -> None:
-    # Four times what the worker serves for 20 s, and a pause amid it.
+def test_an_overloaded_service_refuses_late_answers(pace: float) -> None:
     timeout_s, pause_s = pace, (5.0, 8.0)
     requests = [Asked(number * 0.02 * pace, 40, 20, timeout_s) for number in range(int(1000 / pace))]
     service = PausedService(pause_s, pace).run(requests)

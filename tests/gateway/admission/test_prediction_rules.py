@@ -1,4 +1,4 @@
-"""Predicted times of answers against a plain model: what the last answers took, without one silence, by size."""
+"""Predicted answer times against a plain model: times of the last answers, less the longest pause, by size."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from pillion.gateway.admission.answer_times import (
 )
 from tests.support.scenes import random_scenes
 
-# A step takes 10 ms and 1 ms for each stream; a prompt's token takes 1 ms.
+# 10 ms per step and 1 ms per stream; 1 ms per prompt token.
 MODEL = StepModel(0.01, 0.001, 0.0, 0.0, 0.0)
 MAX_ANSWERS = 12
-# Work that was seen: begin, end, seconds taken, and seconds by the step model.
+# Observed work: begin, end, seconds elapsed, seconds by the step model.
 Work = tuple[float, float, float, float]
 
 
@@ -39,7 +39,7 @@ def token_s(fleet: DecodeFleet, running: float) -> float:
 
 
 def without_silence(seen: list[Work], token_times_s: list[float]) -> list[Work]:
-    """Take off the one time between two signs in which most work, in terms of its expected time, stood still."""
+    """Subtract the one interval between two events in which the most work (by expected time) was stalled."""
     edges = sorted({min(work[0] for work in seen), *token_times_s, max(work[1] for work in seen)})
 
     def within(work: Work, begin_s: float, end_s: float) -> float:
@@ -67,7 +67,7 @@ def pace_of(seen: list[Work]) -> float:
 
 
 def work_s(seen: list[Work], token_times_s: list[float], model_s: float) -> float:
-    """The median of what each that was seen suggests: for shorter work its share, for longer the pace beyond it."""
+    """Return the median estimate over observations: a share for shorter work, the pace beyond them for longer."""
     if len(seen) < 2:
         return 0.0
     left = without_silence(seen, token_times_s)
@@ -81,7 +81,7 @@ def work_s(seen: list[Work], token_times_s: list[float], model_s: float) -> floa
 
 
 def usual_tokens(answers: list[ServedRequest]) -> int:
-    """The length that half of the answers do not exceed, by Kaplan and Meier; 0 where too many were cut short."""
+    """Return the Kaplan-Meier median length; 0 if too many answers were cut short."""
     longer = 1.0
     for tokens in sorted({one.tokens for one in answers}):
         at_risk = [one for one in answers if one.tokens >= tokens]
@@ -121,7 +121,7 @@ def predicted_s(
 
 
 @given(random_scenes(8))
-def test_a_prediction_is_what_the_last_answers_suggest(scenes: list[Random]) -> None:
+def test_a_prediction_is_the_median_of_the_last_answers(scenes: list[Random]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(answer_times, "MAX_ANSWERS", MAX_ANSWERS)
         for rng in scenes:

@@ -43,7 +43,7 @@ def test_a_prompt_above_the_quota_needs_a_full_bucket() -> None:
     assert caught.value.retry_after_ms == 600_000
 
 
-def test_what_was_not_served_is_given_back() -> None:
+def test_unserved_tokens_are_refunded() -> None:
     quotas, tenant = Quotas(), Tenant(name="acme", tokens_per_minute=60)
     quotas.take_prompt(tenant, 60, 0.0)
     quotas.spend(tenant, -60, 0.0)
@@ -54,7 +54,7 @@ def test_what_was_not_served_is_given_back() -> None:
         quotas.take_prompt(tenant, 1, 0.0)
 
 
-def test_without_a_quota_nothing_is_counted_and_tenants_have_their_own() -> None:
+def test_buckets_are_per_tenant_and_optional() -> None:
     quotas = Quotas()
     for _ in range(1000):
         quotas.take_request(OPEN, 0.0)
@@ -64,7 +64,7 @@ def test_without_a_quota_nothing_is_counted_and_tenants_have_their_own() -> None
     quotas.take_request(two, 0.0)
 
 
-def test_a_new_rate_forgives_nothing() -> None:
+def test_a_new_rate_keeps_debts() -> None:
     quotas = Quotas()
     for _ in range(4):
         quotas.take_request(Tenant(name="acme", requests_per_minute=4), 0.0)
@@ -83,8 +83,8 @@ def test_a_new_rate_forgives_nothing() -> None:
     per_minute=st.integers(1, 1000),
     asked=st.lists(st.tuples(st.integers(0, 50), st.floats(0, 30)), max_size=60),
 )
-def test_no_minute_gives_more_than_two(per_minute: int, asked: list[tuple[int, float]]) -> None:
-    """Whatever is asked for and when: in a window of a minute at most what was saved and what came in."""
+def test_a_minute_never_exceeds_two_quotas(per_minute: int, asked: list[tuple[int, float]]) -> None:
+    """At most the saved amount plus the refill is spent in any minute."""
     bucket, now, taken = Bucket(per_minute, 0.0), 0.0, []
     for amount, pause in asked:
         now += pause

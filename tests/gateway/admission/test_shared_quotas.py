@@ -1,4 +1,4 @@
-"""Quotas over several gateways: Redis counts as the class does, one count for all, and the local one without Redis."""
+"""Quotas across gateways: Redis counts as the class does, once for all gateways; locally without Redis."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def forgotten(server: RedisServer) -> None:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an answer of Redis a gateway counts alone, and on a busy machine a sound Redis may take a second."""
+    """Lengthen the deadline: without an answer of Redis a gateway counts locally, and a busy machine delays Redis."""
     monkeypatch.setattr(redis_url, "CONNECT_TIMEOUT_MS", 30_000)
     monkeypatch.setattr(shared_buckets, "TAKE_DEADLINE_MS", 30_000)
 
@@ -57,8 +57,6 @@ def now() -> float:
     return time.monotonic()
 
 
-# ---- the script and the class do the same ----------------------------------------------------------------------------
-
 steps = st.tuples(
     st.floats(0, 90).map(lambda pause: round(pause, 3)),
     st.sampled_from([1, 3, 60, 1000]),
@@ -71,7 +69,7 @@ steps = st.tuples(
 @example(draws=[(0.0, 1, None, 5), (0.0, 1000, None, 1), (0.3, 1, 0, 1)])
 @given(st.lists(steps, max_size=25))
 def test_redis_counts_as_the_class_does(server: RedisServer, draws: list[tuple[float, int, int | None, int]]) -> None:
-    """Whatever is asked, told and when, and whatever the rate becomes: the same answers, to the millisecond."""
+    """The script and the class agree to the millisecond, for any sequence of demands, refunds and rates."""
     clock = "local function now_ms() return tonumber(ARGV[4]) end\n"
     script = (LUA / "common.lua").read_text() + clock + (LUA / "take_tokens.lua").read_text().replace("#ARGV / 3", "1")
     bucket: Bucket | None = None
@@ -93,18 +91,17 @@ def test_redis_counts_as_the_class_does(server: RedisServer, draws: list[tuple[f
             assert answer[1] == pytest.approx(wait_s * 1000, abs=1.01)
 
 
-async def test_buckets_are_asked_in_order_and_kept_as_long_as_they_matter(server: RedisServer) -> None:
+async def test_buckets_are_checked_in_order_and_expire(server: RedisServer) -> None:
     buckets = SharedBuckets(server.url)
     try:
         assert await buckets.take("a", [BucketDemand(2, 0, 1), BucketDemand(100, 0, 90)]) is None
-        # The second is short: ten are left, and it gets 100 a minute. So nothing is taken from the first one either.
+        # The second bucket is short, so nothing is taken from the first.
         short = await buckets.take("a", [BucketDemand(2, 0, 1), BucketDemand(100, 0, 40)])
         assert short is not None
         assert short.place == 1
         assert 9_000 < short.wait_ms <= 18_000
         assert await buckets.take("a", [BucketDemand(2, 0, 1), BucketDemand(100, 0, 1)]) is None
         assert (await buckets.take("a", [BucketDemand(2, 0, 1), BucketDemand(100, 0, 1)])).place == 0
-        # Others have their own; no quota is no bucket; what is only told is taken without a question.
         assert await buckets.take("b", [BucketDemand(2, 0, 1), BucketDemand(0, 0, 10**9)]) is None
         assert await buckets.take("b", [BucketDemand(2, 5, None), BucketDemand(0)]) is None
         assert (await buckets.take("b", [BucketDemand(2, 0, 1), BucketDemand(0)])) == Shortage(
@@ -114,16 +111,13 @@ async def test_buckets_are_asked_in_order_and_kept_as_long_as_they_matter(server
         assert 31_000 < left_ms <= 61_000
         assert await buckets.take("c", [BucketDemand(3, 0, 1)]) is None
         assert 1000 < server.command("PTTL", buckets_of("c")) <= 21_001
-        # What somebody else has put there, or half of a bucket, is no count.
+        # Foreign values and partial buckets are ignored.
         server.command("SET", buckets_of("d"), "x")
         assert await buckets.take("d", [BucketDemand(1, 0, 1)]) is None
         server.command("HSET", buckets_of("d"), "1", "no bucket")
         assert await buckets.take("d", [BucketDemand(1, 0, 1)]) is None
     finally:
         await buckets.aclose()
-
-
-# ---- one count for all gateways --------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("standing")
@@ -134,13 +128,13 @@ async def test_requests_and_tokens_are_counted_over_all_gateways(server: RedisSe
         for quotas in (one, two):
             quotas.take_request(tenant, now())
             await quotas.confirm(tenant, 40, now())
-        # Here 60 are left, everywhere 20.
         one.take_request(tenant, now())
         with pytest.raises(Overloaded) as caught:
             await one.confirm(tenant, 50, now())
         assert [quota.subject for quota in caught.value.quotas] == ["acme/tokens_per_minute"]
         assert 6_000 < caught.value.retry_after_ms <= 18_000
-        # It cost nothing, so there is a third request; a fourth is let in here and refused by the count of all.
+        # The refusal cost nothing, so a third request passes; a fourth passes locally and is refused by the shared
+        # count.
         two.take_request(tenant, now())
         await two.confirm(tenant, 0, now())
         one.take_request(tenant, now())
@@ -148,7 +142,6 @@ async def test_requests_and_tokens_are_counted_over_all_gateways(server: RedisSe
         with pytest.raises(Overloaded) as caught:
             await one.confirm(tenant, 1, now(), 2)
         assert [quota.subject for quota in caught.value.quotas] == ["acme/requests_per_minute"]
-        # What was refused was not taken, here neither.
         one.take_request(tenant, now(), 2)
         with pytest.raises(Overloaded):
             one.take_request(tenant, now())
@@ -159,11 +152,11 @@ async def test_requests_and_tokens_are_counted_over_all_gateways(server: RedisSe
 
 
 @pytest.mark.usefixtures("standing")
-async def test_a_refused_call_gives_back_what_all_gateways_count(server: RedisServer) -> None:
+async def test_a_refused_call_is_refunded_in_the_shared_count(server: RedisServer) -> None:
     one, two = (Quotas(SharedBuckets(server.url)) for _ in range(2))
     tenant = Tenant(name="acme", requests_per_minute=6, tokens_per_minute=1000)
     try:
-        # A call that was refused before the common count had it gives nothing back there.
+        # A call refused before the shared count saw it refunds nothing there.
         early = CountedCall(one, tenant)
         early.take(5, now())
         early.end(now(), Overloaded("full"))
@@ -176,7 +169,7 @@ async def test_a_refused_call_gives_back_what_all_gateways_count(server: RedisSe
         await broken.confirm(90, now())
         with pytest.raises(Overloaded):
             await CountedCall(two, tenant, requests=1).confirm(None, now())
-        # What never began costs no tokens where the call failed, and the refused call costs nothing at all.
+        # Prompts that never began are refunded; the refused call costs nothing.
         broken.begun_tokens = 50
         broken.end(now(), Unavailable("lost"))
         late.end(now(), Overloaded("full"))
@@ -210,7 +203,6 @@ async def test_an_answers_tokens_reach_the_others(server: RedisServer) -> None:
             return False
 
         await until("the reports of both answers to be counted", refused)
-        # A prompt that was not served comes back.
         one.spend(tenant, -150, now())
 
         async def served() -> bool:
@@ -227,7 +219,7 @@ async def test_an_answers_tokens_reach_the_others(server: RedisServer) -> None:
 
 @pytest.mark.usefixtures("standing")
 @pytest.mark.parametrize("under_way", [False, True])
-async def test_the_last_answers_are_told_at_the_end(
+async def test_the_last_answers_are_counted_on_shutdown(
     server: RedisServer, under_way: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quotas, tenant = Quotas(SharedBuckets(server.url)), Tenant(name="acme", tokens_per_minute=10)
@@ -251,7 +243,7 @@ async def test_the_last_answers_are_told_at_the_end(
     await buckets.aclose()
 
 
-async def test_who_has_no_quota_costs_no_call(server: RedisServer) -> None:
+async def test_a_tenant_without_quota_costs_no_redis_call(server: RedisServer) -> None:
     quotas = Quotas(SharedBuckets(server.url))
     quotas.take_request(OPEN, now())
     await quotas.confirm(OPEN, 10**9, now())
@@ -259,9 +251,6 @@ async def test_who_has_no_quota_costs_no_call(server: RedisServer) -> None:
     quotas.spend(OPEN, 10**9, now())
     await quotas.aclose()
     assert server.command("KEYS", "*") == []
-
-
-# ---- without Redis ---------------------------------------------------------------------------------------------------
 
 
 async def test_without_redis_the_local_count_decides(
@@ -274,7 +263,6 @@ async def test_without_redis_the_local_count_decides(
         await quotas.confirm(tenant, 10, now())
         monkeypatch.setattr(shared_buckets, "TAKE_DEADLINE_MS", 100)
         with redis_server.stopped(), caplog.at_level(logging.WARNING, "pillion.gateway"):
-            # 30 are left over all, 90 by the local count.
             for _ in range(2):
                 quotas.take_request(tenant, now())
                 await quotas.confirm(tenant, 40, now())
@@ -293,7 +281,6 @@ async def test_without_redis_the_local_count_decides(
                 await buckets.aclose()
 
         await until("the quota of both gateways to be used up in Redis", together)
-        # It decides again as soon as it answers.
         free = Tenant(name="acme", tokens_per_minute=1000)
 
         async def asked_again() -> bool:
@@ -308,7 +295,7 @@ async def test_without_redis_the_local_count_decides(
         await other.aclose()
 
 
-async def test_a_gateway_without_redis_counts_for_itself() -> None:
+async def test_a_gateway_without_redis_counts_locally() -> None:
     quotas, tenant = Quotas(), Tenant(name="acme", requests_per_minute=1, tokens_per_minute=10)
     quotas.take_request(tenant, 0.0)
     await quotas.confirm(tenant, 10, 0.0)

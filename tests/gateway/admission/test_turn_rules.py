@@ -1,4 +1,4 @@
-"""Who has the next turn, who gives way and what a wait costs, against plain models of the rules, on random scenes."""
+"""Turns, giving way and predicted waits against plain models of the rules, on random scenes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TENANTS = [A, B, HEAVY, OWN, A.in_background(), HEAVY.in_background(), Tenant(na
 def expected_to_give_way(
     waiting: list[AdmissionPermit], bound: ConcurrencyLimit, newcomer: AdmissionPermit, freed: Counter[str], own: bool
 ) -> list[AdmissionPermit]:
-    """The requests of which one gives way next: several where tenants are equally far above their shares."""
+    """Return the candidates to give way next: several if tenants are equally far above their shares."""
 
     def level(one: AdmissionPermit) -> float:
         return (bound.of[one.tenant.name] - freed[one.tenant.name]) / one.tenant.weight
@@ -100,7 +100,6 @@ def test_who_gives_way(scenes: list[Random]) -> None:
         newcomer = AdmissionPermit(rng.choice(tenants), rng.randint(1, 2), order=float(rng.randint(0, 4)), number=99)
         newcomer.weight = amount = rng.randint(1, 4) if of_prompts else newcomer.answers
         if rng.random() < 0.3:
-            # One that has entered is weighed now.
             yielding.add(newcomer)
         found = giving_way.choose(yielding, bound, newcomer, amount)
         left, freed = [one for one in waiting if giving_way.quota_units(one, bound)], Counter[str]()
@@ -127,7 +126,7 @@ def test_who_gives_way(scenes: list[Random]) -> None:
 
 @dataclass
 class LineModel:
-    """Requests of one kind that wait, and each tenant's tokens over its weight."""
+    """Waiting requests of one kind, and each tenant's tokens divided by its weight."""
 
     counters: dict[str, float] = field(default_factory=dict)
     floor: float = 0.0
@@ -163,7 +162,7 @@ class LineModel:
 
 @dataclass
 class TurnModel:
-    """Turns by their rules: by shares, the background last, and a tenant with nothing at the workers at once."""
+    """Turns by the rules: by shares, background last, a tenant with nothing at the workers at once."""
 
     slots: int
     lines: dict[bool, LineModel] = field(default_factory=lambda: {False: LineModel(), True: LineModel()})
@@ -210,7 +209,7 @@ class TurnModel:
 
 
 class NoTimes:
-    """Predicts nothing, as where no worker has measured its steps."""
+    """A predictor without measured steps: predicts nothing."""
 
     def ended(self, _: object) -> None:
         pass
@@ -275,7 +274,7 @@ def test_turns_go_by_shares_and_slots(scenes: list[Random]) -> None:
 def test_the_pace_of_departures_is_a_decaying_mean_without_its_longest_gap(scenes: list[Random]) -> None:
     for rng in scenes:
         rate, now_s, since_s = DepartureRate(), 0.0, None
-        # Seconds between two ends, the answers that ended, and the time of the second.
+        # Seconds between two ends, number of answers that ended, time of the second end.
         gaps: list[tuple[float, int, float]] = []
         for _ in range(rng.randint(1, 30)):
             now_s += rng.choice([0.5, 1.0, 4.0, 30.0])
@@ -288,7 +287,7 @@ def test_the_pace_of_departures_is_a_decaying_mean_without_its_longest_gap(scene
             if since_s is not None:
                 gaps.append((now_s - since_s, answers, now_s))
             since_s = now_s if waiting else None
-        # Time without a line is no time: weights decay by the seconds of later gaps.
+        # Time without a queue is skipped: weights decay by the seconds of later gaps.
         weighted, later_s = [], 0.0
         for passed_s, answers, _ in reversed(gaps):
             kept = 0.5 ** (later_s / RATE_HALF_LIFE_S)
@@ -306,7 +305,7 @@ def test_the_pace_of_departures_is_a_decaying_mean_without_its_longest_gap(scene
 
 @dataclass
 class ThreadModel:
-    """Two lines for threads: the large jobs never have the last thread, and go first where none of them runs."""
+    """Two queues for threads: large jobs never use the last thread, and go first if none is running."""
 
     threads: int
     lines: dict[bool, LineModel] = field(default_factory=lambda: {False: LineModel(), True: LineModel()})
@@ -398,11 +397,10 @@ def test_a_gateway_gets_an_even_share_of_slots_and_what_others_leave(scenes: lis
 
 
 @given(random_scenes())
-def test_what_is_ahead_in_a_line_is_served_before(scenes: list[Random]) -> None:
-    """Of tenants that have had as much, the others go first: a wait is rather predicted too long."""
+def test_requests_counted_as_ahead_are_served_before(scenes: list[Random]) -> None:
+    """Among tenants with equal service the others go first, so that waits are overestimated."""
     for rng in scenes:
         queue, line = FairQueue(), LineModel()
-        # Sums of halves are exact.
         tenants = [A, B, Tenant(name="h", weight=2.0)]
         for number in range(rng.randint(0, 15)):
             one = AdmissionPermit(rng.choice(tenants), rng.randint(1, 3), order=float(rng.randint(0, 3)), number=number)
@@ -431,7 +429,7 @@ def test_what_is_ahead_in_a_line_is_served_before(scenes: list[Random]) -> None:
 
 
 class FixedTimes:
-    """Predicts the same for each answer."""
+    """A predictor with one time for all answers."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -444,8 +442,8 @@ class FixedTimes:
 
 
 @given(random_scenes())
-def test_who_would_come_too_late_is_refused(scenes: list[Random]) -> None:
-    """When it comes, with a reserve; and when its turn has come, if its answer alone takes longer."""
+def test_a_request_that_would_be_late_is_refused(scenes: list[Random]) -> None:
+    """Refuse on arrival, with a margin; and at the turn, if the answer alone takes longer."""
     for rng in scenes:
         answer_s = rng.choice([0.0, 1.0, 4.0])
         model, pace, owner, now_s = TurnModel(rng.randint(1, 3)), DepartureRate(), Owner(), 0.0

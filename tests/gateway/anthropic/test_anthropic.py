@@ -1,4 +1,4 @@
-"""The real `anthropic` client against the HTTP port: whole messages, streams, tools, thinking, errors, keys."""
+"""The real `anthropic` client over HTTP: messages, streams, tools, thinking, errors, keys."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def fakes() -> AsyncIterator[FakeCluster]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def templated() -> AsyncIterator[FakeCluster]:
-    """With a template that tells of tools in a few characters, as the toy model's context is short."""
+    """Run a cluster with a template that describes tools briefly, for the toy model's short context."""
     async with running_fake_cluster(ANSWER, template=TEMPLATE) as running:
         yield running
 
@@ -70,7 +70,6 @@ CALLED: Any = [
     },
     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [IMAGE], "is_error": True}]},
 ]
-# Each changes the prompt, or might.
 SHAPES: list[dict[str, Any]] = [
     {"system": "x-anthropic-billing-header: cch=12345;\nBe brief."},
     {
@@ -97,7 +96,7 @@ SHAPES: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: str(shape)[:60])
-async def test_as_many_tokens_are_counted_as_a_request_has(templated: FakeCluster, shape: dict[str, Any]) -> None:
+async def test_count_tokens_equals_the_requests_usage(templated: FakeCluster, shape: dict[str, Any]) -> None:
     address, asked = templated.gateway.http_address, ASKED | {"max_tokens": 1} | shape
     counted = {name: value for name, value in asked.items() if name != "max_tokens"}
     count = await call(address, "/v1/messages/count_tokens", counted)
@@ -109,7 +108,7 @@ async def test_as_many_tokens_are_counted_as_a_request_has(templated: FakeCluste
     assert count.headers.get("x-pillion-ignored") == made.headers.get("x-pillion-ignored")
 
 
-async def test_a_message_and_its_stream_say_the_same(fakes: FakeCluster) -> None:
+async def test_a_message_equals_its_stream(fakes: FakeCluster) -> None:
     fakes.node.pinned = 2
     system: Any = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
     async with client_of(fakes) as client:
@@ -165,13 +164,12 @@ async def test_thinking_text_and_calls_are_blocks(
         for message in (whole, final):
             got = [block.model_dump(exclude_none=True) for block in message.content]
             assert got == [{name: value for name, value in block.items() if value is not None} for block in blocks]
-            # A key that says nothing is not there: clients that check answers take no null for a list.
+            # Omit null keys: clients validate answers and reject null for a list.
             assert "citations" not in message.content[1].model_fields_set
             assert (message.stop_reason, message.usage.output_tokens) == ("tool_use", 9)
             assert (message.usage.input_tokens, message.usage.cache_read_input_tokens) == (14, 16)
             assert message.usage.output_tokens_details.thinking_tokens == 4
         assert scripted.requests[0].tools.choice == "required"
-        # An answer may be sent back as it was received.
         again = [*ASKED["messages"], {"role": "assistant", "content": whole.content}]
         again.append({"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "12"}]})
         await client.messages.create(**{**ASKED, "messages": again})
@@ -180,9 +178,7 @@ async def test_thinking_text_and_calls_are_blocks(
         assert scripted.requests[-1].messages[1].reasoning == "Let me see."
 
 
-async def test_thinking_that_is_not_shown_comes_back_with_its_signature(
-    fakes: FakeCluster, scripted: ScriptedGateway
-) -> None:
+async def test_hidden_thinking_is_restored_from_its_signature(fakes: FakeCluster, scripted: ScriptedGateway) -> None:
     scripted.script = [
         said(reasoning="Größe? "),
         said(reasoning="Let me see."),
@@ -211,7 +207,6 @@ async def test_a_call_that_is_cut_short_keeps_its_text(fakes: FakeCluster, scrip
         whole = await client.messages.create(**ASKED)
         assert (whole.content[0].input, whole.stop_reason) == ({"INVALID_JSON": '{"city": "R'}, "max_tokens")
         async with client.messages.stream(**ASKED) as stream:
-            # The client itself reads what there is of it.
             assert (await stream.get_final_message()).content[0].input == {}
 
 
@@ -247,7 +242,6 @@ async def test_errors_are_anthropics(
         told = {"type": kind, "message": "x. Please try again in 1.5s." if status == 429 else "x"}
         assert (caught.value.status_code, body["type"], body["error"]) == (status, "error", told)
         assert caught.value.request_id == body["request_id"]
-        # In the middle of a stream the error is an event.
         scripted.script = [said("a"), error]
         with pytest.raises(anthropic.APIStatusError) as late:
             async with client.messages.stream(**ASKED) as stream:
@@ -256,7 +250,7 @@ async def test_errors_are_anthropics(
 
 
 async def test_a_forced_call_of_a_tool_that_a_server_runs_is_refused(fakes: FakeCluster) -> None:
-    """Otherwise it is a call like any other, in which the model is not told of that tool."""
+    """Otherwise it is an ordinary call, and the model does not see that tool."""
     search, asked = {"type": "web_search_20250305", "name": "web_search"}, {"model": "toy", "max_tokens": 5}
     body = asked | {"messages": ASKED["messages"], "tools": [search]}
     for choice in ({"type": "tool", "name": "web_search"}, {"type": "any"}):
@@ -266,7 +260,7 @@ async def test_a_forced_call_of_a_tool_that_a_server_runs_is_refused(fakes: Fake
     assert (reply.status, reply.headers["x-pillion-ignored"]) == (200, "tools.web_search_20250305")
 
 
-async def test_what_is_wrong_is_told_in_anthropics_form(fakes: FakeCluster) -> None:
+async def test_errors_have_anthropics_form(fakes: FakeCluster) -> None:
     address = fakes.gateway.http_address
     image = {"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}
     wrong: list[tuple[str, Any, dict[str, str], int, str, str]] = [
@@ -297,9 +291,7 @@ async def test_what_is_wrong_is_told_in_anthropics_form(fakes: FakeCluster) -> N
     await fakes.settled()
 
 
-async def test_keys_are_taken_as_anthropics_clients_send_them(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_keys_of_anthropics_clients_are_accepted(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PILLION_API_KEY", KEY)
     path = tmp_path / "keys.toml"
     path.write_text(f'[tenant.acme]\n[[key]]\ntenant = "acme"\nhash = "{hash_of(KEY)}"\n')
@@ -312,7 +304,7 @@ async def test_keys_are_taken_as_anthropics_clients_send_them(
                 await client.messages.create(**ASKED)
             assert caught.value.body["error"]["type"] == "authentication_error"
         address = guarded.gateway.http_address
-        # Older clients send the key bare, and so may any page that needs one.
+        # Older clients send the key bare; accept that on every page.
         for page, body in (("/v1/messages", ASKED), ("/v1/completions", {"prompt": "x"}), ("/v1/models", None)):
             assert (await call(address, page, body, {"X-Api-Key": KEY})).status == 200
             assert (await call(address, page, body, {"X-Api-Key": "wrong"})).status == 401

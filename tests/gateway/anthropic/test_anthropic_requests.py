@@ -1,4 +1,4 @@
-"""Anthropic's bodies become requests of the gateway, field by field; what is not supported is refused by its name."""
+"""Anthropic bodies become gateway requests, field by field; unsupported ones are refused with the field's name."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_the_last_message_of_an_assistant_is_continued() -> None:
     ],
     ids=str,
 )
-def test_how_tools_may_be_called(choice: Any, read_as: ToolOptions) -> None:
+def test_tool_choice_is_read(choice: Any, read_as: ToolOptions) -> None:
     assert read(tool_choice=choice).requests[0].tools == read_as
     assert count_tokens_request(json.dumps({"messages": LEAST["messages"], "tool_choice": choice}).encode())[0].tools
 
@@ -189,13 +189,13 @@ def test_thinking_sets_the_variables_that_templates_know() -> None:
         ("hm", "", "hm"),
     ],
 )
-def test_a_signature_has_the_thoughts_that_were_not_shown(thinking: str, signature: str, read_as: str) -> None:
+def test_a_signature_contains_the_hidden_thinking(thinking: str, signature: str, read_as: str) -> None:
     block = {"type": "thinking", "thinking": thinking, "signature": signature}
     messages = [*LEAST["messages"], {"role": "assistant", "content": [block]}, *LEAST["messages"]]
     reading = BodyReading()
     asked = with_reading(reading, messages_request, json.dumps(LEAST | {"messages": messages}).encode(), "r")
     assert asked.requests[0].messages[1].reasoning == read_as
-    # It has no effect where it is another server's, or where the text is there.
+    # Ignored if it is another server's, or if the text is present.
     assert reading.ignored == ("messages.content.signature" if signature and not (read_as and not thinking) else "")
 
 
@@ -240,12 +240,12 @@ def test_a_signature_that_was_changed_is_refused(signature: str) -> None:
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
+def test_invalid_fields_are_named(fields: dict[str, Any], param: str) -> None:
     error = refusal(**fields)
     assert (error.param, error.message.partition(": ")[0]) == (param, param)
 
 
-def test_max_tokens_is_needed_and_counting_needs_none() -> None:
+def test_max_tokens_is_required_except_for_counting() -> None:
     with pytest.raises(ApiError) as caught:
         messages_request(json.dumps({"messages": LEAST["messages"]}).encode(), "r")
     assert (caught.value.param, caught.value.code) == ("max_tokens", "missing_required_parameter")
@@ -253,7 +253,7 @@ def test_max_tokens_is_needed_and_counting_needs_none() -> None:
     assert request.messages == (ChatMessage("system", "x"), ChatMessage("user", "hi"))
 
 
-def test_text_that_is_not_text_is_refused() -> None:
+def test_text_of_another_type_is_refused() -> None:
     body = json.dumps(LEAST | {"tools": [TOOL]}).encode().replace(b'"properties"', b'"\xff"')
     with pytest.raises(ApiError) as caught:
         messages_request(body, "r")
@@ -263,7 +263,7 @@ def test_text_that_is_not_text_is_refused() -> None:
 def test_breakpoints_are_the_deepest_of_each_time_to_live() -> None:
     short, long = {"cache_control": {"type": "ephemeral"}}, MARK
     text = {"type": "text", "text": "t"}
-    # The deepest one counts, and before it the deepest one that lasts longer.
+    # The deepest one counts, and before it the deepest with a longer TTL.
     asked = read(
         system=[{**text, **long}, {**text, "text": "u", **short}],
         messages=[
@@ -276,10 +276,9 @@ def test_breakpoints_are_the_deepest_of_each_time_to_live() -> None:
     assert (hour.ttl_s, minutes.ttl_s) == (3600, 300)
     assert [(one.role, one.content) for one in hour.messages or ()] == [("system", "t"), ("user", ".")]
     assert [(one.role, one.content) for one in minutes.messages or ()] == [("system", "t\nu"), ("user", "a")]
-    # What lasts longer and is deeper covers the rest; at the top it is the whole prompt.
+    # A deeper one with a longer TTL covers the rest; at the top it is the whole prompt.
     (only,) = read(system=[{**text, **short}], tools=[TOOL], **long).breakpoints
     assert (only.messages, only.ttl_s) == (None, 3600)
-    # A tool's is after the system prompt, within which templates write tools.
     (of_tool,) = read(system="s", tools=[TOOL]).breakpoints
     assert [(one.role, one.content) for one in of_tool.messages or ()] == [("system", "s"), ("user", ".")]
     assert read(system="s").breakpoints == ()
@@ -300,7 +299,7 @@ def test_a_breakpoint_may_stand_after_a_call_and_its_result() -> None:
     assert [(one.role, one.name) for one in after_result.messages or ()][-1] == ("tool", "weather")
 
 
-def test_too_many_or_strange_breakpoints_are_refused() -> None:
+def test_too_many_or_unknown_breakpoints_are_refused() -> None:
     text = {"type": "text", "text": "t", "cache_control": {"type": "ephemeral"}}
     for many in ({"system": [text] * 5}, {"system": [text] * 4, "cache_control": {"type": "ephemeral"}}):
         with pytest.raises(ApiError) as caught:
@@ -335,7 +334,7 @@ def test_too_many_or_strange_breakpoints_are_refused() -> None:
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_what_cannot_change_the_answer_has_no_effect_and_is_named(fields: dict[str, Any], ignored: str | None) -> None:
+def test_fields_without_effect_are_named(fields: dict[str, Any], ignored: str | None) -> None:
     body = json.dumps(LEAST | fields).encode()
     reading = BodyReading()
     asked, named = with_reading(reading, messages_request, body, "r"), reading.ignored
@@ -358,7 +357,7 @@ LINE = "x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; c
     ids=["a block", "a block's line", "a text's lines"],
 )
 def test_lines_that_change_with_each_request_are_cut(system: Any, kept: str) -> None:
-    """Both APIs make the same prompt of requests that differ in the line alone, breakpoints included."""
+    """Requests that differ in this line alone have the same prompt in both APIs, breakpoints included."""
     asked = []
     for mark in ("eb6c6", "0aaa9"):
         body = json.dumps(LEAST | {"system": system}).replace("%s", mark).encode()
@@ -380,7 +379,7 @@ def test_lines_elsewhere_stay() -> None:
     assert made.requests[0].messages == (ChatMessage("system", f"You are.\n{LINE}\n"), ChatMessage("user", LINE))
 
 
-def test_what_no_model_here_can_read_is_told_or_left_out_and_named() -> None:
+def test_unreadable_blocks_are_described_or_left_out_and_named() -> None:
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}, **MARK}
     found = [{"type": "text", "text": "a"}, image, {"type": "tool_reference", "tool_name": "grep"}]
     call = {"type": "tool_use", "id": "c", "name": "weather", "input": {}, "caller": {"type": "direct"}}
@@ -415,7 +414,7 @@ SEARCHED = {"type": "server_tool_use", "id": "s1", "name": "web_search", "input"
 HITS = [{"type": "web_search_result", "url": "u", "title": "t", "encrypted_content": "e", "page_age": None}]
 PAGE = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "The page."}}
 PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBE"}}
-# What an assistant's earlier turn may hold, with what the model is told of it, and what is named.
+# Contents of an earlier assistant turn, with the model's text and the ignored names.
 TOLD: list[tuple[Any, str, str]] = [
     (SEARCHED, "", "server_tool_use"),
     ({"type": "web_search_tool_result", "tool_use_id": "s1", "content": HITS}, "", "web_search_tool_result"),
@@ -442,19 +441,18 @@ TOLD: list[tuple[Any, str, str]] = [
 
 
 @pytest.mark.parametrize(("block", "text", "named"), TOLD, ids=lambda value: str(value)[:50])
-def test_earlier_turns_are_told_and_not_judged(block: dict[str, Any], text: str, named: str) -> None:
+def test_earlier_turns_are_accepted_leniently(block: dict[str, Any], text: str, named: str) -> None:
     said = {"role": "assistant", "content": [plain("I look."), block, plain("Done.")]}
     request, ignored = noted(messages=[USER, said, USER])
     told = "\n".join(filter(None, ("I look.", text, "Done.")))
     assert request.messages == (ChatMessage("user", "a"), ChatMessage("assistant", told), ChatMessage("user", "a"))
     assert ignored == (f"messages.content.{named}" if named else "")
-    # What has nothing else in it leaves no trace, and breakpoints stand after it as well.
     only = {"role": "assistant", "content": [block | MARK if block != IMAGE else {**IMAGE, **MARK}]}
     request, _ = noted(messages=[USER, only, USER])
     assert [one.content for one in request.messages] == (["a", text, "a"] if text else ["a\na"])
 
 
-def test_what_a_tool_gave_back_is_told() -> None:
+def test_tool_results_reach_the_model() -> None:
     use = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
     found = {"type": "search_result", "source": "u", "title": "t", "content": [plain("hit")]}
     result = {"type": "tool_result", "tool_use_id": "t", "content": [plain("x"), found, PAGE, PDF, IMAGE]}
@@ -476,7 +474,7 @@ def test_what_a_tool_gave_back_is_told() -> None:
     ],
     ids=str,
 )
-def test_arguments_of_earlier_calls_are_told_whatever_they_are(arguments: dict[str, Any], told: str) -> None:
+def test_arguments_of_earlier_calls_may_be_anything(arguments: dict[str, Any], told: str) -> None:
     use = {"type": "tool_use", "id": "t", "name": "f", "input": {"a": 1}} | arguments
     result = {"type": "tool_result", "tool_use_id": "t", "content": None}
     turns = [USER, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
@@ -484,10 +482,9 @@ def test_arguments_of_earlier_calls_are_told_whatever_they_are(arguments: dict[s
     assert [call.arguments for call in request.messages[1].tool_calls] == [told]
 
 
-def test_the_last_words_of_the_user_are_told_or_refused() -> None:
+def test_the_last_user_message_is_read_or_refused() -> None:
     request, ignored = noted(messages=[{"role": "user", "content": [PAGE, plain("Is it true?")]}])
     assert (request.messages[0].content, ignored) == ("The page.\nIs it true?", "")
-    # What an earlier turn showed is named only.
     talk = [{"role": "user", "content": [PDF, plain("Read.")]}, {"role": "assistant", "content": "Yes."}, USER]
     request, ignored = noted(messages=talk)
     assert [one.content for one in request.messages] == ["Read.", "Yes.", "a"]
@@ -496,7 +493,6 @@ def test_the_last_words_of_the_user_are_told_or_refused() -> None:
         assert (
             refusal(messages=[{"role": "user", "content": [shown, plain("x")]}]).param == "messages[0].content[0].type"
         )
-    # Empty contents are refused in the user's last message only.
     talk = [{"role": "user", "content": []}, {"role": "assistant"}, {"role": "assistant", "content": []}, USER]
     assert noted(messages=talk)[0].messages[-1] == ChatMessage("user", "a")
 
@@ -510,7 +506,7 @@ SERVERS = [
 ]
 
 
-def test_the_model_is_not_told_of_tools_that_a_server_runs() -> None:
+def test_server_tools_are_hidden_from_the_model() -> None:
     options = {"max_uses": 5, "user_location": {"type": "approximate"}}
     toolset = {"type": "mcp_toolset", "mcp_server_name": "x"}
     for choice in (None, {"type": "auto"}, {"type": "any"}):

@@ -1,4 +1,4 @@
-"""What count_tokens says of a random conversation is what a request with it then uses."""
+"""count_tokens of a random conversation equals the usage of a request with it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,6 @@ THOUGHTS = st.fixed_dictionaries(
     {"type": st.just("thinking"), "thinking": TEXTS}, optional={"signature": TEXTS | TEXTS.map(signature_of)}
 ) | st.just({"type": "redacted_thinking", "data": "x"})
 INPUTS = st.dictionaries(st.sampled_from("ab"), TEXTS | st.integers() | st.just([None, 0.5]))
-# The user's blocks, the assistant's, and the results of its calls.
 TURNS = st.tuples(
     st.lists(TEXT, max_size=2), st.lists(THOUGHTS | TEXT, max_size=3), st.lists(st.tuples(INPUTS, RESULT), max_size=2)
 )
@@ -71,7 +70,7 @@ MORE: dict[str, st.SearchStrategy[Any]] = {
 
 @st.composite
 def bodies(draw: st.DrawFn) -> dict[str, Any]:
-    """A body that both pages take, with breakpoints at some of the places that may have them."""
+    """Return a body valid for both pages, with breakpoints at some allowed places."""
     tools = [{"name": f"f{n}", **tool} for n, tool in enumerate(draw(st.lists(TOOL, max_size=3)))]
     messages: list[dict[str, Any]] = [{"role": "user", "content": draw(TEXTS)}]
     for number, (asked, said, called) in enumerate(draw(st.lists(TURNS, max_size=3))):
@@ -80,7 +79,7 @@ def bodies(draw: st.DrawFn) -> dict[str, Any]:
             for n, (given, _) in enumerate(called)
         ]
         results = [{**result, "tool_use_id": f"c{number}{n}"} for n, (_, result) in enumerate(called)]
-        # What the user says last must not be empty.
+        # The last user message must not be empty.
         told = results + asked or [{"type": "text", "text": "go on"}]
         messages += [{"role": "assistant", "content": said + uses}, {"role": "user", "content": told}]
     if draw(st.booleans()):
@@ -109,7 +108,7 @@ async def fakes() -> AsyncIterator[FakeCluster]:
 @pytest.mark.asyncio(loop_scope="module")
 @given(body=bodies())
 @settings(max_examples=examples(60), suppress_health_check=[*HealthCheck])
-async def test_a_request_uses_as_many_tokens_as_were_counted(fakes: FakeCluster, body: dict[str, Any]) -> None:
+async def test_a_request_uses_the_counted_tokens(fakes: FakeCluster, body: dict[str, Any]) -> None:
     count = await call(fakes.gateway.http_address, "/v1/messages/count_tokens", body)
     made = await call(fakes.gateway.http_address, "/v1/messages", {**body, "max_tokens": 2000})
     assert (count.status, made.status) == (200, 200), (count.body, made.body)

@@ -1,4 +1,4 @@
-"""The folder of batches: whatever moment its process is killed at, each line has one result, and files are whole."""
+"""The folder of batches: killed at any moment, each line has one result and files are whole."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ DAY_S = 86400
 
 
 class Killed(BaseException):
-    """The process ends here."""
+    """Simulated end of the process."""
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spares the disk: it is processes that are killed here, and never the power."""
+    """Skip fsync: only processes are killed here, never the power."""
     for name in ("fsync", "fdatasync"):
         monkeypatch.setattr(os, name, lambda file: None)
 
@@ -67,7 +67,7 @@ def begun(held: BatchClaim) -> BatchMachine:
 
 
 def worked(folder: BatchFolder, name: str) -> None:
-    """What the runner does with one batch; every second line fails."""
+    """Run one batch as the runner does; every second line fails."""
     held = claim(folder, name)
     if held is None:
         return
@@ -85,12 +85,12 @@ def worked(folder: BatchFolder, name: str) -> None:
         machine.end(*held.write_outputs(iter(())), time.time())
         held.finish(machine.record)
     finally:
-        # The system does this for a process that is killed.
+        # The OS does this for a killed process.
         held.close()
 
 
 class Death:
-    """Ends a process at its call number ``at`` that changes the folder, in the middle of it where that writes."""
+    """Kills the process at the ``at``-th call that changes the folder, mid-write if that call writes."""
 
     def __init__(self, patch: pytest.MonkeyPatch, at: int) -> None:
         self.calls, self._at = 0, at
@@ -118,7 +118,6 @@ def test_a_batch_killed_at_any_moment_is_finished_once(tmp_path: pathlib.Path, m
         folder = BatchFolder(tmp_path / str(at), max_bytes=10**6, file_bytes=10**5, keep_s=2 * DAY_S)
         name = created(folder)
         for attempt in range(at % 3 + 1):
-            # Others that go on are killed as well, each at its own moment.
             with monkeypatch.context() as patch:
                 death = Death(patch, max(1, at - attempt))
                 with contextlib.suppress(Killed):
@@ -158,7 +157,7 @@ def test_a_file_killed_at_any_moment_is_whole_or_not_there(
     raise AssertionError("it does not end")
 
 
-def test_one_process_has_a_batch(folder: BatchFolder) -> None:
+def test_a_batch_has_one_owner_process(folder: BatchFolder) -> None:
     name = created(folder)
     held = claim(folder, name)
     assert held is not None
@@ -172,7 +171,7 @@ def test_one_process_has_a_batch(folder: BatchFolder) -> None:
     assert claim(folder, name) is None
 
 
-def test_a_tenant_sees_what_is_its_own(folder: BatchFolder) -> None:
+def test_a_tenant_sees_only_its_own_files(folder: BatchFolder) -> None:
     mine = created(folder, tenant="a")
     file_id = folder.files("a")[0].id
     for tenant in ("", "b"):
@@ -193,7 +192,7 @@ def test_a_tenant_sees_what_is_its_own(folder: BatchFolder) -> None:
             folder.batch("a", name)
 
 
-def test_an_input_stays_as_long_as_a_batch_reads_it(folder: BatchFolder) -> None:
+def test_an_input_is_kept_while_a_batch_reads_it(folder: BatchFolder) -> None:
     name = created(folder)
     file_id = folder.batch("", name).input_file_id
     with pytest.raises(Conflict, match=name):
@@ -210,7 +209,7 @@ def test_an_input_stays_as_long_as_a_batch_reads_it(folder: BatchFolder) -> None
         folder.create("", str(folder.batch("", name).output_file_id), CHAT, None)
 
 
-def test_what_is_old_goes(folder: BatchFolder) -> None:
+def test_old_files_are_removed(folder: BatchFolder) -> None:
     name = created(folder)
     worked(folder, name)
     folder.sweep(time.time() + DAY_S)
@@ -235,7 +234,7 @@ def test_the_folder_is_bounded(folder: BatchFolder, monkeypatch: pytest.MonkeyPa
     for _ in range(9):
         uploaded(folder, bytes(10**5))
     for size_bytes in (10**5, 0):
-        # A file whose length nobody has said may become as large as any.
+        # A file of unknown length may become as large as the limit.
         with pytest.raises(FolderFull, match="bytes"):
             folder.upload("", size_bytes)
     assert not folder.full()
@@ -255,9 +254,9 @@ def test_the_folder_is_bounded(folder: BatchFolder, monkeypatch: pytest.MonkeyPa
         folder.create("", file_id, CHAT, None)
 
 
-def test_files_that_come_at_the_same_time_share_the_room(folder: BatchFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is reserved counts, in this gateway and in another one with the same folder, and is given back. A file of
-    unknown length reserves as much as any may have."""
+def test_concurrent_files_share_the_room(folder: BatchFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reservations count across gateways that share the folder, and are returned. A file of unknown length reserves the
+    maximum."""
     monkeypatch.setattr(batch_folder, "TENANT_UPLOADS", 11)
     with contextlib.ExitStack() as stack:
         known = [stack.enter_context(contextlib.closing(folder.upload("", 10**5))) for _ in range(8)]
@@ -293,13 +292,12 @@ def test_no_tenant_fills_the_folder_for_others(tmp_path: pathlib.Path, monkeypat
         folder.create("green", small, CHAT, None)
     with pytest.raises(FolderFull, match="already 5 batches, the share"):
         folder.create("green", small, CHAT, None)
-    # There is room for others, and for whoever has no name, as without keys.
     for tenant in ("blue", ""):
         created(folder, tenant=tenant)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
-def test_a_full_disk_is_said_and_costs_nothing(
+def test_a_full_disk_is_an_error_and_leaves_nothing(
     folder: BatchFolder, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     name = created(folder)
@@ -309,7 +307,7 @@ def test_a_full_disk_is_said_and_costs_nothing(
     held.append([JournalEntry(1, False, b"{}")])
 
     def full(file: int, data: bytes, write: Any = os.write) -> int:
-        """Write a few bytes, as a disk does that has room for no more."""
+        """Write a few bytes, as a full disk does."""
         if len(data) > 4:
             return int(write(file, bytes(data)[:4]))
         raise OSError(number, os.strerror(number))
@@ -332,7 +330,7 @@ def test_a_full_disk_is_said_and_costs_nothing(
     check_batches(folder)
 
 
-def test_unserved_lines_stand_among_the_errors(folder: BatchFolder) -> None:
+def test_unserved_lines_are_in_the_error_file(folder: BatchFolder) -> None:
     name = created(folder)
     held = claim(folder, name)
     assert held is not None
@@ -352,7 +350,7 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: pathlib.Path) -> None:
         BatchFolder(tmp_path / "file", max_bytes=1, file_bytes=1, keep_s=1)
 
 
-def test_damage_is_found(folder: BatchFolder) -> None:
+def test_damage_is_detected(folder: BatchFolder) -> None:
     name = created(folder)
     worked(folder, name)
     check_batches(folder)

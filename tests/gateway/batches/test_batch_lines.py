@@ -1,4 +1,4 @@
-"""Lines of a batch: what a journal says after any end of its writer, and what an input is refused for."""
+"""Lines of a batch: a journal after any end of its writer, and invalid inputs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from tests.support.examples import examples
 CHAT = "/v1/chat/completions"
 GOOD = {"custom_id": "a", "method": "POST", "url": CHAT, "body": {"messages": []}}
 OTHER = {**GOOD, "custom_id": "b"}
-# Output lines are JSON on one line.
 entries = st.builds(
     JournalEntry,
     st.integers(1, 10**6),
@@ -41,7 +40,7 @@ def replayed(journal: bytes) -> tuple[list[JournalEntry], int]:
 
 @given(st.lists(entries, max_size=4))
 @settings(max_examples=examples(60))
-def test_a_journal_cut_at_any_byte_says_what_is_whole(written: list[JournalEntry]) -> None:
+def test_a_journal_cut_at_any_byte_keeps_its_whole_entries(written: list[JournalEntry]) -> None:
     packed = [entry.packed() for entry in written]
     journal = b"".join(packed)
     ends = [sum(map(len, packed[:count])) for count in range(len(packed) + 1)]
@@ -52,8 +51,8 @@ def test_a_journal_cut_at_any_byte_says_what_is_whole(written: list[JournalEntry
 
 @given(st.lists(entries, min_size=1, max_size=4), st.data())
 @settings(max_examples=examples(100))
-def test_what_is_after_a_damaged_entry_is_not_believed(written: list[JournalEntry], data: st.DataObject) -> None:
-    """After a power cut pages of the file may be missing, so zeros stand where an entry was."""
+def test_entries_after_a_damaged_one_are_ignored(written: list[JournalEntry], data: st.DataObject) -> None:
+    """A power cut may lose pages of the file and leave zeros in place of an entry."""
     journal = bytearray(b"".join(entry.packed() for entry in written))
     at = data.draw(st.integers(0, len(journal) - 1))
     journal[at] ^= data.draw(st.integers(1, 255))
@@ -64,7 +63,7 @@ def test_what_is_after_a_damaged_entry_is_not_believed(written: list[JournalEntr
     assert replayed(torn)[1] <= at
 
 
-def test_an_entry_is_read_as_it_was() -> None:
+def test_entries_survive_a_round_trip() -> None:
     entry = JournalEntry(7, True, b'{"a": "b c d"}')
     packed = entry.packed()
     assert list(whole_entries([packed])) == [(entry, len(packed))]
@@ -113,7 +112,7 @@ def test_inputs_are_bounded() -> None:
     assert len(wrong.end()) == MAX_INPUT_ERRORS
 
 
-def test_the_place_of_each_request_is_known() -> None:
+def test_the_offset_of_each_request_is_recorded() -> None:
     texts = [json.dumps({**GOOD, "custom_id": "ä"}).encode() + b"\n", b"\n", json.dumps(GOOD).encode()]
     check = InputCheck(CHAT, 1000)
     for text in texts:
@@ -132,7 +131,7 @@ def test_a_line_may_begin_with_a_byte_order_mark() -> None:
     assert bytes(read_request(texts[0]).body) == b'{"messages": []}'
 
 
-def test_output_lines_are_openais() -> None:
+def test_output_lines_have_openais_form() -> None:
     said = json.loads(output_line("batch_ab", 3, "mine", 200, "r-1", b'{"x":1}'))
     response = {"status_code": 200, "request_id": "r-1", "body": {"x": 1}}
     assert said == {"id": "batch_req_ab_3", "custom_id": "mine", "response": response, "error": None}

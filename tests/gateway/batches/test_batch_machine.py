@@ -1,4 +1,4 @@
-"""The decisions of a batch under any order of results, refusals, restarts and ends."""
+"""Decisions of a batch under any order of results, refusals, restarts and ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def begun(done: tuple[tuple[int, bool], ...] = ()) -> BatchMachine:
 
 
 class BatchLife(RuleBasedStateMachine):
-    """The journal and the record are what a process leaves when it is killed; all else is new then."""
+    """One batch over several processes: a kill preserves the journal and the record alone."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class BatchLife(RuleBasedStateMachine):
         assert self.machine.queued == len(NUMBERS) - len(self.journal) - len(self.machine.running)
 
     def teardown(self) -> None:
-        """Whatever has happened, the batch comes to an end."""
+        """Check that the batch ends."""
         for _ in range(200):
             if self.ended:
                 return
@@ -179,14 +179,14 @@ def test_pauses_grow_and_end_with_a_result() -> None:
 
 
 @pytest.mark.parametrize("status", [500, 502, 504])
-def test_a_fault_is_believed_after_some_attempts(status: int) -> None:
+def test_a_fault_is_final_after_some_attempts(status: int) -> None:
     machine, now_s = begun(), 10.0
     for _ in range(FAULT_ATTEMPTS - 1):
         assert not machine.is_final(1, status, 0.0, now_s)
     assert machine.is_final(1, status, 0.0, now_s)
 
 
-def test_an_expired_batch_names_what_it_leaves() -> None:
+def test_an_expired_batch_lists_its_unserved_lines() -> None:
     machine = begun(((2, False), (4, True)))
     running = machine.next_line(2.0)
     machine.tick(86400.0, cancel=False, tenant_known=True)

@@ -1,4 +1,4 @@
-"""Which lines a gateway runs, and that none is lost when it is stopped."""
+"""Choice of the lines that a gateway runs; none is lost when it stops."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def runner_of(path: pathlib.Path, *batches: RunningBatch) -> BatchRunner:
     return found
 
 
-async def test_tenants_have_lines_by_their_weights(tmp_path: pathlib.Path) -> None:
-    """However many batches each of them has."""
+async def test_lines_are_shared_by_tenant_weight(tmp_path: pathlib.Path) -> None:
+    """Independent of the number of their batches."""
     runner = runner_of(tmp_path, running("a"), *(running("b") for _ in range(3)), running("gone"))
     picked = [runner._next() for _ in range(12)]
     counts = Counter(found[2].name for found in picked if found is not None)
@@ -47,7 +47,7 @@ async def test_tenants_have_lines_by_their_weights(tmp_path: pathlib.Path) -> No
     assert sorted(each.values()) == [1, 1, 2]
 
 
-async def test_a_line_that_is_cancelled_before_it_begins_is_given_back(tmp_path: pathlib.Path) -> None:
+async def test_a_line_cancelled_before_it_begins_is_returned(tmp_path: pathlib.Path) -> None:
     batch = running("a")
     runner = runner_of(tmp_path, batch)
     number = batch.machine.next_line(0.0)

@@ -1,4 +1,4 @@
-"""Files and batches over HTTP with the real `openai` client, a real gateway and scripted peers."""
+"""Files and batches over HTTP: the real `openai` client, a real gateway, scripted peers."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def client_of(address: str, key: str = "none") -> openai.AsyncOpenAI:
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a worker or a bound refused comes again soon, and new keys are read soon."""
+    """Shorten the retry delay and the reload of keys."""
     monkeypatch.setattr(batch_machine, "BACKOFF_S", 0.02)
     monkeypatch.setattr("pillion.gateway.gateway_server.WATCH_INTERVAL_S", 0.02)
 
 
 @contextlib.asynccontextmanager
 async def running(path: pathlib.Path, **flags: Any) -> AsyncIterator[tuple[FakeCluster, openai.AsyncOpenAI]]:
-    """A gateway with a folder of batches, and a client; the folder must be sound at the end."""
+    """Run a gateway with a batch folder, and a client; check the folder at the end."""
     async with running_fake_cluster(batch_path=str(path), **flags) as fakes:
         async with client_of(fakes.gateway.http_address, KEYS["red"]) as client:
             yield fakes, client
@@ -97,7 +97,7 @@ async def ended(client: openai.AsyncOpenAI, batch: Batch, status: str = "complet
 
 
 async def said(client: openai.AsyncOpenAI, name: str | None) -> dict[str, Any]:
-    """The lines of an output by their custom ids, each of which is there once."""
+    """Return the lines of an output by custom id, each exactly once."""
     assert name is not None
     found = [json.loads(line) for line in (await client.files.content(name)).text.splitlines()]
     assert len({one["custom_id"] for one in found}) == len({one["id"] for one in found}) == len(found)
@@ -164,7 +164,7 @@ async def test_texts_files_and_lists(tmp_path: pathlib.Path) -> None:
             await client.batches.cancel(first.id)
 
 
-async def test_messages_have_answers_and_errors_of_their_own(tmp_path: pathlib.Path) -> None:
+async def test_messages_lines_have_anthropics_answers_and_errors(tmp_path: pathlib.Path) -> None:
     good = {"model": "toy", "max_tokens": 50, "messages": [{"role": "user", "content": "x"}]}
     async with running(tmp_path) as (fakes, client):
         fakes.decode.refusals = [(14, False)]
@@ -176,7 +176,7 @@ async def test_messages_have_answers_and_errors_of_their_own(tmp_path: pathlib.P
         assert (response["status_code"], response["body"]["error"]["type"]) == (400, "invalid_request_error")
 
 
-async def test_a_long_file_comes_and_goes_in_pieces(tmp_path: pathlib.Path) -> None:
+async def test_a_long_file_is_streamed_both_ways(tmp_path: pathlib.Path) -> None:
     content = bytes(range(256)) * 12_000
     async with running(tmp_path, batch_file_bytes=len(content)) as (fakes, client):
         file = await client.files.create(file=("in.jsonl", content), purpose="batch")
@@ -225,7 +225,7 @@ async def test_a_wrong_batch_is_refused(served: str, body: dict[str, Any], param
 
 
 def form(*parts: tuple[str, str, bytes], end: bytes = b"--\r\n") -> tuple[bytes, dict[str, str]]:
-    """A form of parts, each a name, what else its disposition says, and its content; and its headers."""
+    """Encode a multipart form (name, further disposition, content of each part); return body and headers."""
     body = b"".join(
         f'--x\r\nContent-Disposition: form-data; name="{name}"{more}\r\n\r\n'.encode() + content + b"\r\n"
         for name, more, content in parts
@@ -265,7 +265,7 @@ async def test_wrong_forms_are_refused_and_leave_nothing(served: str, tmp_path: 
         assert (await call(served, "/v1/files", body, headers)).json["bytes"] == 7
 
 
-async def test_files_expire_when_their_client_says(tmp_path: pathlib.Path) -> None:
+async def test_files_expire_as_requested(tmp_path: pathlib.Path) -> None:
     async with running(tmp_path, batch_keep_days=1) as (_, client):
         wanted: Any = {"anchor": "created_at", "seconds": 7200}
         for expires_after, seconds in ((wanted, 7200), ({**wanted, "seconds": 2_592_000}, 86_400)):
@@ -278,13 +278,13 @@ async def test_files_expire_when_their_client_says(tmp_path: pathlib.Path) -> No
         assert output.expires_at == output.created_at + 7200
 
 
-async def test_a_forms_other_fields_have_no_effect_and_are_named(served: str) -> None:
+async def test_unknown_form_fields_are_named(served: str) -> None:
     body, headers = form(FILE, PURPOSE, ("user", "", b"x"))
     reply = await call(served, "/v1/files", body, headers)
     assert (reply.status, reply.headers["x-pillion-ignored"]) == (200, "user")
 
 
-async def test_a_tenant_sends_some_files_at_once(served: str, tmp_path: pathlib.Path) -> None:
+async def test_concurrent_uploads_per_tenant_are_limited(served: str, tmp_path: pathlib.Path) -> None:
     body, headers = form(PURPOSE, FILE)
     begun_only = request_bytes("POST", "/v1/files", body, headers)[:-20]
     async with contextlib.AsyncExitStack() as stack:
@@ -294,7 +294,6 @@ async def test_a_tenant_sends_some_files_at_once(served: str, tmp_path: pathlib.
         await until("the files to be begun", lambda: len(kept(tmp_path)) == TENANT_UPLOADS)
         reply = await call(served, "/v1/files", body, headers)
         assert (reply.status, reply.error["code"]) == (429, "rate_limit_exceeded")
-    # Their clients have gone: nothing of the files stays, and there is room again.
     await until("them to be gone", lambda: not kept(tmp_path))
     assert (await call(served, "/v1/files", body, headers)).status == 200
 
@@ -311,12 +310,12 @@ async def test_an_upload_that_comes_too_slowly_ends(
     await until("nothing to stay", lambda: not kept(tmp_path))
 
 
-async def test_a_form_is_bounded_whatever_it_holds(served: str, tmp_path: pathlib.Path) -> None:
-    """Also where nobody has said how long it is, and where what is long is no file."""
+async def test_the_size_of_a_form_is_bounded(served: str, tmp_path: pathlib.Path) -> None:
+    """Even for an unknown length, and if the long part is not a file."""
     _, headers = form(PURPOSE, FILE)
     headers |= {"Transfer-Encoding": "chunked"}
     head = request_bytes("POST", "/v1/files", b"", headers).replace(b"Content-Length: 0\r\n", b"")
-    # The last byte is one too many; a server that closes before it has read all resets the connection.
+    # One byte above the limit; a server that closes before reading all resets the connection.
     sent = form(PURPOSE, FILE)[0].ljust(1000 + MAX_FORM_BYTES + 1, b"z")
     async with connected(served) as (reader, writer):
         writer.write(head + b"%x\r\n%b" % (len(sent), sent))
@@ -324,7 +323,7 @@ async def test_a_form_is_bounded_whatever_it_holds(served: str, tmp_path: pathli
     await until("nothing to stay", lambda: not kept(tmp_path))
 
 
-async def test_wrong_questions_are_refused(served: str) -> None:
+async def test_invalid_queries_are_refused(served: str) -> None:
     for path, param in (
         ("/v1/files?limit=0", "limit"),
         ("/v1/files?limit=x", "limit"),
@@ -343,7 +342,7 @@ async def test_wrong_questions_are_refused(served: str) -> None:
 
 @given(st.binary(max_size=300), st.lists(st.integers(0, 700), max_size=6))
 @settings(max_examples=examples(200))
-def test_a_form_is_the_same_however_it_is_cut(content: bytes, cuts: list[int]) -> None:
+def test_a_form_parses_alike_in_any_chunks(content: bytes, cuts: list[int]) -> None:
     content = content.replace(b"--x", b"")
     body, headers = form(PURPOSE, ("file", '; filename="ä.jsonl"', content))
     reader, found = FormReader(headers["Content-Type"]), b""
@@ -356,7 +355,7 @@ def test_a_form_is_the_same_however_it_is_cut(content: bytes, cuts: list[int]) -
 
 @given(st.binary(max_size=200))
 @settings(max_examples=examples(200))
-def test_no_bytes_break_the_reader_of_forms(body: bytes) -> None:
+def test_random_bytes_do_not_break_the_form_parser(body: bytes) -> None:
     with contextlib.suppress(ApiError):
         reader = FormReader("multipart/form-data; boundary=x")
         reader.feed(b'--x\r\nContent-Disposition: form-data; name="file"; filename=""\r\n')
@@ -364,7 +363,7 @@ def test_no_bytes_break_the_reader_of_forms(body: bytes) -> None:
         reader.end()
 
 
-async def test_without_a_folder_the_flag_is_named() -> None:
+async def test_without_a_folder_the_error_names_the_flag() -> None:
     async with running_fake_cluster() as fakes, client_of(fakes.gateway.http_address) as client:
         for ask in (client.files.list(), client.batches.list(), begun(client, chats(1))):
             with pytest.raises(openai.NotFoundError, match="--batch-path"):
@@ -379,7 +378,9 @@ async def test_a_full_folder_is_507(tmp_path: pathlib.Path) -> None:
         assert (failed.value.status_code, failed.value.code) == (507, "insufficient_storage")
 
 
-async def test_tenants_see_their_own_and_pay_for_it(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tenants_see_and_pay_for_their_own_batches(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PILLION_API_KEY", KEYS["red"])
     keys = tmp_path / "keys.toml"
     tenants = "[tenant.red]\ntokens_per_minute = 100000\n[tenant.blue]\n"
@@ -405,7 +406,6 @@ async def test_tenants_see_their_own_and_pay_for_it(tmp_path: pathlib.Path, monk
         async with client_of(fakes.gateway.http_address, "wrong") as stranger:
             with pytest.raises(openai.AuthenticationError):
                 await stranger.files.list()
-        # A tenant that is taken out of the file has no more lines run.
         fakes.decode.gate.clear()
         batch = await begun(red, chats(2))
         await until("its lines to run", lambda: len(fakes.decode.streams) == 2)
@@ -416,7 +416,7 @@ async def test_tenants_see_their_own_and_pay_for_it(tmp_path: pathlib.Path, monk
         fakes.decode.gate.set()
 
 
-async def test_live_requests_find_room(tmp_path: pathlib.Path) -> None:
+async def test_batches_leave_room_for_live_requests(tmp_path: pathlib.Path) -> None:
     async with running(tmp_path, max_running_requests=8, max_inflight_requests=20) as (fakes, client):
         fakes.decode.gate.clear()
         batch = await begun(client, chats(40))
@@ -435,8 +435,8 @@ async def test_live_requests_find_room(tmp_path: pathlib.Path) -> None:
         assert len(await said(client, (await client.batches.retrieve(batch.id)).output_file_id)) == 40
 
 
-async def test_a_refused_line_runs_again(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gateway is full of live requests; then the worker refuses, and at last a quota is used up."""
+async def test_a_refused_line_is_retried(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First live requests fill the gateway, then the worker refuses, then a quota is used up."""
     monkeypatch.setattr("pillion.gateway.http_api.http_errors.RETRY_AFTER_MS", 10)
     monkeypatch.setattr("pillion.gateway.admission.admission.RETRY_AFTER_MS", 10)
     async with running(tmp_path, max_inflight_requests=4) as (fakes, client):
@@ -458,7 +458,7 @@ async def test_a_refused_line_runs_again(tmp_path: pathlib.Path, monkeypatch: py
         assert rejected == {}, "nobody was turned away"
 
 
-async def test_a_cancelled_batch_ends_with_what_is_done(tmp_path: pathlib.Path) -> None:
+async def test_a_cancelled_batch_returns_its_finished_lines(tmp_path: pathlib.Path) -> None:
     async with running(tmp_path, max_batch_requests=2) as (fakes, client):
         batch = await begun(client, chats(50))
         await until("some to be done", lambda: counted(fakes, "completed") >= 3)
@@ -475,7 +475,9 @@ async def test_a_cancelled_batch_ends_with_what_is_done(tmp_path: pathlib.Path) 
         assert batch.error_file_id is None
 
 
-async def test_an_expired_batch_names_what_it_left(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_expired_batch_lists_its_unserved_lines(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(batch_folder, "COMPLETION_WINDOW_S", 0)
     async with running(tmp_path) as (_, client):
         batch = await ended(client, await begun(client, chats(2)), "expired")
@@ -484,8 +486,8 @@ async def test_an_expired_batch_names_what_it_left(tmp_path: pathlib.Path, monke
         assert [one["response"] for one in errors.values()] == [None, None]
 
 
-async def test_another_gateway_goes_on_where_one_ends(tmp_path: pathlib.Path) -> None:
-    """Only one of two runs the batch; both know how far it is; when the first ends, the second goes on."""
+async def test_another_gateway_continues_a_batch(tmp_path: pathlib.Path) -> None:
+    """Only one of two runs the batch; both report its progress; the second continues after the first ends."""
     async with running(tmp_path, max_batch_requests=2) as (fakes, client):
         flags = GatewayFlags(
             redis_url=fakes.redis.url, block_size=4, chunk_size=8, http_port=0, grpc_port=0, batch_path=str(tmp_path)
@@ -510,12 +512,11 @@ async def test_another_gateway_goes_on_where_one_ends(tmp_path: pathlib.Path) ->
         async with client_of(other.http_address) as second:
             batch = await ended(second, batch)
             assert len(await said(second, batch.output_file_id)) == 60
-        # What the first one was writing as it ended may be kept without being counted.
         assert done()[other] > 0
         await one.stop(0)
 
 
-async def test_a_disk_that_fills_up_holds_a_batch_up(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_disk_pauses_a_batch(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_runner, "GIVEN_UP_MS", 20)
     monkeypatch.setattr(batch_runner, "SWEEP_MS", 20)
     async with running(tmp_path) as (_, client):
@@ -538,7 +539,7 @@ async def test_a_disk_that_fills_up_holds_a_batch_up(tmp_path: pathlib.Path, mon
 async def test_a_disk_that_fails_is_one_line_until_it_works(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither a look for batches nor the reading of a line fills the log with tracebacks, and all goes on after it."""
+    """Log one line, not tracebacks, for a failing scan or read; continue afterwards."""
     for name in ("LOOK_MS", "SWEEP_MS", "GIVEN_UP_MS"):
         monkeypatch.setattr(batch_runner, name, 20)
     failing = {"sweep": 6, "line": 6}
@@ -567,7 +568,7 @@ async def test_a_disk_that_fails_is_one_line_until_it_works(
     assert sum("Input/output error in sweep" in record.message for record in caplog.records) == 1
 
 
-async def test_a_full_folder_holds_all_lines_up(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_folder_pauses_all_lines(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_runner, "SWEEP_MS", 20)
     runners: list[batch_runner.BatchRunner] = []
     start = batch_runner.BatchRunner.start

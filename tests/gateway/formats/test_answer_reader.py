@@ -1,4 +1,4 @@
-"""Reasoning, content and calls are read out of an answer's text, however it is cut, and no text is lost."""
+"""Reasoning, content and calls are parsed from an answer's text, however it is chunked, without losing text."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read(
     cuts: list[int] | None = None,
     ends: bool = True,
 ) -> Read:
-    """Content, reasoning and calls of an answer that comes in pieces, and ends by itself or not."""
+    """Return content, reasoning and calls of an answer read in pieces; ``ends`` if it ends by itself."""
     form = OutputFormat(REASONING_FORMATS.get(reasoning), opened, TOOL_FORMATS.get(tools), SCHEMAS, {})
     reader = AnswerReader(form, AnswerParts("r", 0))
     content, thought = "", ""
@@ -81,20 +81,20 @@ def read(
         ("qwen3_coder", "Hi <tool", "Hi ", []),
     ],
 )
-def test_half_a_mark_of_an_answer_that_was_cut_is_no_text(
+def test_a_partial_mark_of_a_cut_answer_is_not_text(
     tools: str, text: str, content: str, calls: list[tuple[str, str]]
 ) -> None:
     assert read(text, tools, ends=False) == (content, "", calls)
 
 
-def test_half_of_a_mark_around_the_content_that_was_cut_is_no_text() -> None:
+def test_a_partial_content_mark_of_a_cut_answer_is_not_text() -> None:
     assert read("</think><answer>x</ans", "hermes", "hunyuan_a13b", opened=True, ends=False) == ("x", "", [])
     assert read("</think> <ans", "hermes", "hunyuan_a13b", opened=True, ends=False) == ("", "", [])
-    # Words begin as marks do that are words.
+    # Ordinary words may begin like word marks.
     assert read("I like f", "phi4_mini_json", ends=False) == ("I like f", "", [])
 
 
-def test_half_a_mark_of_reasoning_that_was_cut_is_no_text() -> None:
+def test_a_partial_reasoning_mark_of_a_cut_answer_is_not_text() -> None:
     assert read("x</thi", reasoning="qwen3", opened=True, ends=False) == ("", "x", [])
 
 
@@ -158,7 +158,7 @@ ENDED_BY_A_CALL: list[tuple[str, str, str, str, str, list[tuple[str, str]]]] = [
         [],
     ),
     ("kimi_k3", "kimi_k3", "So.<|close|>think<|sep|>Hi <|close|>message<|sep|>", "Hi", "So.", []),
-    # Without marks an object among thoughts is a thought.
+    # Without marks an object within reasoning is reasoning.
     (
         "llama3_json",
         "qwen3",
@@ -196,7 +196,7 @@ WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         [("f", '{"a": 1, "s": "x</tool_call>\\""}'), ("g", '{"a":[{}]}')],
     ),
     ("hermes", '<tool_call>{"name":"f"}</tool_call> and ', "and", [("f", "{}")]),
-    # Text on both sides of calls stays apart, as it was written.
+    # Text before and after calls stays separated as written.
     ("hermes", 'One <tool_call>{"name":"f"}</tool_call>\n\ntwo', "One two", [("f", "{}")]),
     ("hermes", 'One<tool_call>{"name":"f"}</tool_call>\ntwo', "One\ntwo", [("f", "{}")]),
     (
@@ -210,7 +210,6 @@ WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("granite", '<tool_call> [{"name": "f", "arguments": {"a": 1}}]', "", [("f", '{"a": 1}')]),
     ("granite", 'Hi. <tool_call>[{"name": "g", "arguments": {}}]</tool_call>', "Hi.", [("g", "{}")]),
     ("granite", '<|tool_call|> [{"name": "g", "arguments": {}}]', "", [("g", "{}")]),
-    # A parameter that the next mark ends.
     (
         "qwen3_coder",
         "<tool_call>\n<function=f>\n<parameter=a>\n1\n<parameter=s>\nx\ny\n</function>\n</tool_call>",
@@ -237,7 +236,6 @@ WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         [("f", '{"s": "x", "a": 2}')],
     ),
     ("glm45", "<tool_call>f<arg_key>s</arg_key><arg_value>x</tool_call>", "", [("f", '{"s": "x"}')]),
-    # Objects amid text are calls where they name a tool and have arguments.
     ("llama3_json", 'Sure: {"name": "f", "parameters": {"a": 1}} done', "Sure: done", [("f", '{"a": 1}')]),
     (
         "llama3_json",
@@ -317,7 +315,6 @@ WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         "Hi.",
         [("f", '{"s": "", "a": 5, "l": [{"s": "a<b>\\n", "n": 3}, {}], "o": {"x": [1]}, "x": ["1"]}'), ("g", "{}")],
     ),
-    # The marks of ends are left out, and a text is cut.
     (
         "minimax_m3",
         f'{MINIMAX}<invoke name="f">{MINIMAX}<o>{MINIMAX}<y>1{MINIMAX}<z>2{MINIMAX}</z>{MINIMAX}</o>{MINIMAX}<s>h',
@@ -397,7 +394,6 @@ WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         "Let me see.",
         [("f", '{"a": 1}')],
     ),
-    # A tool that is offered may be named without the prefix.
     ("openai", "<|channel|>commentary to=f <|constrain|>json<|message|>{}<|call|>", "", [("f", "{}")]),
     ("openai", "to=g<|channel|>commentary json<|message|>{}<|call|>", "", [("g", "{}")]),
     ("openai", 'to=functions.g<|channel|>commentary json<|message|>{"s": "<|en"}', "", [("g", '{"s": "<|en"}')]),
@@ -466,13 +462,13 @@ WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 
 
 @pytest.mark.parametrize(("tools", "text", "content", "calls"), WRITTEN)
-def test_what_an_answer_holds(tools: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+def test_the_parts_of_an_answer(tools: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
     assert read(text, tools) == (content, "", calls)
     assert read(text, tools, cuts=list(range(len(text)))) == (content, "", calls)
 
 
 @given(st.sampled_from(WRITTEN), st.booleans(), st.lists(st.integers(0, 300), max_size=12))
-def test_it_does_not_matter_where_the_text_is_cut(written: Any, thinks: bool, cuts: list[int]) -> None:
+def test_chunking_does_not_change_the_parts(written: Any, thinks: bool, cuts: list[int]) -> None:
     tools, text, _, calls = written
     whole = ("<think>\nwell </thin\n</think>\n\n" if thinks else "") + text
     cuts = [min(cut, len(whole)) for cut in cuts]
@@ -521,12 +517,10 @@ MARKS = st.sampled_from(
     st.sampled_from([None, True, False]),
     st.lists(st.integers(0, 80), max_size=8),
 )
-def test_whatever_a_model_writes_is_read_alike_in_pieces(
-    text: str, tools: str, opened: bool | None, cuts: list[int]
-) -> None:
+def test_random_text_parses_alike_in_any_chunks(text: str, tools: str, opened: bool | None, cuts: list[int]) -> None:
     once = read(text, tools, "qwen3", opened)
     assert read(text, tools, "qwen3", opened, [min(cut, len(text)) for cut in cuts]) == once
-    # Words are never lost: they are content, reasoning, a name or arguments.
+    # No word is lost: each is content, reasoning, a name or arguments.
     everything = "".join([once[0], once[1], *(part for call in once[2] for part in call)])
     assert everything.count("text") == text.count("text") or "qwen3" in tools or '"' in text
 
@@ -592,11 +586,13 @@ def test_reasoning(name: str, opened: bool | None, text: str, content: str, thou
         ("deepseek_r1", "<|Assistant|><think>\n\n</think>\n\n", False),
     ],
 )
-def test_a_prompt_says_whether_its_answer_reasons(name: str, prompt: str, opened: bool | None) -> None:
+def test_the_prompt_determines_whether_the_answer_begins_with_reasoning(
+    name: str, prompt: str, opened: bool | None
+) -> None:
     assert REASONING_FORMATS[name].opened_by(prompt) is opened
 
 
-def test_arguments_come_as_they_are_written() -> None:
+def test_arguments_are_streamed() -> None:
     text = '<tool_call>\n{"name": "f", "arguments": {"s": "one two three"}}\n</tool_call>'
     form = OutputFormat(None, None, TOOL_FORMATS["hermes"], SCHEMAS, {})
     reader, sizes = AnswerReader(form, AnswerParts("r", 0)), []
@@ -606,7 +602,7 @@ def test_arguments_come_as_they_are_written() -> None:
     assert sizes == [0, *[1] * len('{"s": "one two three"}')]
 
 
-# Texts that look like a call for as long as they go on, and would be read anew from each of their marks.
+# Texts that look like a call until their end, and would be reread from each of their marks.
 FALSE_CALLS = {
     "objects": ("hermes", '<tool_call>{"a":[\\"'),
     "objects of Llama": ("llama3_json", '<|python_tag|>{"a":[\\"'),
@@ -639,7 +635,7 @@ FALSE_CALLS = {
 
 
 def count_work(text: str, tools: str) -> tuple[int, int]:
-    """How many functions are called, of Python and of C, to read a text in small pieces; and the most at once."""
+    """Count calls of Python and C functions to read a text in small pieces: sum, maximum per piece."""
     form = OutputFormat(REASONING_FORMATS["qwen3"], "</thin" in text or None, TOOL_FORMATS[tools], SCHEMAS, {})
     reader, calls, most = AnswerReader(form, AnswerParts("r", 0)), 0, 0
 
@@ -663,25 +659,24 @@ def count_work(text: str, tools: str) -> tuple[int, int]:
     return calls, most
 
 
-# These cost as others do.
 _ALIKE = ("lists in Python", "keys in Python", "arguments in Python", "marks of Gemma", "words that are marks")
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.long if name in _ALIKE else ()) for name in FALSE_CALLS]
 )
-def test_reading_costs_what_the_text_is_long_whatever_it_looks_like(name: str) -> None:
+def test_parsing_is_linear_in_the_length_of_any_text(name: str) -> None:
     tools, unit = FALSE_CALLS[name]
     size = 2 * MAX_REREAD_CHARS
     once, _ = count_work((unit * size)[:size], tools)
     twice, most = count_work((unit * size)[: 2 * size], tools)
     assert twice < 2.2 * once
-    # What was held is given in one piece, of which a bounded part is read again, some calls for each of its characters.
+    # Held text is emitted at once; a bounded part of it is reread, at some calls per character.
     assert most < 5 * MAX_REREAD_CHARS
 
 
 @pytest.mark.parametrize("unit", ["  ", "\n \t"])
-def test_white_space_that_waits_is_not_copied_for_each_token(unit: str) -> None:
+def test_held_white_space_is_not_copied_for_each_token(unit: str) -> None:
     parts = AnswerParts("r", 0)
     parts.content("x")
     longest = 0
@@ -714,13 +709,12 @@ def test_white_space_that_waits_is_not_copied_for_each_token(unit: str) -> None:
         ("qwen3_coder", "<tool_call>\n"),
     ],
 )
-def test_no_more_is_held_of_one_call_than_the_bound(tools: str, begin: str, cuts: list[int]) -> None:
+def test_the_text_held_of_one_call_is_bounded(tools: str, begin: str, cuts: list[int]) -> None:
     filler = " " if begin.endswith((" ", "\n")) else "z"
     text = begin + filler * MAX_HELD_CHARS
     form = OutputFormat(None, None, TOOL_FORMATS[tools], SCHEMAS, {})
     reader = AnswerReader(form, AnswerParts("r", 0))
     reader.push(text)
-    # Too long for a call, so it is content, and calls after it are calls.
     assert reader.parts.take_content() or filler == " "
     call = {"hermes": '<tool_call>{"name":"g"}', "llama3_json": '<|python_tag|>{"name":"g"}'}.get(tools)
     if call is None:
@@ -729,9 +723,9 @@ def test_no_more_is_held_of_one_call_than_the_bound(tools: str, begin: str, cuts
     assert read(text + "z" + call, tools, cuts=cuts) == (text + "z", "", [("g", "{}")])
 
 
-def test_what_is_read_again_for_false_calls_is_bounded() -> None:
+def test_rereading_for_false_calls_is_bounded() -> None:
     broken = '<tool_call>{"x": "' + "y" * (MAX_REREAD_CHARS // 2) + '<tool_call>{"name": "g"}'
-    # There the object within the string that does not end is found; where that is too long, it is not looked for.
+    # The object within the unterminated string is found; if the string is too long, it is not searched.
     content, _, calls = read(broken, "hermes")
     assert (content, calls) == (broken.removesuffix('<tool_call>{"name": "g"}'), [("g", "{}")])
     content, _, calls = read(broken + "and " + broken, "hermes")
@@ -748,16 +742,14 @@ def test_what_is_read_again_for_false_calls_is_bounded() -> None:
         ("u", "[" + "z" * (MAX_HELD_CHARS + 5), json.dumps("[" + "z" * (MAX_HELD_CHARS + 5))),
     ],
 )
-def test_a_parameter_that_is_too_long_to_hold_is_given_as_it_comes(
-    key: str, text: str, spelled: str | None, step: int
-) -> None:
+def test_a_parameter_that_is_too_long_to_hold_is_streamed(key: str, text: str, spelled: str | None, step: int) -> None:
     whole = f"<function=f><parameter={key}>\n{text}\n</parameter></function>"
     cuts = list(range(0, len(whole), step))
     expected = f'{{"{key}": {text if spelled is None else spelled}}}'
     assert read(whole, "qwen3_coder", cuts=cuts) == ("", "", [("f", expected)])
 
 
-def test_a_deep_list_is_checked_and_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deep_list_is_checked_without_parsing_it(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     decode = msgspec.json.decode
     monkeypatch.setattr(msgspec.json, "decode", lambda *args, **kinds: made.append(decode(*args, **kinds)) or made[-1])
@@ -768,7 +760,7 @@ def test_a_deep_list_is_checked_and_not_made(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("schema", [{"type": 5}, {"type": [5, None]}, {"anyOf": 3}, {"enum": "x"}])
-def test_a_type_that_is_none_says_nothing(schema: dict[str, Any]) -> None:
+def test_an_unknown_type_is_ignored(schema: dict[str, Any]) -> None:
     assert types_of({"properties": {"a": schema}}, "a") == {"string"}
 
 
@@ -815,7 +807,7 @@ WRITTEN = {
 
 @pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize("before", ["", "Wait. "])
-def test_an_answer_that_is_cut_within_a_call_shows_nothing_of_the_call_as_text(name: str, before: str) -> None:
+def test_a_call_that_was_cut_does_not_become_text(name: str, before: str) -> None:
     text = before + WRITTEN[name]
     whole = read(text, name)
     for end in range(len(before), len(text) + 1):
@@ -825,13 +817,13 @@ def test_an_answer_that_is_cut_within_a_call_shows_nothing_of_the_call_as_text(n
 
 
 def test_elements_within_elements_are_read_to_a_bounded_depth() -> None:
-    """A model that opens ever more elements costs no deeper stack."""
+    """Nested elements do not deepen the stack."""
     begin = f'{MINIMAX}<tool_call>{MINIMAX}<invoke name="f">' + f"{MINIMAX}<o>" * 5000
     _, _, [(name, arguments)] = read(begin, "minimax_m3", cuts=[*range(0, len(begin), 1000)])
     assert name == "f"
     assert arguments.count("{") <= MAX_DEPTH + 1
 
 
-def test_text_after_a_mark_that_is_no_call_is_content_in_a_cut_answer_too() -> None:
+def test_text_after_a_false_mark_is_content_in_a_cut_answer() -> None:
     assert read("a <tool_call> is a mark, and", "hermes", ends=False)[0] == "a <tool_call> is a mark, and"
     assert read("a <function=x\n is a mark", "qwen3_coder", ends=False)[0] == "a <function=x\n is a mark"

@@ -1,4 +1,4 @@
-"""A model's formats are found in its chat template, or named by flags; the flags know every row of the tables."""
+"""A model's formats are detected from its chat template or set by flags; the flags list every row of the tables."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_auto_finds_the_formats(template: str, tools: str, reasoning: str) -> No
     assert (found.tool_parser, found.reasoning_parser) == (tools, reasoning)
 
 
-def test_a_flag_goes_before_the_template() -> None:
+def test_a_flag_overrides_the_template() -> None:
     found = choose_formats("{{ tools }}<tool_call></think>", byte_tokenizer(), "mistral", "none")
     assert (found.tool_parser, found.reasoning_parser) == ("mistral", "none")
     found = choose_formats("", byte_tokenizer(), "qwen25", "qwen3-thinking")
@@ -72,10 +72,9 @@ def test_marks_that_are_tokens() -> None:
     codec.add_tokens([AddedToken("[ARGS]", special=False), AddedToken("</think>", special=False)])
     found = choose_formats("", codec, "mistral", "qwen3")
     called, thought = codec.token_to_id("[TOOL_CALLS]"), codec.token_to_id("</think>")
-    # llguidance takes every added token in angle brackets, and every special one, for a token without a text.
+    # llguidance treats each added token in angle brackets, and each special one, as a token without text.
     ours = {mark: number for mark, number in found.mark_ids.items() if number > codec.token_to_id("<eos>")}
     assert ours == {"[TOOL_CALLS]": called, "</think>": thought}
-    # Plain text leaves special tokens out, and no others.
     assert found.visible == {called: "[TOOL_CALLS]"}
 
 
@@ -92,7 +91,7 @@ def test_tools_need_a_format() -> None:
     chosen.check(ToolOptions(tools=TOOLS.tools, choice="required"))
 
 
-def test_a_model_that_is_told_of_tools_in_a_foreign_way_calls_them_where_it_has_to() -> None:
+def test_a_model_without_a_tool_format_calls_tools_only_if_forced() -> None:
     foreign = choose_formats("{% if tools %}<|call|>{% endif %}", byte_tokenizer())
     assert (foreign.tool_parser, foreign.foreign) == ("generic", True)
     with pytest.raises(InvalidRequest, match=r'ask for "required" or .*--tool-call-parser, one of .*hermes') as refused:
@@ -100,7 +99,7 @@ def test_a_model_that_is_told_of_tools_in_a_foreign_way_calls_them_where_it_has_
     assert [one.field for one in refused.value.violations] == ["tools.choice"]
     foreign.check(ToolOptions(tools=TOOLS.tools, choice="required"))
     foreign.check(ToolOptions(tools=TOOLS.tools, choice="named", name=TOOLS.tools[0].name))
-    # Where its template says nothing, or an operator knows better, it may choose.
+    # If the template does not decide, or the operator sets the format, the model may choose.
     choose_formats("{{ messages }}", byte_tokenizer()).check(TOOLS)
     choose_formats("{{ tools }}", byte_tokenizer(), "generic").check(TOOLS)
 
@@ -108,7 +107,7 @@ def test_a_model_that_is_told_of_tools_in_a_foreign_way_calls_them_where_it_has_
 @pytest.mark.parametrize(
     ("content", "opened"), [("<think>so", True), ("<think>so</think>then", False), ("then", False)]
 )
-def test_a_message_that_is_continued_may_be_within_its_reasoning(content: str, opened: bool) -> None:
+def test_a_continued_message_may_be_within_its_reasoning(content: str, opened: bool) -> None:
     formats = choose_formats("", byte_tokenizer(), "none", "qwen3")
     messages = (ChatMessage("user", "x"), ChatMessage("assistant", content))
     request = GenerateRequest(messages=messages, chat=ChatOptions(continue_final_message=True))

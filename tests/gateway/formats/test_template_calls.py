@@ -1,5 +1,5 @@
-"""Calls are read as models' chat templates write them: transformers renders a conversation with calls by a template in
-the shape of a real one, and the reader gives the same calls again."""
+"""Calls survive a round trip through chat templates: transformers renders a conversation by a template in the shape of
+a published one, and the reader returns the same calls."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GLM = f"""
 {{%- endfor %}}
 {{%- if add_generation_prompt %}}{{{{- '<|assistant|>\\n' }}}}{{%- endif %}}
 """
-# GLM-4.7 writes no line ends between the marks.
+# GLM-4.7 writes no newlines between the marks.
 GLM_47 = GLM.replace("</arg_key>\\n", "</arg_key>").replace("</arg_value>\\n", "</arg_value>")
 GLM_47 = GLM_47.replace("tc.function.name + '\\n'", "tc.function.name")
 MINIMAX = f"""
@@ -110,7 +110,7 @@ KIMI = f"""
 
 
 def _deepseek(before: str, between: str, behind: str) -> str:
-    """Returns a template of DeepSeek's, by what stands around a call's name and behind its arguments."""
+    """Return a template in DeepSeek's form, with the given text around a call's name and after its arguments."""
     return f"""
 {_TOOLS}
 {{%- for m in messages %}}
@@ -132,7 +132,7 @@ def _deepseek(before: str, between: str, behind: str) -> str:
 
 
 def _list(begin: str, end: str) -> str:
-    """Returns a template whose calls are one list between two marks."""
+    """Return a template whose calls are one list between two marks."""
     return f"""
 {_TOOLS}
 {{%- for m in messages %}}
@@ -148,8 +148,8 @@ def _list(begin: str, end: str) -> str:
 
 
 def _turns(call: str, before: str = "", apart: str = "", behind: str = "", thought: str = "", reply: str = "") -> str:
-    """Returns a template by what it writes for one call ``tc``, before, between and behind the calls, for a thought and
-    for the content ``m.content``."""
+    """Return a template that writes ``tc`` for one call, with the text before, between and after calls, for reasoning
+    and for the content ``m.content``."""
     return f"""
 {_TOOLS}
 {{%- for m in messages %}}
@@ -176,7 +176,7 @@ def _thought(begin: str, end: str) -> str:
 
 
 def _gemma(quote: str, name: str) -> str:
-    """Returns a template's macro for a value in Gemma's notation, in which keys have no quotation marks."""
+    """Return a template macro for a value in Gemma's notation, with unquoted keys."""
     return f"""
 {{%- macro {name}(v) -%}}
     {{%- if v is string -%}}{{{{- '{quote}' + v + '{quote}' -}}}}
@@ -195,14 +195,14 @@ def _gemma(quote: str, name: str) -> str:
 
 
 def _python(value: str) -> str:
-    """Returns what a template writes for a call in Python's notation; ``value`` writes the value ``v``."""
+    """Return the template text of a call in Python notation; ``value`` writes the value ``v``."""
     return f"""{{{{- tc.function.name + '(' }}}}
             {{%- for k, v in tc.function.arguments.items() %}}{{{{- k + '=' }}}}{value}
             {{{{- '' if loop.last else ', ' }}}}{{%- endfor %}}{{{{- ')' }}}}"""
 
 
 _EXAMPLE = "{{- 'Call as [func_name1(a=1), func_name2(b)]' if tools else '' }}"
-# The names of the values, as Python's `repr` writes them, are those of Jinja's own `string`.
+# Jinja's `string` writes values as Python's `repr` does.
 _REPR = "{{- v | string if v is not string else (v | tojson) }}"
 GEMMA_4 = _gemma('<|"|>', "value") + _turns(
     "{{- '<|tool_call>call:' + tc.function.name }}{{- value(tc.function.arguments) }}{{- '<tool_call|>' }}",
@@ -230,7 +230,7 @@ ERNIE = _turns(
 
 
 def _elements(head: str, key: str, behind_key: str, end: str, tail: str) -> str:
-    """Returns what a template writes for a call as elements, by what stands around names, keys and values."""
+    """Return the template text of a call as elements, with the given text around names, keys and values."""
     return f"""{{{{- '{head[0]}' + tc.function.name + '{head[1]}' }}}}
             {{%- for k, v in tc.function.arguments.items() %}}
                 {{{{- '{key}' + k + '{behind_key}' }}}}
@@ -289,7 +289,7 @@ KIMI_K3 = _turns(
     behind="<|close|>tools<|sep|><|close|>message<|sep|>",
     thought=_thought("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
 )
-# The formats of tools and of reasoning that each template is found to have.
+# Tool and reasoning formats to be detected, by template.
 TEMPLATES = {
     "glm": (GLM, "glm45", "qwen3"),
     "glm 4.7": (GLM_47, "glm45", "qwen3"),
@@ -392,7 +392,7 @@ TOOL = {"type": "function", "function": {"name": "weather", "description": "x", 
 def test_calls_are_read_as_templates_write_them(name: str, content: str, thought: str) -> None:
     template, tools, reasoning = TEMPLATES[name]
     if tools == "pythonic":
-        # These calls have no mark, so that only an answer that begins with them has any.
+        # These calls have no mark, so only an answer that begins with them has any.
         content = ""
     assert parser_names(template, "auto", "auto") == (tools, reasoning)
     ids = [f"functions.weather:{number}" for number in range(len(ARGUMENTS))]
@@ -421,10 +421,9 @@ def test_calls_are_read_as_templates_write_them(name: str, content: str, thought
             call = found.setdefault(delta.index, [delta.id, delta.name, ""])
             call[2] += delta.arguments
     reader.flush()
-    # A line before the content, which some templates write, is content where no reasoning stands before it.
+    # A newline before the content is content unless reasoning precedes it.
     assert (texts + reader.parts.take_content()).strip("\n") == content
     assert thoughts == (thought if reasoning != "none" else "")
     assert [(call[1], json.loads(call[2])) for call in found.values()] == [("weather", given) for given in ARGUMENTS]
     if tools == "kimi_k2":
-        # The template tells calls apart by these.
         assert [call[0] for call in found.values()] == ids

@@ -1,4 +1,4 @@
-"""Tools, calls and results as text, for chat templates that have no place for them."""
+"""Tools, calls and results as text, for chat templates without support for them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_everything_becomes_text_and_turns_stay_turns() -> None:
     assert told[3].content == "<tool_response>\nrain\n</tool_response>\n<tool_response>\nnoon\n</tool_response>\nSo?"
 
 
-def test_calls_are_told_as_they_are_read() -> None:
+def test_calls_are_written_in_the_format_that_is_parsed() -> None:
     (told,) = spelled_out([TURNS[1]], "")
     reader = AnswerReader(OutputFormat(None, None, TOOL_FORMATS["generic"], {}, {}), AnswerParts("r", 0))
     reader.push(told.content)
@@ -44,10 +44,9 @@ def test_calls_are_told_as_they_are_read() -> None:
     assert "".join(delta.arguments for delta in deltas if delta.index == 0) == CALLS[0].arguments
 
 
-def test_a_template_that_takes_no_system_message_is_not_given_one() -> None:
+def test_a_template_without_system_messages_gets_none() -> None:
     told = spelled_out([ChatMessage("user", "Hi.")], introduction(TOOLS))
     assert [one.role for one in told] == ["user"]
     assert told[0].content.startswith("# Tools\n")
     assert told[0].content.endswith("</tool_call>\n\nHi.")
-    # Without tools, and without calls in it, a conversation is as it was.
     assert spelled_out(TURNS[:1], "") == TURNS[:1]

@@ -1,4 +1,4 @@
-"""Whatever a grammar of calls can produce, its reader reads as calls whose arguments are objects, in every format."""
+"""Every text that a call grammar allows parses into calls whose arguments are objects, in every format."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ VALUES = st.recursive(
 
 @st.composite
 def members(draw: st.DrawFn) -> dict[str, Any]:
-    """Keywords that say something of an object's members, or nothing."""
+    """Draw keywords that constrain an object's members, or do not."""
     properties = draw(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=3))
     made: dict[str, Any] = {"properties": properties} if properties else {}
     if needed := draw(st.lists(st.sampled_from(sorted(properties) or ["city"]), unique=True, max_size=2)):
@@ -94,7 +94,7 @@ def members(draw: st.DrawFn) -> dict[str, Any]:
 
 @st.composite
 def roots(draw: st.DrawFn) -> dict[str, Any]:
-    """Schemas of a tool's arguments, as servers of tools send them: few say that arguments are an object."""
+    """Draw schemas of tool arguments as tool servers send them: few state that arguments are an object."""
     made = draw(members())
     made |= draw(st.sampled_from([{}, {}, {"type": "object"}, {"type": ["object", "null"]}, {"type": "array"}]))
     made |= draw(st.sampled_from([{}, {"title": "T"}, {"$schema": "http://json-schema.org/draft-07/schema#"}]))
@@ -118,7 +118,7 @@ def test_every_format_is_tried() -> None:
 @example({"not": {}}, 3, "required")
 @example({"title": "T", "anyOf": [{"required": ["city"]}, {"additionalProperties": {"type": "null"}}]}, 1, "named")
 @settings(max_examples=examples(80))
-def test_what_a_grammar_of_calls_can_produce_is_read_as_calls(
+def test_every_text_of_a_call_grammar_parses_as_calls(
     model: str, schema: dict[str, Any], seed: int, choice: str
 ) -> None:
     codec = codec_of(model)
@@ -137,7 +137,7 @@ def test_what_a_grammar_of_calls_can_produce_is_read_as_calls(
     for _, arguments in calls:
         value = json.loads(arguments)
         assert isinstance(value, dict)
-        # What is not named is held.
+        # Constraints that are not listed as left out are enforced.
         assert grammar.left_out or schema == {"not": {}} or jsonschema.Draft202012Validator(schema).is_valid(value), (
             value
         )

@@ -1,7 +1,6 @@
-"""No answer to a schema that is taken comes to a place where nothing can follow.
+"""No answer to an accepted schema reaches a state without a continuation.
 
-Random answers are written to random schemas, whose names, patterns, bounds and references often leave nothing to each
-other.
+Random answers to random schemas, whose names, patterns, bounds and references often exclude each other.
 """
 
 from __future__ import annotations
@@ -114,7 +113,7 @@ def test_a_random_answer_never_gets_stuck(seed: int) -> None:
 
 
 def refusal(**structured: Any) -> str:
-    """Why the process that checks grammars refuses a structure; "" where it does not."""
+    """Return why the grammar checker refuses a structure; "" if it is accepted."""
     grammar = join([structured_piece(StructuredOutputs(**structured))]).text
     limits = LLParserLimits(**PARSER_LIMITS)
     return trial(TOKENIZER, limits, grammar) or empty_part(TOKENIZER, limits, grammar)
@@ -147,7 +146,7 @@ STUCK: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", STUCK)
-def test_what_leaves_nothing_is_left_out(name: str) -> None:
+def test_unsatisfiable_alternatives_are_left_out(name: str) -> None:
     matcher = matcher_of(STUCK[name])
     assert matcher is not None
     validator = jsonschema.Draft202012Validator(STUCK[name])
@@ -198,7 +197,7 @@ NOTHING_WITHIN = {"begin": "<f>", "end": "</f>", "content": {"type": "regex", "p
         ),
     ],
 )
-def test_a_part_that_no_text_fits_is_refused(structured: dict[str, str], part: str) -> None:
+def test_an_unsatisfiable_part_is_refused(structured: dict[str, str], part: str) -> None:
     limits = LLParserLimits(**PARSER_LIMITS)
     grammar = join([structured_piece(StructuredOutputs(**structured))]).text
     assert empty_part(TOKENIZER, limits, grammar) == f"no text fits {part}"
@@ -235,11 +234,11 @@ def test_patterns_of_few_texts() -> None:
     }
     assert {pattern: " ".join(sorted(finite_matches(pattern, 16, 20) or ())) for pattern in few} == few
     assert finite_matches("^[]$", 16, 20) == finite_matches(r"^[^\s\S]$", 16, 20) == frozenset()
-    # Neither repetitions nor alternatives are made before they are counted.
+    # Repetitions and alternatives are counted before they are expanded.
     assert finite_matches("^" + "(" * 9 + "a" + "{9999})" * 9 + "$", 10**6, 10**6) is None
 
 
-def test_what_cannot_be_followed_of_a_schema_can_be_left_out() -> None:
+def test_unsupported_parts_of_a_schema_can_be_left_out() -> None:
     schema = {
         "type": "object",
         "properties": {
@@ -273,7 +272,7 @@ def test_what_cannot_be_followed_of_a_schema_can_be_left_out() -> None:
     assert relax(plain(deep)) == ({}, [""])
 
 
-def test_what_is_left_of_a_schema_keeps_its_order() -> None:
+def test_the_rest_of_a_schema_keeps_its_order() -> None:
     schema = {"type": "object", "properties": {"b": {}, "a": {}}, "patternProperties": {"^[abc]$": NUMBER, "^x": {}}}
     made = written(schema | {"required": ["c"]})
     assert list(made["properties"]) == ["b", "a", "c"]

@@ -1,4 +1,4 @@
-"""Grammars are compiled in a box: what a client writes costs bounded time and memory, and an error names its place."""
+"""Grammars are compiled in a sandbox: bounded time and memory for client input, and errors that name the place."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ async def test_gbnf_becomes_lark(checker: GrammarChecker) -> None:
     assert await checker.lark(untouched) is untouched
 
 
-async def test_what_is_known_needs_no_process(checker: GrammarChecker, children: NewChildren) -> None:
+async def test_a_cached_grammar_needs_no_process(checker: GrammarChecker, children: NewChildren) -> None:
     good, bad = grammar_of(regex="a|b"), grammar_of(regex="(")
     assert not children(), "it starts with the first grammar"
     answers = await asyncio.gather(*(checker.check(good) for _ in range(9)), return_exceptions=True)
@@ -141,7 +141,7 @@ async def test_what_is_known_needs_no_process(checker: GrammarChecker, children:
     assert not children()
 
 
-async def test_what_is_known_is_bounded(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_cache_is_bounded(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_KNOWN_GRAMMARS", 3)
     for n in range(6):
         await checker.check(grammar_of(regex=f"a{n}"))
@@ -206,7 +206,7 @@ async def test_a_grammar_out_of_time_is_stopped_and_remembered(
         await box.aclose()
 
 
-async def test_a_process_killed_from_outside_blames_no_grammar(checker: GrammarChecker, children: NewChildren) -> None:
+async def test_a_kill_from_outside_blames_no_grammar(checker: GrammarChecker, children: NewChildren) -> None:
     await checker.check(grammar_of(regex="a"))
     (child,) = children()
     child.kill()
@@ -215,7 +215,7 @@ async def test_a_process_killed_from_outside_blames_no_grammar(checker: GrammarC
     await checker.check(grammar_of(regex="b"))
 
 
-async def test_the_line_is_bounded(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_queue_is_bounded(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_WAITING_GRAMMARS", 2)
     box = GrammarChecker(write_tokenizer(tmp_path / "m", byte_tokenizer()) / "tokenizer.json", 300, (257,))
     try:
@@ -232,7 +232,7 @@ async def test_the_line_is_bounded(tmp_path: pathlib.Path, monkeypatch: pytest.M
         await box.aclose()
 
 
-async def test_a_caller_who_leaves_takes_nothing_from_the_others(checker: GrammarChecker) -> None:
+async def test_a_cancelled_caller_does_not_affect_others(checker: GrammarChecker) -> None:
     leaving = asyncio.create_task(checker.check(grammar_of(regex="a")))
     staying = asyncio.create_task(checker.check(grammar_of(regex="a")))
     await loop_turns(3)

@@ -1,7 +1,7 @@
 """The JSON Schema Test Suite, drafts 2020-12 and 7: a schema is followed exactly, or refused.
 
-The suite lies in tests/support/json_schema_suite, one case a line, with its licence; jsonschema's source distribution
-4.26 has the same. What its authors call optional is in it too.
+Copied to tests/support/json_schema_suite (one case per line, with its licence) from jsonschema's source distribution
+4.26. Includes the cases that its authors call optional.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ pytestmark = pytest.mark.long
 
 SUITE = Path(__file__).parents[2] / "support" / "json_schema_suite"
 VALIDATORS = {"draft2020-12": jsonschema.Draft202012Validator, "draft7": jsonschema.Draft7Validator}
-# Schemas that are taken, at the least: what was followed once is followed.
+# Minimum number of accepted schemas, against regressions.
 TAKEN = {"draft2020-12": 196, "draft7": 189}
 WALKS = 6
-# ``format`` constrains here, as OpenAI has it, and ``contentEncoding`` and its like do not, as in draft 2020-12.
+# ``format`` constrains, as in OpenAI's API; ``contentEncoding`` and similar do not, as in draft 2020-12.
 OTHER_MEANINGS = frozenset({"format.json", "optional/content.json"})
-# Valid values that no answer has: forms of a format which few readers take, and draft 7 lets $ref stand alone.
+# Valid values that no answer has: forms of a format that few parsers accept, and draft 7's lone $ref.
 NEVER_WRITTEN = re.compile(
     "leap second|mixed format|a long valid ipv6|quoted string|IPv6-address-literal|maxItems ignored"
 )
@@ -51,7 +51,7 @@ def cases(draft: str) -> Iterator[dict[str, Any]]:
 
 
 def written_forms(value: Any) -> Iterator[str]:
-    """The texts that an answer may have for a value: an integer has no fraction, and properties may have any order."""
+    """Return the texts that an answer may have for a value: integers without a fraction, properties in any order."""
     value = plain(value)
     orders = [value]
     if isinstance(value, dict) and len(value) <= 4:
@@ -68,7 +68,7 @@ def plain(value: Any) -> Any:
 
 
 def in_python(schema: Any) -> Any:
-    """The schema with the patterns of ECMA-262 as Python reads them; the suite has none of them within a class."""
+    """Return the schema with its ECMA-262 patterns in Python's syntax; the suite has none of them within a class."""
     if isinstance(schema, list):
         return list(map(in_python, schema))
     if not isinstance(schema, dict):
@@ -86,7 +86,7 @@ def python_pattern(pattern: str) -> str:
 
 
 @pytest.mark.parametrize("draft", VALIDATORS)
-def test_what_is_valid_can_be_written_and_nothing_else(draft: str) -> None:
+def test_valid_values_alone_can_be_written(draft: str) -> None:
     wrong, taken = [], 0
     for case in cases(draft):
         matcher = matcher_of(case["schema"])
@@ -124,5 +124,5 @@ def is_valid(validator: Any, text: str) -> bool:
     try:
         return bool(validator.is_valid(exact(text)))
     except re.error:
-        # Python knows no classes of Unicode.
+        # Python's ``re`` has no Unicode classes.
         return True

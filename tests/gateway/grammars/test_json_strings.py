@@ -1,4 +1,4 @@
-"""A schema's patterns mean what ECMA-262 says, also where Rust's notation has another meaning for them."""
+"""Patterns of a schema have the meaning of ECMA-262 even where Rust's syntax differs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.support.random_answers import allows, matcher_of
         (r"^\[a&&b\.$", "", "a"),
     ],
 )
-def test_a_pattern_is_one_of_ecma_262(pattern: str, matching: str, other: str) -> None:
+def test_a_pattern_has_the_meaning_of_ecma_262(pattern: str, matching: str, other: str) -> None:
     matcher = matcher_of({"type": "string", "pattern": pattern})
     assert matcher is not None
     assert all(allows(matcher, json.dumps(one, ensure_ascii=False)) for one in matching)
@@ -51,13 +51,13 @@ def test_a_pattern_is_one_of_ecma_262(pattern: str, matching: str, other: str) -
     "hostile", ["[", r"[\u0061", r"\u{", r"[\p{", "[]", "[^", "\\\\", "[a-", "[\\", "[[a]"], ids=repr
 )
 def test_a_hostile_pattern_is_read_in_one_pass(hostile: str) -> None:
-    """These took minutes or for ever where a part was tried again at each place; the run's limit would end them."""
+    """Would take minutes or forever if a part were retried at each position; the timeout would end the run."""
     pattern = hostile * (MAX_STRUCTURED_BYTES // len(hostile))
     with suppress(ValueError):
         assert len(rust_pattern(pattern)) >= len(pattern) // 2
 
 
-def test_a_pattern_that_no_worker_takes_is_refused_by_name() -> None:
+def test_an_unsupported_pattern_is_refused_by_name() -> None:
     structured = StructuredOutputs(json=json.dumps({"pattern": "." * 40_000}))
     with pytest.raises(InvalidRequest, match=r"sampling\.structured_outputs\.json: a grammar of \d+ bytes; at most"):
         join([structured_piece(structured)])
@@ -73,7 +73,7 @@ def test_february_has_29_days_in_leap_years(name: str, year: int) -> None:
     assert allows(matcher, f'"{year:04}-02-29{rest}"') is calendar.isleap(year)
 
 
-def test_a_format_and_a_pattern_hold_together() -> None:
+def test_a_format_and_a_pattern_are_both_enforced() -> None:
     matcher = matcher_of({"format": "date", "pattern": "^20", "allOf": [{"pattern": "1$"}]})
     assert matcher is not None
     assert allows(matcher, '"2024-03-01"')

@@ -1,4 +1,4 @@
-"""Schemas of every draft and dialect become equal ones that can be followed; what cannot be is left out and named."""
+"""Schemas of every draft and dialect are normalized to equivalent ones; unsupported parts are left out and named."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def an_object(**properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
 
-# A schema, texts that fit it, and others.
+# A schema, texts that fit it, texts that do not.
 EQUAL: dict[str, tuple[Any, list[str], list[str]]] = {
     "upper case": ({"type": "OBJECT", "properties": {"a": {"type": "STRING"}}}, ['{"a": ""}'], ['{"a": 1}', "[]"]),
     "Python's types": ({"type": "list", "items": {"type": "float"}}, ["[1.5]"], ['["a"]']),
@@ -97,7 +97,7 @@ def test_an_equal_schema_is_followed_exactly(name: str) -> None:
     assert [text for text in bad if allows(matcher, text)] == []
 
 
-# A property's schema, what of it is left out, and what is left.
+# A property's schema, the part left out, the rest.
 LEFT_OUT: dict[str, tuple[Any, list[str], Any]] = {
     "a look ahead": ({"type": "string", "pattern": "^(?!abc)", "maxLength": 5}, ["/pattern"], {"maxLength": 5}),
     "a dangling reference": ({"type": "string", "$ref": "#/$defs/none"}, ["/$ref"], {"type": "string"}),
@@ -115,7 +115,7 @@ LEFT_OUT: dict[str, tuple[Any, list[str], Any]] = {
 
 @pytest.mark.parametrize("model", ["hermes", "llama 4"])
 @pytest.mark.parametrize("name", LEFT_OUT)
-def test_one_place_that_cannot_be_followed_is_named_and_the_rest_is_held(name: str, model: str) -> None:
+def test_an_unsupported_place_is_named_and_the_rest_enforced(name: str, model: str) -> None:
     value, places, rest = LEFT_OUT[name]
     schema = {"properties": {"other": COLOUR, "a": value}, "required": ["other", "a"]}
     codec = codec_of(model)
@@ -192,12 +192,11 @@ JUNK_CASES = [
 
 
 @pytest.mark.parametrize(("model", "strict"), JUNK_CASES)
-def test_no_value_of_a_keyword_does_any_harm(model: str, strict: bool | None) -> None:
-    """What is wrong is refused where a tool is strict, and left out where it is not."""
+def test_any_value_of_a_keyword_is_handled(model: str, strict: bool | None) -> None:
+    """Refuse an invalid keyword for a strict tool; leave it out for others."""
     codec = codec_of(model)
     formats = choose_formats("", codec, MODELS[model][0], "none")
     for n, (word, junk) in enumerate(itertools.product(WORDS, JUNK)):
-        # Each keyword meets each value in one of two places.
         inner = {word: junk}
         schema = inner if (n + len(model)) % 2 else {"properties": {"a": inner}, "required": ["a"]}
         tool = Tool(name="f", parameters=json.dumps(schema), strict=strict)
@@ -207,8 +206,8 @@ def test_no_value_of_a_keyword_does_any_harm(model: str, strict: bool | None) ->
             assert strict, schema
 
 
-def test_what_can_be_left_out_ends_with_any_value() -> None:
-    """Each schema that cannot be followed, and each place in it, leaves one that can be."""
+def test_leaving_parts_out_always_ends() -> None:
+    """For each unsupported schema and position, leaving parts out gives a supported one."""
     hostile: list[Any] = [
         {"$ref": "#"},
         {"allOf": [{"$ref": "#/allOf/0"}]},

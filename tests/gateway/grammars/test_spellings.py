@@ -1,5 +1,4 @@
-"""JSON may spell a text in several ways; a pattern and a name hold for all of them. Judged by ``re`` and jsonschema on
-the decoded value, never by a spelling."""
+"""Patterns and names hold for every JSON spelling of a string; oracles: ``re`` and jsonschema."""
 
 from __future__ import annotations
 
@@ -18,10 +17,10 @@ from hypothesis import strategies as st
 from tests.support.examples import examples
 from tests.support.random_answers import allows, answer, exact, matcher_of
 
-# Characters of each kind that JSON or llguidance treats in a way of its own.
+# Characters that JSON or llguidance treats specially.
 KINDS = '"\\/\n\t\v\x00\x01\x0a\x1b\x1f\x7f az09é\u2028🙂'
 CHARACTERS = st.sampled_from(KINDS) | st.characters(exclude_categories=("Cs",))
-# Both notations read it as the same class.
+# Same class in both syntaxes.
 MEMBERS = st.one_of(
     CHARACTERS.map(lambda one: f"\\u{ord(one):04x}" if ord(one) < 0x10000 else one),
     st.tuples(CHARACTERS, CHARACTERS)
@@ -52,12 +51,12 @@ FEW = settings(max_examples=examples(120), deadline=None, suppress_health_check=
 
 
 def in_python(pattern: str) -> re.Pattern[str]:
-    # The flag stands in the text, which is all that jsonschema gets. In ECMA-262, unlike Unicode, \d are ten digits.
+    # The flag is part of the text, since jsonschema gets nothing else. In ECMA-262, unlike Unicode, \d is ten digits.
     return re.compile("(?a)" + (pattern[:-1] + r"\Z" if pattern.endswith("$") else pattern))
 
 
 def spellings(text: str) -> Iterator[str]:
-    """JSON's strings for a text: each character as it is, by its short escape, or by four digits of both cases."""
+    """Return JSON strings for a text: each character raw, by its short escape, or by four hex digits in both cases."""
     short = {'"': r"\"", "\\": r"\\", "\b": r"\b", "\f": r"\f", "\n": r"\n", "\r": r"\r", "\t": r"\t", "/": r"\/"}
     ways = []
     for one in text:
@@ -70,7 +69,7 @@ def spellings(text: str) -> Iterator[str]:
 
 
 def usual(text: str) -> str:
-    """JSON's string for a text, as models write it."""
+    """Return a JSON string for a text, as models write it."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", r"\u007f")
 
 
@@ -84,7 +83,7 @@ def usual(text: str) -> str:
 @example(r"^(?:\x00|[\x01-\x1f])$", '"', 0)
 @example(r"^\p{Cc}+$", '"', 0)
 @example("^[\x00-\x1f]$", "\\", 0)
-def test_what_is_written_matches_the_pattern(pattern: str, text: str, seed: int) -> None:
+def test_written_strings_match_the_pattern(pattern: str, text: str, seed: int) -> None:
     matcher = matcher_of({"type": "string", "pattern": pattern})
     if matcher is None:
         return
@@ -98,8 +97,8 @@ def test_what_is_written_matches_the_pattern(pattern: str, text: str, seed: int)
 
 @FEW
 @given(WHOLE, st.data())
-def test_what_matches_the_pattern_can_be_written(pattern: str, data: st.DataObject) -> None:
-    """Save a NUL, where the pattern's class has not both the quote and the backslash too."""
+def test_strings_that_match_the_pattern_can_be_written(pattern: str, data: st.DataObject) -> None:
+    """Except for a NUL, unless the pattern's class contains both the quote and the backslash."""
     text = data.draw(st.from_regex(in_python(pattern)))
     assume("\0" not in text and not re.search("[\ud800-\udfff]", text))
     matcher = matcher_of({"type": "string", "pattern": pattern})
@@ -130,7 +129,7 @@ def plain(name: str) -> bool:
 
 @pytest.mark.parametrize("further", FURTHER)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_named_property_is_one_however_it_is_spelled(name: str, further: str) -> None:
+def test_a_property_name_is_matched_in_any_spelling(name: str, further: str) -> None:
     schema = {"type": "object", "properties": {name: {"type": "integer"}}, **FURTHER[further]}
     matcher = matcher_of(schema)
     if matcher is None:
@@ -147,7 +146,7 @@ def test_a_named_property_is_one_however_it_is_spelled(name: str, further: str) 
     assert any(allows(matcher, f"{{{spelled}: 1{needed}}}") for spelled in spellings(name))
 
 
-def test_a_name_that_a_pattern_matches_is_no_further_one() -> None:
+def test_a_name_that_a_pattern_matches_is_not_additional() -> None:
     matcher = matcher_of({"patternProperties": {"^a": {"type": "integer"}}, "additionalProperties": {"type": "null"}})
     assert matcher is not None
     for spelled in spellings("ab"):

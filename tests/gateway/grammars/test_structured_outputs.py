@@ -1,4 +1,4 @@
-"""Shapes become grammars that take what the structure allows, and nothing else; llguidance is the judge."""
+"""Structures become grammars that accept exactly the allowed texts; llguidance is the oracle."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TEXTS = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=
 
 
 def takes(grammar: str, text: str) -> bool:
-    """Whether ``text`` is a whole answer of the grammar."""
+    """Return whether ``text`` is a complete answer of the grammar."""
     matcher = LLMatcher(TOKENIZER, grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     tokens = TOKENIZER.tokenize_bytes(text.encode())
@@ -75,7 +75,7 @@ def test_an_expression_matches_what_pythons_matches(parts: list[str], text: str)
         (r"\\d", [r"\d"], ["1"]),
     ],
 )
-def test_the_sets_of_an_expression_are_asciis(pattern: str, fits: list[str], others: list[str]) -> None:
+def test_the_classes_of_an_expression_are_ascii(pattern: str, fits: list[str], others: list[str]) -> None:
     tag = {"format": {"type": "tag", "begin": "", "content": {"type": "regex", "pattern": pattern}, "end": "."}}
     for end, grammar in [("", grammar_of(regex=pattern)), (".", grammar_of(structural_tag=json.dumps(tag)))]:
         assert [one for one in fits + others if takes(grammar, one + end)] == fits
@@ -86,7 +86,7 @@ def test_an_expression_cannot_end_within_an_escape() -> None:
         grammar_of(regex="a\\\\\\")
 
 
-def test_the_names_of_a_clients_grammar_are_its_own() -> None:
+def test_the_names_of_a_clients_grammar_are_separate() -> None:
     clients = structured_piece(StructuredOutputs(grammar='start: answer\nanswer: "a" | "b" answer'))
     ours = Piece("answer", rules=('answer: "<" /[0-9]+/ ">"',))
     grammar = join([ours, clients]).text
@@ -195,7 +195,7 @@ def test_a_wrong_structural_tag_names_the_place(tag: Any, field: str) -> None:
 
 NUMBERED = {"type": "regex", "pattern": "[0-9]"}
 TOKENS = ("<tool>", "</tool>", "[SEP]")
-# A tag, texts that it takes, and texts that it does not take, whether or not their marks are written as tokens.
+# A tag, texts that it accepts and texts that it rejects, whether or not their marks are tokens.
 MARKED: dict[str, tuple[Any, list[str], list[str]]] = {
     "triggered": (
         {"structures": [{"begin": "<tool>a", "schema": {"type": "integer"}, "end": "</tool>"}], "triggers": ["<to"]},
@@ -239,7 +239,7 @@ MARKED: dict[str, tuple[Any, list[str], list[str]]] = {
 
 
 class _OnlyAsked(dict[str, int]):
-    """Represents the marks of a model that has too many special tokens to look at each."""
+    """A model's marks, with too many special tokens to visit each."""
 
     def __iter__(self) -> Iterator[str]:
         raise AssertionError("every token is looked at")

@@ -1,4 +1,4 @@
-"""Grammars of calls, followed by a random writer: every call has its tool's arguments, and the reader reads them."""
+"""Call grammars followed by a random writer: every call fits its tool's schema, and the reader parses it."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def fit(calls: list[list[str]]) -> None:
 @pytest.mark.parametrize("model", CASES)
 @pytest.mark.parametrize(
     ("choice", "several"),
-    # How many calls there may be does not depend on what may stand before the first one.
+    # The number of calls does not depend on what may precede the first one.
     [("required", True), ("named", False), ("auto", True)],
 )
-def test_calls_are_whole_and_fit_their_schemas(model: str, choice: str, several: bool) -> None:
+def test_calls_are_complete_and_fit_their_schemas(model: str, choice: str, several: bool) -> None:
     codec = codec_of(model)
     formats = choose_formats("", codec, MODELS[model][0], "none")
     options = ToolOptions(tools=TOOLS, choice=choice, name="weather", parallel_tool_calls=several)
@@ -83,7 +83,7 @@ def test_calls_are_whole_and_fit_their_schemas(model: str, choice: str, several:
 
 @pytest.mark.parametrize("choice", ["required", "auto"])
 def test_calls_of_kimi_k3_follow_its_reasoning_and_its_answer(choice: str) -> None:
-    """Each of its marks is three tokens and a word."""
+    """Each mark is three tokens and a word."""
     codec = codec_of("kimi k3")
     formats = choose_formats("", codec, "kimi_k3", "kimi_k3")
     options = ToolOptions(tools=TOOLS, choice=choice)
@@ -108,7 +108,7 @@ def test_calls_of_kimi_k3_follow_its_reasoning_and_its_answer(choice: str) -> No
 @pytest.mark.parametrize("choice", ["required", "named", "auto"])
 @pytest.mark.parametrize("opened", [True, False])
 def test_a_call_may_begin_before_the_reasoning_has_ended(choice: str, opened: bool) -> None:
-    """The model writes the mark of a call in place of that of the reasoning's end; a grammar must not forbid it."""
+    """The model may write a call's mark instead of the end of reasoning; the grammar must not forbid that."""
     codec = codec_of("hermes with tokens")
     formats = choose_formats("", codec, "hermes", "qwen3")
     options = ToolOptions(tools=TOOLS, choice=choice, name="now" if choice == "named" else "")
@@ -210,7 +210,7 @@ NESTED = {
 
 
 @pytest.mark.parametrize("model", ["minimax m3", pytest.param("minimax m3 without tokens", marks=pytest.mark.long)])
-def test_lists_and_objects_of_minimax_m3_are_elements_where_their_schemas_can_be_held_to(model: str) -> None:
+def test_minimax_m3_writes_lists_and_objects_as_elements(model: str) -> None:
     codec = codec_of(model)
     formats = choose_formats(f"{{{{ tools }}}}{MINIMAX}<tool_call></mm:think>", codec, "auto", "auto")
     assert (formats.tool_parser, formats.reasoning_parser) == ("minimax_m3", "minimax_m3")
@@ -252,7 +252,7 @@ def test_lists_and_objects_of_minimax_m3_are_elements_where_their_schemas_can_be
         assert not accepts(codec, grammar, call(bad)), bad
 
 
-def test_what_gemma_s_notation_cannot_be_held_to_is_refused_by_its_name() -> None:
+def test_schemas_that_gemmas_notation_cannot_follow_are_refused() -> None:
     codec = codec_of("gemma 4")
     formats = choose_formats("", codec, "gemma4", "none")
 
@@ -298,7 +298,7 @@ def test_content_may_stand_between_the_marks_of_its_format(name: str, tokens: bo
 
 
 def known_at(state: GrammarState) -> tuple[tuple[int, ...], bool, bytes]:
-    """What a worker knows of an answer's place: the forced tokens, whether it ends after them, and the mask there."""
+    """Return a worker's state of an answer: forced tokens, whether it ends after them, and the mask."""
     follow(state)
     masks = state.place_masks(state.forced, 1)
     assert masks.wait(WITHIN_S)
@@ -307,8 +307,8 @@ def known_at(state: GrammarState) -> tuple[tuple[int, ...], bool, bytes]:
 
 @pytest.mark.parametrize("model", CASES)
 @pytest.mark.parametrize("choice", ["required", "auto"])
-def test_a_worker_goes_on_in_the_middle_of_a_call(model: str, choice: str, tmp_path: pathlib.Path) -> None:
-    """After a preemption or a killed worker the place is found by the answer's tokens alone, wherever it stood."""
+def test_a_worker_continues_within_a_call(model: str, choice: str, tmp_path: pathlib.Path) -> None:
+    """After a preemption or a killed worker the state is rebuilt from the answer's tokens alone, at any position."""
     codec = codec_of(model)
     codec.save(str(tmp_path / "tokenizer.json"))
     formats = choose_formats("", codec, MODELS[model][0], "none")
@@ -406,9 +406,7 @@ def test_messages_in_channels_hold_reasoning_calls_and_shapes(prompt: str, tools
         ("auto", None, [], True),
     ],
 )
-def test_arguments_are_held_to_the_schema_where_it_is_wanted(
-    choice: str, strict: bool | None, left_out: list[str], held: bool
-) -> None:
+def test_strict_arguments_follow_the_schema(choice: str, strict: bool | None, left_out: list[str], held: bool) -> None:
     codec = codec_of("hermes")
     formats = choose_formats("", codec, "hermes", "none")
     options = ToolOptions(
@@ -424,8 +422,8 @@ def test_arguments_are_held_to_the_schema_where_it_is_wanted(
     assert (matcher.try_consume_tokens(ids) < len(ids)) is held
 
 
-def test_marks_are_named_as_llguidance_knows_them() -> None:
-    """The rule for which added tokens have no text is llguidance's own."""
+def test_marks_have_llguidances_names() -> None:
+    """The rule for which added tokens have no text is llguidance's."""
     codec = byte_tokenizer()
     special, plain = ["[TOOL_CALLS]", "<think>"], ["</think>", "[ARGS]", "<|python_tag|>"]
     codec.add_special_tokens([AddedToken(text, special=True) for text in special])
@@ -436,8 +434,6 @@ def test_marks_are_named_as_llguidance_knows_them() -> None:
     for text in (*special, *plain):
         assert tokenizer.is_special_token(codec.token_to_id(text)) is (text in known), text
 
-
-# ---- custom tools ------------------------------------------------------------------------------------------------
 
 ODD = 'say "hi" \\n \\\\ \t\x01 </tool> é😀 {"a": 1}'
 PATCHES = [
@@ -463,7 +459,7 @@ B: /(?s:.)\p{L}\/\x22\S?[\t"]{1,2}\s/ | /q+(\d|\\\\)*q/
 C: /("[^"]*")+/i
 %import common.WORD
 """
-# Grammars, each with an expression for what it means, texts that it has, and others.
+# Grammars, each with an equivalent regular expression, texts that match, and texts that do not.
 INPUTS: dict[str, tuple[str, str, str, list[str], list[str]]] = {
     "patch": (
         "lark",
@@ -503,7 +499,6 @@ INPUTS: dict[str, tuple[str, str, str, list[str], list[str]]] = {
         ["", "x", "5,", "7,a,b,c", "7,a,\n"],
     ),
 }
-# Each is as long as a grammar may be; were it read again from each of its characters, a test would not end.
 HOSTILE = {
     "digits": "1" * 16_384,
     "attributes": "a[" * 8192,
@@ -570,7 +565,7 @@ CALL = {
 }
 
 
-# What may stand around a call does not depend on the grammar of its input, and no grammar on a format's marks.
+# The text around a call does not depend on its input's grammar, nor the grammar on a format's marks.
 FIRST_INPUT = next(iter(INPUTS))
 INPUT_CASES = [
     *((name, kind, "required") for kind in INPUTS for name in MODELS if name not in ALIKE),
@@ -580,8 +575,8 @@ INPUT_CASES = [
 
 
 @pytest.mark.parametrize(("model", "kind", "choice"), INPUT_CASES)
-def test_the_input_of_a_custom_tool_is_held_to_its_grammar(model: str, kind: str, choice: str) -> None:
-    """A call can be written if its input is what the grammar means, as Python's expressions say it."""
+def test_the_input_of_a_custom_tool_follows_its_grammar(model: str, kind: str, choice: str) -> None:
+    """A call can be written if its input matches the grammar, by the equivalent regular expression."""
     syntax, definition, meant, good, bad = INPUTS[kind]
     codec = codec_of(model)
     formats = choose_formats("", codec, MODELS[model][0], "none")

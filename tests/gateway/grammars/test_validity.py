@@ -1,4 +1,4 @@
-"""Whatever a model writes fits the schema: random answers over hundreds of schemas, judged by jsonschema."""
+"""Random answers over hundreds of schemas are valid, checked by jsonschema."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ OF_EACH_KIND = examples(40)
 
 
 def schemas() -> Iterator[tuple[str, Any]]:
-    """Schemas of our own kinds, and those that a package brings."""
+    """Draw schemas of our own kinds, and of a package."""
     for number, kind in enumerate(KINDS):
         for n in range(OF_EACH_KIND):
             yield f"kind {number}, {n}", kind(random.Random(1000 * number + n))
@@ -142,7 +142,7 @@ def schemas() -> Iterator[tuple[str, Any]]:
 
 
 def test_every_answer_that_ends_fits_its_schema() -> None:
-    """Own kinds are all taken; schemas of others may be refused, and what is taken is followed."""
+    """Own kinds are all accepted; others may be refused, and accepted ones are followed."""
     wrong, taken, ended, cut = [], 0, 0, 0
     for name, schema in schemas():
         matcher = matcher_of(schema)

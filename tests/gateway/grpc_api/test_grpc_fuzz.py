@@ -1,4 +1,4 @@
-"""Malformed gRPC messages by the hundred (PILLION_FUZZ says how many): each gets a status that blames the client."""
+"""Hundreds of malformed gRPC messages (number: PILLION_FUZZ); each gets a status that blames the client."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from tests.support.fuzz import a_request, malformed, send
 COUNT = int(os.environ.get("PILLION_FUZZ", "300"))
 AT_ONCE = 8
 TIMEOUT_S = WITHIN_S
-# Longer than any answer may be: the fake worker says no more than its script, even if it is told to ignore its end.
+# Longer than any answer may be: the fake worker stops at its script's end even with ignore_eos.
 SCRIPT = "abc" * 100
-# A model's name that was tampered with is one that nobody serves.
 BLAMED = {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
 
 
-async def test_malformed_messages_are_answered_and_do_no_harm(caplog: pytest.LogCaptureFixture) -> None:
+async def test_malformed_messages_are_answered(caplog: pytest.LogCaptureFixture) -> None:
     draw = random.Random(6)
     codes: dict[grpc.StatusCode, int] = {}
     async with (
@@ -49,7 +48,7 @@ async def test_malformed_messages_are_answered_and_do_no_harm(caplog: pytest.Log
         await fakes.settled()
 
 
-async def test_what_is_no_message_is_the_clients_mistake() -> None:
+async def test_bytes_that_do_not_parse_are_a_client_error() -> None:
     async with running_fake_cluster("abc") as fakes, open_channel(fakes.gateway.grpc_address) as channel:
         for read in (
             channel.unary_stream("/pillion.v1.Gateway/Generate")(b"\xff\xff\xff").read(),

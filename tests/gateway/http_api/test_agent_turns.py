@@ -1,4 +1,4 @@
-"""What of an agent's last turn the next one finds in the prefix cache, by count of whole blocks."""
+"""Share of an agent's last turn that the next one finds in the prefix cache, in whole blocks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from tests.support.fake_components import TEMPLATE, FakeCluster, running_fake_cl
 from tests.support.http import call
 
 BODIES = pathlib.Path(__file__).parents[2] / "clients" / "bodies"
-# A harness that sends texts alone has no turns.
+# A harness that sends only texts has no turns.
 CLIENTS = sorted(path.stem for path in BODIES.glob("*.json") if path.stem != "lm_eval")
 BLOCK = 16
-# A template that knows tools and reasoning, and one without a place for them, whose tools the gateway tells as text.
+# A template with tools and reasoning, and one without, for which the gateway writes tools as text.
 TEMPLATES = {"qwen": QWEN, "generic": TEMPLATE}
-# So many turns has a conversation of each client; those of two have many, because what differs between clients shows in
-# the first ones.
+# Turns per conversation; clients with many turns suffice, since clients differ in the first ones.
 TURNS, MANY_TURNS = 8, 40
 LONG = [
     *(("qwen", client, MANY_TURNS if client == "claude_code" else TURNS) for client in CLIENTS),
@@ -45,7 +44,7 @@ async def templated(request: pytest.FixtureRequest) -> AsyncIterator[tuple[str, 
 
 
 async def check_hits(templated: tuple[str, FakeCluster], client: str, turns: int) -> None:
-    """The whole blocks of a turn's prompt and answer are those with which the next turn's prompt begins."""
+    """The next turn's prompt begins with the whole blocks of this turn's prompt and answer."""
     template, fakes = templated
     sent = json.loads((BODIES / f"{client}.json").read_text())
     talk, known, found, most = AgentTurns(sent), (), 0, 0
@@ -60,7 +59,6 @@ async def check_hits(templated: tuple[str, FakeCluster], client: str, turns: int
         if known:
             found += shared(known, prompt) // BLOCK
             most += min(len(known), len(prompt)) // BLOCK
-        # What ends the answer has no KV.
         known = prompt + fakes.decode.script[:-1]
         talk.answered(answer.json)
     assert found == most > 0, f"{found} of {most} blocks"
@@ -68,7 +66,7 @@ async def check_hits(templated: tuple[str, FakeCluster], client: str, turns: int
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_the_next_turn_finds_the_last_one(templated: tuple[str, FakeCluster]) -> None:
+async def test_the_next_turn_hits_the_cache_of_the_last(templated: tuple[str, FakeCluster]) -> None:
     for template, client, turns in FEW:
         if template == templated[0]:
             await check_hits(templated, client, turns)
@@ -77,7 +75,7 @@ async def test_the_next_turn_finds_the_last_one(templated: tuple[str, FakeCluste
 @pytest.mark.long
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("templated", "client", "turns"), LONG, indirect=["templated"])
-async def test_each_turn_of_a_long_conversation_finds_the_one_before(
+async def test_each_turn_of_a_long_conversation_hits_the_cache(
     templated: tuple[str, FakeCluster], client: str, turns: int
 ) -> None:
     await check_hits(templated, client, turns)

@@ -1,4 +1,4 @@
-"""At every API the server's own answer of several calls can be sent back, also where a template takes one call a
+"""The server's own answer of several calls can be sent back at every API, even if the template allows one call per
 message."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 def sent_back(path: str, answer: Any) -> list[Any]:
-    """The items of the next request: the answer as it came, and the results of its calls."""
+    """Return the items of the next request: the answer as received, and the results of its calls."""
     if path == CHAT:
         message = answer["choices"][0]["message"]
         results = zip(message["tool_calls"], ("Sunny", "Rainy"), strict=True)
@@ -43,7 +43,7 @@ def sent_back(path: str, answer: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("path", BODIES)
-async def test_an_answer_of_several_calls_is_sent_back(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_of_several_calls_can_be_sent_back(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_components, "MAX_LEN", 4096)
     body = {"model": "toy", **BODIES[path]}
     async with running_fake_cluster(template=OWN["single calls"], tool_call_parser="llama3_json") as fakes:

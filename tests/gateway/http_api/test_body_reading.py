@@ -1,5 +1,4 @@
-"""Bodies that their types do not take as they stand: what is repaired, what is named, and what stays the client's
-mistake."""
+"""Bodies that do not match their types: values converted, fields ignored and named, client errors."""
 
 from __future__ import annotations
 
@@ -111,16 +110,15 @@ def test_repairs(body: dict[str, Any], made: dict[str, Any], ignored: str) -> No
     ],
     ids=lambda value: str(value)[:70],
 )
-def test_what_stays_a_mistake(body: Any, param: str | None, code: str) -> None:
+def test_values_that_are_refused(body: Any, param: str | None, code: str) -> None:
     with pytest.raises(ApiError) as caught:
         read(body)
     assert (caught.value.status, caught.value.param, caught.value.code) == (400, param, code)
 
 
-def test_a_near_miss_is_told_what_was_meant() -> None:
+def test_a_misspelled_field_gets_a_suggestion() -> None:
     with pytest.raises(ApiError, match=r"temprature: did you mean temperature\?"):
         read({"temprature": 5})
-    # A short name may be another server's.
     assert read({"bar": 5, "ag3s": 1})[1] == "ag3s, bar"
 
 
@@ -166,7 +164,7 @@ def test_one_edit(name: str, other: str, near: bool) -> None:
     ],
     ids=str,
 )
-def test_half_a_pair_is_no_character(sent: bytes, text: str) -> None:
+def test_a_lone_surrogate_is_replaced(sent: bytes, text: str) -> None:
     assert msgspec.json.decode(replace_unpaired_surrogates(sent)) == text
     tree, _ = read(b'{"messages": [], "tree_schema": {"a": ' + sent + b'}, "bark": ' + sent + b"}")
     assert (tree.bark, msgspec.json.decode(tree.tree_schema)) == (text, {"a": text})
@@ -182,7 +180,7 @@ def test_the_header_is_bounded_and_printable() -> None:
     assert ignored == f"???, a??Set-Cookie:?b, {'x' * MAX_IGNORED_NAME_CHARS}..."
 
 
-def test_many_names_are_bounded_before_they_are_made() -> None:
+def test_ignored_names_are_bounded_before_they_are_built() -> None:
     for body in (
         b'{"messages": [' + b"{}," * 2**19 + b"{}]}",
         b'{"messages": [' + b"1," * 2**20 + b"1]}",
@@ -193,6 +191,6 @@ def test_many_names_are_bounded_before_they_are_made() -> None:
         assert str(caught.value.param).startswith("messages")
 
 
-def test_json_that_is_passed_on_stays_as_it_was_sent() -> None:
+def test_json_that_is_passed_on_is_unchanged() -> None:
     tree, named = read({"tree_schema": {"a": None, "b": 4.0}, "x": 1, "bark": {"y": 1}})
     assert (json.loads(bytes(tree.tree_schema)), named) == ({"a": None, "b": 4.0}, "bark.y, x")

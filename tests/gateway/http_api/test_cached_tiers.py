@@ -1,4 +1,4 @@
-"""Where cached tokens were found, as the libraries of each API's clients read it."""
+"""Tiers of cached tokens, as the client libraries of each API read them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HI: Any = [{"role": "user", "content": "hi"}]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_every_api_names_the_tiers_of_cached_tokens(stream: bool) -> None:
+async def test_every_api_reports_the_tiers_of_cached_tokens(stream: bool) -> None:
     async with running_fake_cluster("") as fakes:
         scripted, url = ScriptedGateway(fakes), f"http://{fakes.gateway.http_address}"
         scripted.script = [Delta("r", "yes", (), FinishReason.STOP, USED, Timings())]

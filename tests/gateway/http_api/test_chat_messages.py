@@ -1,4 +1,4 @@
-"""Messages of chats: earlier turns are told, whatever clients and other servers have written into them."""
+"""Chat messages: earlier turns are accepted, with the fields of any client or server."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOLD = (ChatMessage("user", "hi"), ChatMessage("assistant", "", (ToolCall("c1", 
 
 
 def told(messages: list[Any]) -> tuple[tuple[ChatMessage, ...], str]:
-    """The messages as /v1/chat/completions and /tokenize read them, and the names of what had no effect."""
+    """Return messages as /v1/chat/completions and /tokenize read them, and the ignored names."""
     raw, reading, other = json.dumps({"messages": messages}).encode(), BodyReading(), BodyReading()
     asked = with_reading(reading, chat_request, raw, "r").requests[0].messages
     assert with_reading(other, tokenize_request, raw)[1].messages == asked
@@ -33,7 +33,7 @@ def called(arguments: Any, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("empty", [{"content": None}, {"content": ""}, {"content": []}, {}], ids=str)
-def test_who_said_nothing_said_nothing(empty: dict[str, Any]) -> None:
+def test_empty_contents(empty: dict[str, Any]) -> None:
     messages = [USER, {"role": "assistant", **empty}, CALLED, {"role": "tool", "tool_call_id": "c1", **empty}, USER]
     read, ignored = told(messages)
     assert read == (TOLD[0], ChatMessage("assistant", ""), TOLD[1], ChatMessage("tool", "", tool_call_id="c1"), TOLD[0])
@@ -59,12 +59,12 @@ def test_who_said_nothing_said_nothing(empty: dict[str, Any]) -> None:
     ],
     ids=lambda text: str(text)[:20],
 )
-def test_what_there_is_of_a_calls_arguments_comes_back(arguments: Any, read_as: str) -> None:
+def test_partial_arguments_of_a_call_are_kept(arguments: Any, read_as: str) -> None:
     ((message,), _) = told([called(arguments)])
     assert message.tool_calls == (ToolCall("c", "f", read_as),)
 
 
-def test_calls_and_results_without_ids_belong_together_in_their_order() -> None:
+def test_calls_and_results_without_ids_are_matched_in_order() -> None:
     two = [{"function": {"name": "f"}}, {"id": None, "function": {"name": "g", "arguments": "{}"}}]
     messages = [
         USER,
@@ -128,9 +128,7 @@ def test_calls_and_results_without_ids_belong_together_in_their_order() -> None:
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_what_an_assistant_is_said_to_have_written(
-    message: dict[str, Any], read_as: tuple[str, str], ignored: str
-) -> None:
+def test_contents_of_an_assistant_message(message: dict[str, Any], read_as: tuple[str, str], ignored: str) -> None:
     (_, read, _), named = told([USER, {"role": "assistant", **message}, USER])
     assert (read, named) == (ChatMessage("assistant", read_as[0], reasoning=read_as[1]), ignored)
 
@@ -144,7 +142,7 @@ def test_calls_of_other_kinds_are_left_out_and_named() -> None:
     )
 
 
-def test_images_of_a_tool_are_told_of() -> None:
+def test_images_of_a_tool_are_described() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:"}}
     parts = [{"type": "text", "text": "a"}, image, {"type": "resource"}]
     read, ignored = told([USER, CALLED, {"role": "tool", "tool_call_id": "c1", "content": parts}, USER])
@@ -161,7 +159,7 @@ def test_images_of_a_tool_are_told_of() -> None:
     ],
     ids=str,
 )
-def test_what_a_user_shows_is_refused(part: dict[str, Any], last_alone: bool) -> None:
+def test_images_of_a_user_are_refused(part: dict[str, Any], last_alone: bool) -> None:
     shown = {"role": "user", "content": [{"type": "text", "text": "x"}, part]}
     with pytest.raises(ApiError) as caught:
         told([USER, shown, {"role": "assistant", "content": "ok"}])
@@ -189,7 +187,7 @@ def test_what_a_user_shows_is_refused(part: dict[str, Any], last_alone: bool) ->
     ],
     ids=str,
 )
-def test_wrong_messages(message: Any, param: str) -> None:
+def test_invalid_messages(message: Any, param: str) -> None:
     with pytest.raises(ApiError) as caught:
         told([message])
     assert (caught.value.status, caught.value.param) == (400, param)

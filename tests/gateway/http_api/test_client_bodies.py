@@ -1,9 +1,9 @@
-"""Bodies in the shapes that agents and their libraries send, from tests/clients/bodies, at the APIs that they use.
+"""Bodies of agents and their libraries, from tests/clients/bodies, at the APIs that they use.
 
-They are requests that the clients sent to a cluster, with texts and lists cut short. Written by hand are the bodies of
-Cline and Zed, the reasoning in those of Codex and Claude Code, what these two send to their own servers only
-(`image_generation`, `eager_input_streaming`), and those with turns and fields of other servers (`litellm_claude`,
-`openrouter`, `mistral_sdk`, `old_openai`, `lm_eval`, `anthropic_server_tools`, `openai_server_tools`).
+Recorded from clients of a cluster, with texts and lists cut short. Written by hand: the bodies of Cline and Zed, the
+reasoning in those of Codex and Claude Code, what these two send to their own servers only (`image_generation`,
+`eager_input_streaming`), and those with turns and fields of other servers (`litellm_claude`, `openrouter`,
+`mistral_sdk`, `old_openai`, `lm_eval`, `anthropic_server_tools`, `openai_server_tools`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support.fake_components import FakeCluster, running_fake_cluster
 from tests.support.http import call
 
 BODIES = pathlib.Path(__file__).parents[2] / "clients" / "bodies"
-# The toy model's context is short, so it is told of tools in a few characters.
+# Describes tools briefly, for the toy model's short context.
 TEMPLATE = (
     "{# <tool_call> #}{% for tool in tools or [] %}({{ tool.function.name }}){% endfor %}{% for m in messages %}"
     "[{{ m.role[0] }}]{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}{% endfor %}"
@@ -45,7 +45,7 @@ def test_each_client_has_a_body() -> None:
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("name", sorted(CLIENTS))
-async def test_a_body_is_answered_and_what_had_no_effect_is_named(fakes: FakeCluster, name: str) -> None:
+async def test_a_body_is_answered_and_ignored_fields_are_named(fakes: FakeCluster, name: str) -> None:
     sent: dict[str, Any] = json.loads((BODIES / f"{name}.json").read_text())
     answer = await call(fakes.gateway.http_address, sent["path"], sent["body"], sent["headers"])
     assert answer.status == 200, answer.body

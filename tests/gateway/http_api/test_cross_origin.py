@@ -1,4 +1,4 @@
-"""No page of a foreign origin makes a browser change anything: what needs no preflight is refused, at every API."""
+"""A foreign page cannot change anything through a browser: requests without preflight are refused at every API."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVIL, FRIEND = "https://evil.example", "https://chat.example.org"
 @pytest.mark.parametrize(
     ("method", "headers", "foreign"),
     [
-        # No browser: nobody else leaves both away.
+        # Not a browser: only others omit both headers.
         ("POST", {"content-type": FORM}, False),
         ("POST", {}, False),
         # A browser, for its user or for a page of this port.
@@ -37,15 +37,13 @@ EVIL, FRIEND = "https://evil.example", "https://chat.example.org"
         ("POST", {"origin": "http://x:9000", "host": "x:8000"}, True),
         ("POST", {"origin": "http://[", "host": "x"}, True),
         ("POST", {"origin": "", "host": "", "sec-fetch-site": "?"}, True),
-        # A page that may.
         ("POST", {"content-type": FORM, "sec-fetch-site": "cross-site", "origin": FRIEND}, False),
-        # What a browser asks for first, and what changes nothing.
         ("POST", {"content-type": "Application/JSON; charset=utf-8", "sec-fetch-site": "cross-site"}, False),
         ("DELETE", {"sec-fetch-site": "cross-site", "origin": EVIL}, False),
         ("GET", {"sec-fetch-site": "cross-site", "origin": EVIL}, False),
     ],
 )
-def test_who_has_sent_a_call(method: str, headers: dict[str, str], foreign: bool) -> None:
+def test_the_sender_of_a_call_is_classified(method: str, headers: dict[str, str], foreign: bool) -> None:
     raw = {name.encode(): value.encode() for name, value in headers.items()}
     assert is_cross_origin_write(method, raw, {FRIEND}) is foreign
     assert not is_cross_origin_write(method, raw, {"*"}) or "origin" not in headers
@@ -55,7 +53,7 @@ def kept(path: pathlib.Path) -> list[pathlib.Path]:
     return list(path.glob("files/*.json"))
 
 
-async def test_no_foreign_page_writes_at_any_api(tmp_path: pathlib.Path) -> None:
+async def test_foreign_pages_cannot_write_at_any_api(tmp_path: pathlib.Path) -> None:
     flags = {"batch_path": str(tmp_path), "allowed_origins": (FRIEND,), "ui": True}
     async with running_fake_cluster(**flags) as fakes:
         address = fakes.gateway.http_address
@@ -69,9 +67,7 @@ async def test_no_foreign_page_writes_at_any_api(tmp_path: pathlib.Path) -> None
                 assert (reply.status, reply.error["code"]) == (403, "cross_origin"), path
                 assert "--allowed-origins" in reply.error["message"]
                 assert reply.headers["connection"] == "close"
-            # Without a body there is no Content-Type either.
             assert (await call(address, path, headers={"Sec-Fetch-Site": "cross-site"}, method="POST")).status == 403
-            # A preflight, which all else needs, is refused too.
             asked = {"Origin": EVIL, "Access-Control-Request-Method": "POST"}
             asked["Access-Control-Request-Headers"] = "content-type"
             assert (
@@ -96,7 +92,7 @@ async def test_no_foreign_page_writes_at_any_api(tmp_path: pathlib.Path) -> None
         ((FRIEND,), EVIL, 400, False),
     ],
 )
-async def test_a_named_page_may_ask_a_private_network(
+async def test_an_allowed_page_may_access_a_private_network(
     allowed: tuple[str, ...], origin: str, status: int, is_private: bool
 ) -> None:
     asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
@@ -123,8 +119,8 @@ def test_the_name_in_a_host_header(host: str, name: str) -> None:
     assert host_name(host) == name
 
 
-async def test_a_page_whose_name_became_this_machines_address_is_refused() -> None:
-    """DNS rebinding: the page's own name is Host and Origin, and for the browser it asks its own server."""
+async def test_dns_rebinding_is_refused() -> None:
+    """DNS rebinding: the page's own name is Host and Origin, and the browser sees a same-origin request."""
     chat = {"model": "toy", "messages": [{"role": "user", "content": "hi"}]}
     async with running_fake_cluster(allowed_hosts=("llm.example.org",), ui=True) as fakes:
         address = fakes.gateway.http_address
@@ -156,8 +152,8 @@ async def test_a_page_whose_name_became_this_machines_address_is_refused() -> No
             assert (await call(address, "/v1/chat/completions", chat, {"Host": own})).status == 200, own
 
 
-async def test_names_are_free_where_keys_or_a_network_are_in_use() -> None:
-    """A container listens at all addresses, and whatever is before it chooses the name."""
+async def test_any_host_is_allowed_with_keys_or_a_public_address() -> None:
+    """A container listens on all addresses, and its proxy chooses the name."""
     for flags in ({"host": "0.0.0.0"}, {"allowed_hosts": ("*",)}, {"api_key": ("sk-" + "a" * 40,)}):
         async with running_fake_cluster(**flags) as fakes:
             address = "127.0.0.1:" + fakes.gateway.http_address.rpartition(":")[2]

@@ -1,4 +1,4 @@
-"""A full gateway beside a flood: each API says the same to who gives way, and no urgent request is refused."""
+"""A full gateway during a flood: every API refuses alike, and no urgent request is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 async def ask(fakes: FakeCluster, api: str, priority: int) -> tuple[int, int]:
-    """The status, 200 for what gRPC serves, and after how many ms a refused client may come again."""
+    """Return the status (200 for a gRPC success) and the retry delay in ms."""
     if api != "grpc":
         reply: Reply = await call(fakes.gateway.http_address, api, BODIES[api] | {"priority": priority})
         if reply.status == 200:
@@ -62,7 +62,7 @@ async def test_a_flood_costs_no_urgent_request_its_answer(api: str) -> None:
 
 
 async def ask_in_time(fakes: FakeCluster, api: str, timeout_s: float) -> tuple[int, int]:
-    """What :func:`ask` returns, of a client that waits so long."""
+    """Call :func:`ask` with a client timeout."""
     if api != "grpc":
         told = {"X-Stainless-Read-Timeout": str(timeout_s)}
         reply = await call(fakes.gateway.http_address, api, BODIES[api], told)
@@ -75,7 +75,7 @@ async def ask_in_time(fakes: FakeCluster, api: str, timeout_s: float) -> tuple[i
 
 
 @pytest.mark.parametrize("api", BODIES)
-async def test_what_cannot_be_in_time_is_refused_at_once(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_would_be_late_is_refused_at_once(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer takes ten thousand seconds beside another one, and a client waits for a thousand."""
     monkeypatch.setattr(AnswerTimes, "seconds", lambda self, *_: 1e4)
     async with running_fake_cluster(ANSWER, max_running_requests=SLOTS) as fakes:
@@ -86,7 +86,6 @@ async def test_what_cannot_be_in_time_is_refused_at_once(api: str, monkeypatch: 
         status, retry_after_ms = await ask_in_time(fakes, api, 1000.0)
         assert status == 429
         assert retry_after_ms == pytest.approx(1e4 * 1.25e3 - 1e6, rel=0.1)
-        # What waited until its time was too short is refused when its turn comes.
         monkeypatch.setattr(AnswerTimes, "seconds", lambda self, *_: 0.0)
         running.append(asyncio.create_task(ask(fakes, api, 0)))
         await until("no more slots", lambda: admission.running == SLOTS)
@@ -96,7 +95,6 @@ async def test_what_cannot_be_in_time_is_refused_at_once(api: str, monkeypatch: 
         fakes.decode.gate.set()
         assert (await late)[0] == 429
         assert await asyncio.gather(*running) == [(200, 0)] * SLOTS
-        # It was sent to no worker.
         assert len(fakes.decode.submits) == SLOTS
         await fakes.settled()
         assert (admission.requests, admission.running, admission.waiting) == (0, 0, 0)
@@ -104,7 +102,7 @@ async def test_what_cannot_be_in_time_is_refused_at_once(api: str, monkeypatch: 
 
 
 @pytest.mark.parametrize("told", ["", "0", "-3", "nan", "inf", "soon", "1e9"])
-async def test_a_patience_that_makes_no_sense_is_no_deadline(told: str) -> None:
+async def test_an_invalid_timeout_header_is_ignored(told: str) -> None:
     async with running_fake_cluster(ANSWER) as fakes:
         path = "/v1/completions"
         reply = await call(fakes.gateway.http_address, path, BODIES[path], {"X-Stainless-Read-Timeout": told})
@@ -119,9 +117,7 @@ WHOLE = {path: body for path, body in BODIES.items() if path != "grpc"} | {
 
 @pytest.mark.parametrize("header", ["X-Stainless-Read-Timeout", "X-Stainless-Timeout"])
 @pytest.mark.parametrize("path", WHOLE)
-async def test_a_client_that_waits_for_a_whole_answer_frees_everything_when_its_time_is_over(
-    path: str, header: str
-) -> None:
+async def test_a_timeout_of_a_whole_answer_frees_everything(path: str, header: str) -> None:
     async with running_fake_cluster(ANSWER) as fakes:
         fakes.decode.gate.clear()
         reply = await call(fakes.gateway.http_address, path, WHOLE[path], {header: "0.2"})
@@ -131,7 +127,7 @@ async def test_a_client_that_waits_for_a_whole_answer_frees_everything_when_its_
         await fakes.settled()
 
 
-async def test_a_streams_client_may_wait_for_each_piece_alone() -> None:
+async def test_a_streams_timeout_applies_to_each_event() -> None:
     async with running_fake_cluster(ANSWER) as fakes:
         fakes.decode.pace_s = 0.1
         path = "/v1/completions"

@@ -1,4 +1,4 @@
-"""The HTTP port over real sockets, with scripted peers: pages, errors, ids, bounds."""
+"""The HTTP port over real sockets, with scripted peers: pages, errors, ids, limits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_pages() -> None:
             MAX_LEN,
         )
         assert (await call(address, "/v1/models/toy")).json == model
-        # What --model said is a name too: of requests, and in the list, where the real one is its root.
+        # --model's value is a second name: accepted in requests, and listed with the real one as its root.
         assert other == model | {"id": "models/toy"}
         assert model["root"] == "toy"
         assert (await call(address, "/v1/models/models/toy")).json == other
@@ -52,7 +52,7 @@ async def test_pages() -> None:
         assert (head.status, head.body) == (200, b"")
 
 
-# What clients ask for whose base URL has no /v1, or one too many.
+# Paths of clients whose base URL lacks /v1 or has it twice.
 NEAR = {
     "/v1/v1/chat/completions": "/v1/chat/completions",
     "/chat/completions": "/v1/chat/completions",
@@ -71,7 +71,7 @@ NEAR = {
 }
 
 
-async def test_the_small_pages_of_other_servers() -> None:
+async def test_the_auxiliary_pages_of_other_servers() -> None:
     async with running_fake_cluster() as fakes:
         address = fakes.gateway.http_address
         for method in ("GET", "POST"):
@@ -120,7 +120,7 @@ async def test_the_description_names_the_statuses_that_occur() -> None:
             assert status != 200
 
 
-async def test_an_answers_header_names_the_fields_that_had_no_effect() -> None:
+async def test_a_header_names_the_ignored_fields() -> None:
     async with running_fake_cluster() as fakes:
         address = fakes.gateway.http_address
         for stream in (False, True):
@@ -143,7 +143,7 @@ async def test_an_answers_header_names_the_fields_that_had_no_effect() -> None:
 
 
 async def test_sloppy_values_mean_the_same_at_every_api() -> None:
-    """A seed of -1 is drawn, without mass the likeliest token is taken, and half a pair of surrogates is U+FFFD."""
+    """Seed -1 is random, top_p 0 is greedy, and a lone surrogate becomes U+FFFD."""
     said = {"model": None, "seed": -1, "top_p": 0, "max_tokens": 4.0, "x": 1}
     async with running_fake_cluster() as fakes:
         for path, more in (
@@ -163,8 +163,8 @@ async def test_sloppy_values_mean_the_same_at_every_api() -> None:
         await fakes.settled()
 
 
-async def test_a_port_without_connections_ends_without_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uvicorn itself rests 100 ms between looks whether it is to end, and as long again before it ends."""
+async def test_an_idle_port_stops_without_a_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uvicorn itself polls every 100 ms for its stop flag, and sleeps once more before it ends."""
     rests: list[float] = []
 
     async def rest(seconds: float) -> None:
@@ -200,7 +200,6 @@ async def test_other_paths_and_methods_are_refused_in_openais_words() -> None:
             reply = await call(address, path, {})
             assert (reply.status, "send the whole conversation" in reply.error["message"]) == (404, True)
         assert "did you mean" not in (await call(address, "/v3/stories", {})).error["message"]
-        # Some clients ask for the list with a slash.
         assert (await call(address, "/v1/models/")).json == (await call(address, "/v1/models")).json
         for path, method in (("/v1/completions", "GET"), ("/v1/chat/completions", "PUT"), ("/health", "DELETE")):
             reply = await call(address, path, method=method)
@@ -208,7 +207,7 @@ async def test_other_paths_and_methods_are_refused_in_openais_words() -> None:
             assert reply.headers["x-request-id"]
 
 
-async def test_conversations_are_written_by_the_template_that_a_flag_names(tmp_path: pathlib.Path) -> None:
+async def test_the_chat_template_flag_is_used(tmp_path: pathlib.Path) -> None:
     mine = tmp_path / "mine.jinja"
     mine.write_text("{% for message in messages %}({{ message.role }}: {{ message.content }}){% endfor %}")
     async with running_fake_cluster(chat_template=str(mine)) as fakes:
@@ -219,13 +218,13 @@ async def test_conversations_are_written_by_the_template_that_a_flag_names(tmp_p
     assert written.endswith(f"(user: {CHAT['messages'][-1]['content']})")
 
 
-async def test_a_request_id_is_taken_or_made_and_always_echoed() -> None:
+async def test_a_request_id_is_accepted_or_generated_and_echoed() -> None:
     async with running_fake_cluster() as fakes:
         address = fakes.gateway.http_address
         named = await call(address, "/v1/completions", TEXT, {"X-Request-Id": "bench/1:a.b-c_d"})
         assert named.headers["x-request-id"] == "bench/1:a.b-c_d"
         assert fakes.decode.submits[-1].request_id == "bench/1:a.b-c_d"
-        # It is a label: the same one again is another request, whose answer has an id of its own.
+        # The id is a label: its reuse is a new request, with a new answer id.
         again = await call(address, "/v1/completions", TEXT, {"X-Request-Id": "bench/1:a.b-c_d"})
         assert (again.status, again.headers["x-request-id"]) == (200, "bench/1:a.b-c_d")
         assert again.json["id"] != named.json["id"]
@@ -241,15 +240,14 @@ async def test_a_request_id_is_taken_or_made_and_always_echoed() -> None:
         assert (wrong.status, wrong.headers["x-request-id"]) == (400, "w")
 
 
-async def test_bodies_are_bounded_before_they_are_read() -> None:
+async def test_the_size_of_bodies_is_checked_before_reading() -> None:
     async with running_fake_cluster() as fakes:
         address = fakes.gateway.http_address
-        # Announced: nothing of it needs to be sent.
+        # Announced by Content-Length: refused before the body is sent.
         async with connected(address) as (reader, writer):
             head = request_bytes("POST", "/v1/completions", b"", {"Content-Length": str(MAX_SENT_BYTES + 1)})
             writer.write(head)
             assert (await reader.readline()).split()[1] == b"413"
-        # Not announced: as soon as it is too much.
         async with connected(address) as (reader, writer):
             head = request_bytes("POST", "/v1/completions", b"").replace(
                 b"Content-Length: 0", b"Transfer-Encoding: chunked"
@@ -304,7 +302,7 @@ async def test_only_json_is_taken() -> None:
     ],
     ids=lambda body: body[:40].decode("latin-1"),
 )
-async def test_what_is_no_request_is_400_and_does_no_harm(body: bytes, fakes) -> None:
+async def test_an_invalid_request_is_400(body: bytes, fakes) -> None:
     reply = await call(fakes.gateway.http_address, "/v1/completions", body)
     assert reply.status == 400
     assert reply.error["type"] == "invalid_request_error"
@@ -348,7 +346,7 @@ def test_every_error_has_its_status(error: errors.PillionError, status: int, cod
     assert {name for name, _ in answer.headers()} == (expected | {401: {b"www-authenticate"}}).get(status, set())
 
 
-def test_no_error_is_forgotten() -> None:
+def test_every_error_class_is_tested() -> None:
     assert {from_pillion(kind("x"), {}).status for kind in errors.BY_CODE.values()} >= {
         400,
         401,
@@ -360,13 +358,13 @@ def test_no_error_is_forgotten() -> None:
     }
 
 
-def test_waits_are_told_in_whole_seconds_and_in_milliseconds() -> None:
+def test_retry_delays_are_in_seconds_and_milliseconds() -> None:
     headers = dict(from_pillion(errors.Overloaded("x", 1500), {}).headers())
     assert headers == {b"retry-after": b"2", b"retry-after-ms": b"1500"}
 
 
-async def test_a_client_is_told_not_to_send_again_what_workers_died_of() -> None:
-    """OpenAI's client sends again whatever ends with 500, but for that header."""
+async def test_a_request_that_killed_workers_is_not_retried_by_clients() -> None:
+    """OpenAI's client retries every 500 unless that header is set."""
     async with running_fake_cluster() as fakes:
         fakes.decode.is_killed_by = lambda submit: True
         async with openai.AsyncOpenAI(base_url=f"http://{fakes.gateway.http_address}/v1", api_key="none") as client:
@@ -382,7 +380,7 @@ def test_fields_are_named_as_the_client_spelled_them() -> None:
     assert (answer.param, answer.message) == ("stop[2]", "stop[2]: empty; prompt: long")
 
 
-async def test_overload_and_missing_parts_are_told_with_a_wait() -> None:
+async def test_overload_and_missing_parts_have_a_retry_delay() -> None:
     async with running_fake_cluster(max_inflight_requests=1) as fakes:
         address = fakes.gateway.http_address
         fakes.decode.gate.clear()
@@ -403,7 +401,7 @@ async def test_overload_and_missing_parts_are_told_with_a_wait() -> None:
         await fakes.settled()
 
 
-async def test_tokens_there_and_back() -> None:
+async def test_tokenize_and_detokenize_round_trip() -> None:
     async with running_fake_cluster() as fakes:
         address = fakes.gateway.http_address
         text = "Größe 北京"

@@ -1,4 +1,4 @@
-"""Connections of the HTTP port: how answers are cut into segments, and what clients of other protocols ask."""
+"""HTTP connections: segments of answers, and clients of other protocols."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ TEXT = {"model": "toy", "prompt": "hi"}
 
 
 @pytest.mark.parametrize("path", ["/version", "/v1/completions", "/nowhere"])
-async def test_an_answer_is_one_segment_that_waits_for_no_acknowledgement(path: str) -> None:
-    """Twenty answers on one connection. The second segment of an answer would wait for an acknowledgement of the first
-    one, which a client's system sends 40 ms later."""
+async def test_an_answer_is_one_segment(path: str) -> None:
+    """Twenty answers on one connection. A second segment would wait for the ACK of the first, which a client's kernel
+    delays by 40 ms (Nagle)."""
     body = json.dumps(TEXT).encode() if path == "/v1/completions" else None
     asked = request_bytes("GET" if body is None else "POST", path, body, {"Connection": "keep-alive"})
     async with running_fake_cluster("abc") as fakes:
@@ -50,7 +50,7 @@ UPGRADE = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("cut", [0, 20, 400], ids=["one piece", "cut in the head", "cut in the body"])
-async def test_a_client_that_offers_http2_is_answered_and_its_end_noticed(cut: int, stream: bool) -> None:
+async def test_a_client_that_offers_http2_is_answered_in_http1(cut: int, stream: bool) -> None:
     body = TEXT | {"prompt": "What is the capital of France?", "stream": stream, "user": "u" * 300}
     asked = request_bytes("POST", "/v1/completions", body, UPGRADE)
     async with running_fake_cluster("abc") as fakes:
@@ -60,7 +60,6 @@ async def test_a_client_that_offers_http2_is_answered_and_its_end_noticed(cut: i
             writer.write(asked[cut:])
             assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
             await reader.readuntil(b"data: [DONE]" if stream else b'"usage"')
-            # The connection goes on, and so does what the client sends next.
             writer.write(request_bytes("GET", "/version"))
             assert b"HTTP/1.1 200 " in await reader.read()
         for where in (fakes.prefill, fakes.decode):
@@ -79,8 +78,8 @@ CONTINUE = b"HTTP/1.1 100 \r\n\r\n"
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("requests", [1, 2])
-async def test_a_client_that_has_ended_its_side_gets_its_answers(stream: bool, requests: int) -> None:
-    """As `nc -N` does, amid the prompt; the second of two requests came with the first."""
+async def test_a_half_closed_client_gets_its_answers(stream: bool, requests: int) -> None:
+    """Half-closed by the client, as `nc -N` does, amid the prompt; the second of two requests came with the first."""
     asked = request_bytes("POST", "/v1/completions", TEXT | {"stream": stream}, {"Connection": "keep-alive"})
     async with running_fake_cluster("abc") as fakes:
         fakes.decode.gate.clear()
@@ -98,8 +97,8 @@ async def test_a_client_that_has_ended_its_side_gets_its_answers(stream: bool, r
 
 
 @pytest.mark.parametrize("begun", [False, True])
-async def test_a_client_that_is_gone_is_told_from_one_that_has_ended_its_side(begun: bool) -> None:
-    """Before anything was sent, and amid a stream, whose next token its system refuses."""
+async def test_a_closed_client_differs_from_a_half_closed_one(begun: bool) -> None:
+    """Before any output, and amid a stream, whose next write the client's kernel resets."""
     async with running_fake_cluster("x" * 200) as fakes:
         fakes.decode.hold_after = 3 if begun else 0
         if not begun:
@@ -120,7 +119,7 @@ async def test_a_client_that_is_gone_is_told_from_one_that_has_ended_its_side(be
         fakes.decode.go_on()
 
 
-async def test_a_flag_says_how_long_a_connection_stays_without_a_request() -> None:
+async def test_the_keep_alive_flag_limits_idle_connections() -> None:
     async with running_fake_cluster(keep_alive_s=1) as fakes:
         async with connected(fakes.gateway.http_address) as (reader, writer):
             writer.write(request_bytes("GET", "/version", headers={"Connection": "keep-alive"}))
@@ -144,8 +143,8 @@ asyncio.run(main())
 """
 
 
-async def test_idle_connections_take_no_descriptor_that_others_need() -> None:
-    """Twice as many as the process may have descriptors: newcomers and streams in flight are served all the same."""
+async def test_idle_connections_leave_descriptors_for_others() -> None:
+    """Open twice the fd limit; newcomers and streams in flight are still served."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
     server = await asyncio.create_subprocess_exec(sys.executable, "-c", SERVER, **pipes)
     assert server.stdin is not None

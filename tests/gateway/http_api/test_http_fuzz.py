@@ -1,4 +1,4 @@
-"""Malformed HTTP bodies by the hundred (PILLION_FUZZ says how many): each is answered, and the gateway serves on."""
+"""Hundreds of malformed HTTP bodies (number: PILLION_FUZZ); each is answered, and the gateway serves on."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ STRANGE = (
 
 
 def a_strange_value(draw: random.Random, body: dict[str, Any]) -> bytes:
-    """Somewhere in the tree stands what nobody expects."""
+    """Replace a random node by an unexpected value."""
     node: Any = body
     while True:
         keys = list(node) if isinstance(node, dict) else list(range(len(node)))
@@ -125,14 +125,14 @@ def a_strange_value(draw: random.Random, body: dict[str, Any]) -> bytes:
 
 
 def a_strange_field(draw: random.Random, body: dict[str, Any]) -> bytes:
-    """One field more, of another request or of none."""
+    """Add a field of another request, or an unknown one."""
     other = draw.choice(list(BODIES.values()))
     name = draw.choice([*other, "response_format", "suffix", "echo", "x" * 50, "best_of", "cache_salt", "priority"])
     return json.dumps({**body, name: draw.choice(STRANGE)}).encode()
 
 
 def a_broken_text(draw: random.Random, body: dict[str, Any]) -> bytes:
-    """Some bytes are others, or gone, or there twice."""
+    """Change, remove or repeat some bytes."""
     raw = bytearray(json.dumps(body).encode())
     for _ in range(draw.randint(1, 4)):
         at = draw.randrange(len(raw))
@@ -151,7 +151,7 @@ def a_broken_text(draw: random.Random, body: dict[str, Any]) -> bytes:
 
 
 def noise(draw: random.Random, body: dict[str, Any]) -> bytes:
-    """No JSON at all, or far too deep."""
+    """Return a body that is not JSON, or nested far too deep."""
     if draw.random() < 0.5:
         return draw.randbytes(draw.randrange(200))
     return draw.choice((b"[", b'{"a":', b'{"prompt":[')) * draw.choice((10, 2000, 100_000))
@@ -165,7 +165,7 @@ KINDS: tuple[Callable[[random.Random, dict[str, Any]], bytes], ...] = (
 )
 
 
-async def test_malformed_bodies_are_answered_and_do_no_harm() -> None:
+async def test_malformed_bodies_are_answered() -> None:
     draw = random.Random(6)
     statuses: dict[int, int] = {}
     async with running_fake_cluster("abc", max_inflight_requests=1024) as fakes:
@@ -175,7 +175,6 @@ async def test_malformed_bodies_are_answered_and_do_no_harm() -> None:
             path = draw.choice(PATHS)
             body = draw.choice(KINDS)(draw, json.loads(json.dumps(BODIES[path])))
             reply = await call(address, path, body)
-            # Some are requests after all.
             assert reply.status in (200, 400, 404), (reply, body)
             if reply.status != 200:
                 assert reply.json["error"]["message"], body
@@ -211,7 +210,7 @@ HEADS = (
 
 
 def a_broken_request(draw: random.Random) -> bytes:
-    """Strange headers, a strange first line, broken bytes, two requests in one, or no HTTP at all."""
+    """Draw odd headers, an odd request line, broken bytes, two requests at once, or not HTTP."""
     path = draw.choice(PATHS)
     raw = bytearray(request_bytes("POST", path, BODIES[path]))
     if draw.random() < 0.6:
@@ -225,8 +224,8 @@ def a_broken_request(draw: random.Random) -> bytes:
     return bytes(raw * draw.choice((1, 1, 1, 3)))
 
 
-async def test_what_is_hardly_http_does_no_harm() -> None:
-    """A connection may end without an answer; nothing is left of it, and no defect is logged."""
+async def test_malformed_http_leaves_nothing() -> None:
+    """The connection may close without an answer; nothing remains and no defect is logged."""
     draw = random.Random(6)
     async with running_fake_cluster("abc", max_inflight_requests=1024) as fakes:
         answered = 0

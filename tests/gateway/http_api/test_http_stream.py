@@ -1,4 +1,4 @@
-"""Server-sent events over real sockets, with scripted peers: framing, usage, late errors, clients that leave."""
+"""Server-sent events over real sockets, with scripted peers: framing, usage, late errors, disconnects."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ async def test_completion_events() -> None:
         assert (first["object"], first["model"]) == ("text_completion", "toy")
         assert re.fullmatch("cmpl-[0-9a-f]{24}", first["id"])
         assert all(set(e["choices"][0]) == {"index", "text", "logprobs", "finish_reason"} for e in events)
-        # Deltas that wait are merged, and how many do depends on how busy this machine is.
+        # Pending deltas are merged; how many depends on the machine's load.
         assert 1 < len(events) <= len(fakes.decode.script)
         await fakes.settled()
 
 
-async def test_the_stop_string_that_ended_an_answer_is_told() -> None:
+async def test_the_matched_stop_string_is_reported() -> None:
     async with running_fake_cluster(ANSWER) as fakes:
         for more, reason in (({"stop": ["x", ": "]}, ": "), ({"stop": ["x"]}, None)):
             address, body = fakes.gateway.http_address, {**TEXT, **more}
@@ -80,7 +80,7 @@ async def test_chat_events() -> None:
 @pytest.mark.parametrize(
     "more", [{}, {"logprobs": True, "return_token_ids": True}, {"max_tokens": 3}, {"stop": ["x", ": "]}], ids=str
 )
-async def test_the_reason_of_a_chats_end_comes_with_an_empty_delta(more: dict[str, Any]) -> None:
+async def test_the_finish_reason_of_a_chat_has_an_empty_delta(more: dict[str, Any]) -> None:
     async with running_fake_cluster(ANSWER) as fakes:
         events = (await call(fakes.gateway.http_address, "/v1/chat/completions", {**CHAT, **more})).events
         *choices, last = [event["choices"][0] for event in events]
@@ -96,7 +96,7 @@ async def test_the_reason_of_a_chats_end_comes_with_an_empty_delta(more: dict[st
         await fakes.settled()
 
 
-async def test_usage_comes_when_it_is_asked_for() -> None:
+async def test_usage_is_sent_on_request() -> None:
     async with running_fake_cluster(ANSWER) as fakes:
         address = fakes.gateway.http_address
         fakes.node.pinned = 2
@@ -126,13 +126,12 @@ async def test_usage_comes_when_it_is_asked_for() -> None:
         chat = {**CHAT, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
         *events, last = (await call(address, "/v1/chat/completions", chat)).events
         first, *rest = [event["usage"]["completion_tokens"] for event in events]
-        # The first event says the role alone.
         assert first == 0
         assert _rises(rest, count)
 
 
 def _rises(counts: list[int], last: int) -> bool:
-    """Check that the count rises with each event: by one, or by more where deltas that waited were merged."""
+    """Check that the count rises with each event, by more than one if pending deltas were merged."""
     return counts == sorted(set(counts)) and counts[-1] == last
 
 
@@ -160,7 +159,7 @@ async def test_many_prompts_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         await fakes.settled()
 
 
-async def test_a_stream_that_fails_says_so_in_an_event() -> None:
+async def test_a_failing_stream_ends_with_an_error_event() -> None:
     async with running_fake_cluster("a long answer", max_attempts=1) as fakes:
         fakes.decode.hold_after, fakes.decode.break_after = 3, 4
         answer = asyncio.create_task(call(fakes.gateway.http_address, "/v1/completions", TEXT))
@@ -202,7 +201,7 @@ async def test_a_client_that_leaves_before_the_first_token(where: str, stream: b
 
 
 @pytest.mark.parametrize(("more", "streams"), [({}, 1), ({"n": 3}, 3), ({"prompt": ["a", "b", "c"]}, 3)], ids=str)
-async def test_a_client_that_leaves_in_mid_stream(more: dict, streams: int) -> None:
+async def test_a_client_that_leaves_mid_stream(more: dict, streams: int) -> None:
     async with running_fake_cluster("x" * 200) as fakes:
         fakes.decode.hold_after = 3
         async with connected(fakes.gateway.http_address) as (reader, writer):
@@ -210,7 +209,6 @@ async def test_a_client_that_leaves_in_mid_stream(more: dict, streams: int) -> N
             await reader.readuntil(b'"text":"x')
             await until("the streams of all answers", lambda: len(fakes.decode.streams) == streams)
         await fakes.settled()
-        # None of them ran to its end.
         assert len(fakes.decode.cancelled) == streams
 
 
@@ -225,7 +223,7 @@ async def test_a_client_that_leaves_while_its_prompts_wait_for_their_turn(monkey
         assert len(fakes.decode.submits) == 1
 
 
-async def test_a_client_that_does_not_read_is_waited_for() -> None:
+async def test_a_slow_reader_blocks_only_its_stream() -> None:
     async with running_fake_cluster("y" * 100) as fakes:
         fakes.decode.pace_s = 0
         asked = {**TEXT, "logprobs": 20, "n": 4}
@@ -233,7 +231,6 @@ async def test_a_client_that_does_not_read_is_waited_for() -> None:
             writer.write(request_bytes("POST", "/v1/completions", asked))
             await until("a submit", lambda: fakes.decode.submits)
             await until("the worker to have sent everything", lambda: not fakes.decode.streams)
-            # Meanwhile others are served.
             assert (await call(fakes.gateway.http_address, "/v1/completions", {**TEXT, "prompt": "b"})).status == 200
             assert b"data: [DONE]" in await reader.read()
         await fakes.settled()
@@ -245,7 +242,6 @@ async def test_streams_share_what_the_gateway_writes(monkeypatch: pytest.MonkeyP
         fakes.decode.pace_s = 0
         reply = await call(fakes.gateway.http_address, "/v1/completions", TEXT)
         assert "".join(event["choices"][0]["text"] for event in reply.events) == "z" * 100
-        # A hundred tokens come at once: what came between two writes goes with the next one.
         assert len(reply.events) < 50
         await fakes.settled()
 

@@ -1,4 +1,4 @@
-"""Errors in the words that clients look for, at every API: OpenAI's, Anthropic's, and gRPC's."""
+"""Error messages with the wording that clients match, at every API: OpenAI's, Anthropic's, gRPC's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST = f"This model's maximum context length is {MAX_LEN} tokens"
 LESS = "Please reduce the length of the messages."
 IN_MESSAGES = rf"{MOST}\. However, your messages resulted in (\d+) tokens\. {LESS}"
 IN_A_TEXT = rf"{MOST}, however you requested \d+ tokens \((\d+) in your prompt; 1 for the completion\)\. Please .*"
-# Each API with the field that it names, and its words.
+# Each API with the field that it names, and its wording.
 TOO_LONG: list[tuple[str, dict[str, Any], str, str]] = [
     ("/v1/chat/completions", {"messages": SAID}, "messages", IN_MESSAGES),
     ("/v1/completions", {"prompt": LONG}, "prompt", IN_A_TEXT),
@@ -44,7 +44,7 @@ async def fakes() -> AsyncIterator[FakeCluster]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "body", "param", "words"), TOO_LONG)
-async def test_a_prompt_that_is_too_long_is_told_in_openais_words(
+async def test_a_too_long_prompt_has_openais_wording(
     fakes: FakeCluster, path: str, body: dict[str, Any], param: str, words: str, stream: bool
 ) -> None:
     reply = await call(fakes.gateway.http_address, path, body | ({"stream": stream} if path != "/tokenize" else {}))
@@ -55,24 +55,24 @@ async def test_a_prompt_that_is_too_long_is_told_in_openais_words(
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-async def test_a_prompt_that_is_too_long_is_told_in_anthropics_words(fakes: FakeCluster, path: str) -> None:
+async def test_a_too_long_prompt_has_anthropics_wording(fakes: FakeCluster, path: str) -> None:
     body = {"messages": SAID} | ({} if path.endswith("tokens") else {"max_tokens": 1})
     reply = await call(fakes.gateway.http_address, path, body)
     assert (reply.status, reply.json["error"]["type"]) == (400, "invalid_request_error")
-    # Claude Code reads both numbers.
+    # Claude Code parses both numbers.
     found = re.fullmatch(r"prompt is too long: (\d+) tokens > (\d+) maximum", reply.json["error"]["message"])
     assert found
     assert int(found[1]) > int(found[2]) == MAX_LEN - 1
 
 
-async def test_a_prompt_that_is_too_long_is_told_alike_over_grpc(fakes: FakeCluster) -> None:
+async def test_a_too_long_prompt_has_the_same_wording_over_grpc(fakes: FakeCluster) -> None:
     with pytest.raises(InvalidRequest, match=f"messages: {IN_MESSAGES}") as failure:
         async for _ in fakes.client.chat(SAID):
             pass
     assert [one.field for one in failure.value.violations] == ["messages"]
 
 
-async def test_what_was_not_counted_to_its_end_has_at_least_so_many(fakes: FakeCluster) -> None:
+async def test_a_partly_counted_prompt_is_reported_with_a_lower_bound(fakes: FakeCluster) -> None:
     endless = [{"role": "user", "content": "x" * 2**20}]
     reply = await call(fakes.gateway.http_address, "/v1/messages", {"messages": endless, "max_tokens": 1})
     found = re.fullmatch(r"prompt is too long: at least (\d+) tokens > \d+ maximum", reply.json["error"]["message"])
@@ -80,7 +80,7 @@ async def test_what_was_not_counted_to_its_end_has_at_least_so_many(fakes: FakeC
     assert MAX_LEN <= int(found[1]) <= 2**20
     reply = await call(fakes.gateway.http_address, "/v1/chat/completions", {"messages": endless})
     assert f"{MOST}. However, your messages resulted in at least {found[1]} tokens" in reply.error["message"]
-    # Text of which nobody counts the tokens is told in the same words, as far as they are true.
+    # For text whose tokens were not all counted, the same wording with a lower bound.
     told = [
         ("/v1/chat/completions", {}, "messages", "messages"),
         ("/v1/responses", {}, "input", "messages"),
@@ -95,7 +95,7 @@ async def test_what_was_not_counted_to_its_end_has_at_least_so_many(fakes: FakeC
         assert f"Please reduce the length of the {what}." in reply.error["message"]
 
 
-async def test_a_failed_stream_of_responses_says_that_the_prompt_is_too_long(
+async def test_a_failed_responses_stream_reports_a_too_long_prompt(
     fakes: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fakes.gateway.gateway, "generate", fakes.gateway.gateway.generate)
@@ -105,18 +105,17 @@ async def test_a_failed_stream_of_responses_says_that_the_prompt_is_too_long(
     assert b'"error":{"code":"context_length_exceeded","message":"This model\'s maximum context length' in reply.body
 
 
-async def test_a_key_that_is_wrong_or_missing_is_told_in_known_words(tmp_path: pathlib.Path) -> None:
+async def test_a_wrong_or_missing_key_has_the_expected_wording(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "keys.toml"
     file.write_text(f'[tenant.a]\n[[key]]\ntenant = "a"\nhash = "{hash_of("plk-" + "k" * 43)}"\n')
     async with running_fake_cluster(api_keys=str(file)) as fakes:
         for sent in ({}, {"Authorization": "Bearer plk-no"}):
             reply = await call(fakes.gateway.http_address, "/v1/chat/completions", {"messages": SAID}, sent)
             assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
-            # LiteLLM calls an error of this type a wrong request, unless it has these words.
+            # LiteLLM takes an error of this type for a bad request unless it has this wording.
             assert "Incorrect API key provided" in reply.error["message"]
             reply = await call(fakes.gateway.http_address, "/v1/messages", {"messages": SAID, "max_tokens": 1}, sent)
             assert (reply.status, reply.json["error"]["type"]) == (401, "authentication_error")
-            # Claude Code looks for the header's name.
             assert "invalid x-api-key" in reply.json["error"]["message"]
 
 

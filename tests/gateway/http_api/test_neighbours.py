@@ -1,4 +1,4 @@
-"""What one API or server calls a structure, a tool or a result is read alike at every API, or refused by its name."""
+"""Structures, tools and results of every API and server are accepted alike at all APIs, or refused by name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ every_chat = pytest.mark.parametrize("door", CHATS)
 
 
 def read(door: str, fields: dict[str, Any]) -> tuple[GenerateRequest, str]:
-    """The request that a body becomes at a door, and the names of what had no effect."""
+    """Return the request parsed from a body at one API, and the ignored names."""
     reader, least = DOORS[door]
     reading = BodyReading()
     asked = with_reading(reading, reader, json.dumps(least | fields).encode(), "r")
@@ -48,7 +48,6 @@ TEXT = json.dumps(SCHEMA, separators=(",", ":"))
 WRAPPED = {"name": "n", "schema": SCHEMA, "strict": True}
 JSON, OBJECT = StructuredOutputs(json=TEXT), StructuredOutputs(json_object=True)
 REGEX, GRAMMAR = StructuredOutputs(regex="a+"), StructuredOutputs(grammar='root ::= "a"')
-# Formats, wherever one may stand.
 FORMATS: dict[str, tuple[Any, StructuredOutputs | None]] = {
     "chat": ({"type": "json_schema", "json_schema": WRAPPED}, JSON),
     "chat, bare": ({"type": "json_schema", "json_schema": SCHEMA}, JSON),
@@ -73,7 +72,6 @@ FORMATS: dict[str, tuple[Any, StructuredOutputs | None]] = {
     "none": ("", None),
     "null": (None, None),
 }
-# Where a format stands: what wraps it.
 PLACES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "response_format": lambda form: {"response_format": form},
     "format": lambda form: {"format": form},
@@ -143,7 +141,7 @@ def test_a_structures_field_is_read_alike_everywhere(door: str, field: str) -> N
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_a_structure_that_is_not_understood_is_refused_by_name(door: str, fields: dict[str, Any], param: str) -> None:
+def test_an_unknown_structure_is_refused_by_name(door: str, fields: dict[str, Any], param: str) -> None:
     assert refusal(door, fields).param == param
 
 
@@ -160,12 +158,12 @@ def test_a_structure_that_is_not_understood_is_refused_by_name(door: str, fields
     ],
     ids=str,
 )
-def test_what_asks_for_no_structure_is_named(door: str, fields: dict[str, Any], ignored: str) -> None:
+def test_fields_that_ask_for_no_structure_are_named(door: str, fields: dict[str, Any], ignored: str) -> None:
     request, named = read(door, fields)
     assert (request.sampling.structured_outputs, named) == (None, ignored)
 
 
-# Tools in the shapes of all APIs: each is the function f, with what the model reads of it and its schema.
+# Tools in the shapes of all APIs: each is the function f with its description and schema.
 ABOUT = {"name": "f", "description": "d"}
 TOOLS: dict[str, Any] = {
     "chat": {"type": "function", "function": {**ABOUT, "parameters": SCHEMA}},
@@ -258,7 +256,7 @@ def test_parallel_calls_are_switched_off_alike_everywhere(door: str) -> None:
 @pytest.mark.parametrize(
     "choice", [{"type": "web_search"}, {"type": "function"}, {"type": "some", "name": "f"}], ids=str
 )
-def test_a_choice_of_what_is_no_tool_here_is_refused(door: str, choice: Any) -> None:
+def test_a_choice_of_an_unknown_tool_is_refused(door: str, choice: Any) -> None:
     assert refusal(door, {"tool_choice": choice}).param == "tool_choice.type"
 
 
@@ -269,7 +267,7 @@ def test_the_oldest_names_of_tools_are_refused(door: str) -> None:
     assert read(door, {"functions": [], "function_call": "none"})[1] == ""
 
 
-# A call of f and its result, in the shapes of chats and of Messages; both conversations go on with a question.
+# A call of f and its result, in the shapes of chats and of Messages, followed by a question.
 CALLED = {
     "role": "assistant",
     "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
@@ -303,7 +301,7 @@ def test_calls_and_results_are_read_alike_everywhere(door: str, call: Any, resul
 
 
 @every_chat
-def test_a_result_and_what_the_user_says_beside_it_are_two_messages(door: str) -> None:
+def test_a_result_and_the_users_text_are_two_messages(door: str) -> None:
     field = "input" if door == "responses" else "messages"
     failed = {"type": "tool_result", "tool_use_id": "c", "content": "no", "is_error": True}
     said = {"role": "user", "content": [failed, {"type": "text", "text": "so?"}]}
@@ -333,7 +331,7 @@ def test_stops_are_read_alike_everywhere(door: str, name: str, stops: Any) -> No
 
 
 @every_door
-def test_a_field_that_comes_twice_counts_under_its_own_name(door: str) -> None:
+def test_an_aliased_field_loses_to_its_own_name(door: str) -> None:
     own, other = ("stop_sequences", "stop") if door == "messages" else ("stop", "stop_sequences")
     request, ignored = read(door, {own: ["a"], other: ["b"]})
     assert (request.sampling.stop, ignored) == (("a",), other)

@@ -1,4 +1,4 @@
-"""Every field of OpenAI's requests, one by one: it does something, or it is refused by its name."""
+"""Every field of OpenAI's requests: it has an effect, or it is refused by name."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_sampling_fields_arrive(read, name: str) -> None:
 
 
 @pytest.mark.parametrize("read", [complete, chat])
-def test_the_others_arrive(read) -> None:
+def test_other_fields_arrive(read) -> None:
     request = read(model="m", cache_salt="s", priority=-5, user="me").requests[0]
     assert (request.model, request.cache_salt, request.priority, request.request_id) == ("m", "s", -5, "r")
     sampling = read(stop="a", stop_token_ids=[5], logit_bias={"7": -1, "8": 0.5}).requests[0].sampling
@@ -105,7 +105,7 @@ def test_labels_change_nothing(read) -> None:
 
 @pytest.mark.parametrize("read", [complete, chat])
 def test_neutral_and_sloppy_values(read) -> None:
-    """Each asks for what happens anyhow, or says in another way what can be done."""
+    """Values that request the default behaviour, or spell a supported one differently."""
     assert read(max_tokens=4.0).requests[0].sampling.max_tokens == 4
     assert read(top_p=0).requests[0].sampling.top_p == 0
     assert read(seed=-1).requests[0].sampling.seed == -1
@@ -120,7 +120,7 @@ def test_neutral_and_sloppy_values(read) -> None:
         assert with_reading(BodyReading(), lambda fields: read(**fields), harmless).requests == read().requests
 
 
-def test_what_nobody_said_is_nobodys() -> None:
+def test_unset_fields_stay_unset() -> None:
     assert chat().requests[0].sampling == SamplingParams()
     assert complete().requests[0].sampling == SamplingParams(max_tokens=DEFAULT_COMPLETION_TOKENS)
     assert complete(min_tokens=40).requests[0].sampling.max_tokens == 40
@@ -175,11 +175,11 @@ def test_prompts(prompt: Any, read: list[Any]) -> None:
 @pytest.mark.parametrize(
     "prompt", [None, 5, {}, [], [1, "a"], [[1], "a"], [[]], ["a", ""], [1.5], [True], [[["a"]]]], ids=str
 )
-def test_wrong_prompts(prompt: Any) -> None:
+def test_invalid_prompts(prompt: Any) -> None:
     assert refusal(complete, prompt=prompt).param.startswith("prompt")
 
 
-def test_too_many_of_anything_is_refused() -> None:
+def test_too_long_lists_are_refused() -> None:
     assert len(complete(prompt=["a"] * MAX_PROMPTS, n=8).requests) == MAX_PROMPTS
     assert "more than 16384 answers" in refusal(complete, prompt=["a"] * MAX_PROMPTS, best_of=9).message
     assert "at most" in refusal(complete, prompt=["a"] * (MAX_PROMPTS + 1)).message
@@ -202,7 +202,7 @@ def test_stream_options() -> None:
     assert chat(stream=True, stream_options={"include_usage": True}).include_usage
     both = {"include_usage": True, "continuous_usage_stats": True}
     assert chat(stream=True, stream_options=both).continuous_usage
-    # No event has usage that include_usage did not ask for, which is what vLLM does.
+    # As in vLLM: without include_usage no event has usage.
     assert not chat(stream=True, stream_options={"continuous_usage_stats": True}).continuous_usage
     chat(stream=True, stream_options={"include_obfuscation": False})
     chat(stream=False, stream_options=None)
@@ -221,17 +221,17 @@ def undone(kind: type[Any]) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("name", undone(ChatBody))
-def test_what_a_conversation_cannot_have(name: str) -> None:
+def test_fields_that_chats_refuse(name: str) -> None:
     check_undone(chat, name)
 
 
 @pytest.mark.parametrize("name", undone(CompletionBody))
-def test_what_a_completion_cannot_have(name: str) -> None:
+def test_fields_that_completions_refuse(name: str) -> None:
     check_undone(complete, name)
 
 
 def check_undone(read, name: str) -> None:
-    """Null and what asks for nothing pass; everything else is refused, by name and with OpenAI's code."""
+    """Null and no-op values pass; all others are refused by name, with OpenAI's code."""
     for harmless in (None, *harmless_values(name)):
         assert read(**{name: harmless}).requests == read().requests
     for wanted in ("auto!", 17, 0, [1], {"type": "json_object"}, "x" * 10_000):
@@ -250,7 +250,7 @@ def check_undone(read, name: str) -> None:
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_what_cannot_change_the_answer_has_no_effect_and_is_named(fields: dict[str, Any], ignored: str | None) -> None:
+def test_fields_without_effect_are_named(fields: dict[str, Any], ignored: str | None) -> None:
     reading = BodyReading()
     asked, named = (
         with_reading(reading, chat_request, json.dumps({"messages": MESSAGES, **fields}).encode(), "r"),
@@ -297,7 +297,7 @@ FUNCTION = {"type": "function", "function": {"name": "f"}}
     ],
     ids=str,
 )
-def test_how_tools_and_custom_tools_may_be_called(choice: Any, read_as: ToolOptions) -> None:
+def test_tool_choice_is_read(choice: Any, read_as: ToolOptions) -> None:
     asked = chat(tools=[FUNCTION, CUSTOM], tool_choice=choice)
     tools = asked.requests[0].tools
     assert (tools.choice, tools.name, tools.allowed) == (read_as.choice, read_as.name, read_as.allowed)
@@ -344,8 +344,6 @@ def test_a_field_that_is_missing_is_named() -> None:
                 read(json.dumps(body).encode(), "r")
             assert (caught.value.param, caught.value.code) == (name, "missing_required_parameter")
 
-
-# ---- the shape of the answer -------------------------------------------------------------------------------------
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"enum": [1.5, None]}}}
 FORMATS: dict[str, tuple[Any, StructuredOutputs | None]] = {

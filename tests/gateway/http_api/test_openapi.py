@@ -1,4 +1,4 @@
-"""The description of the HTTP API says what the readers of bodies do, field by field."""
+"""The OpenAPI description matches the body parsers, field by field."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def valid(body: dict[str, Any], kind: str) -> bool:
 
 @pytest.mark.parametrize("kind", BODIES)
 def test_each_accepted_field_is_described(kind: type[Any]) -> None:
-    """With the policy that its type has: carried out, without effect, or refused."""
+    """With the policy of its type: applied, ignored, or refused."""
     known: Any = READ_AS.get(kind, kind)
     described = DOCUMENT["components"]["schemas"][kind.__name__]["properties"]
     policies = {field.encode_name: "no effect" if is_ignored(field) else "carried out" for field in fields(known)}
@@ -106,10 +106,10 @@ def test_each_accepted_field_is_described(kind: type[Any]) -> None:
         ("ResponsesBody", responses_request, {"input": MESSAGES}, RESPONSES),
     ],
 )
-def test_what_is_described_is_what_is_read(
+def test_the_description_matches_the_parser(
     kind: str, read: Any, least: dict[str, Any], examples: dict[str, Any]
 ) -> None:
-    """Each described field, with a value of its type, is read, and what the description forbids is refused."""
+    """Each described field accepts a value of its type, and forbidden values are refused."""
     values: dict[str, Any] = {"boolean": True, "integer": 1, "number": 0.5, "string": "x"}
     for name, schema in DOCUMENT["components"]["schemas"][kind]["properties"].items():
         types = [one.get("type") for one in schema.get("anyOf", [schema])]
@@ -127,12 +127,11 @@ def test_what_is_described_is_what_is_read(
     assert not valid({}, kind)
 
 
-async def test_each_call_that_the_page_shows_can_be_made_as_it_stands(tmp_path: pathlib.Path) -> None:
-    """What curl would send is sent, to a gateway of another model's name: calls for labels to one of a classifier.
-    Operators' calls need more than a model."""
+async def test_each_example_call_of_the_page_works(tmp_path: pathlib.Path) -> None:
+    """Sends the request that curl would send, to a gateway of another model's name (a classifier for label calls).
+    Operator calls need more than a model."""
     more = {"/v1/files", "/v1/batches", "/v1/cache/prefixes", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
     classifier = tmp_path / "config.json"
-    # A scripted worker's row has four numbers.
     classifier.write_text(json.dumps({"architectures": ["LlamaForSequenceClassification"], "num_labels": 4}))
     async with running_fake_cluster() as fakes, running_fake_cluster(config=classifier) as labelling:
         address = fakes.gateway.http_address
@@ -153,7 +152,7 @@ async def test_each_call_that_the_page_shows_can_be_made_as_it_stands(tmp_path: 
     assert set(shown) >= more | {f"/{kind}" for kind in ("tokenize", "v1/chat/completions", "v1/messages", "metrics")}
 
 
-async def test_the_pages_of_a_gateway_describe_it_and_load_nothing() -> None:
+async def test_the_documentation_pages_load_no_external_content() -> None:
     origin = "https://chat.example.org"
     async with running_fake_cluster(allowed_origins=(f'["{origin}", "http://127.0.0.1:3000"]',)) as fakes:
         address = fakes.gateway.http_address
@@ -172,13 +171,11 @@ async def test_the_pages_of_a_gateway_describe_it_and_load_nothing() -> None:
         assert not re.search(r"<script|<link|<img|src=|@import|url\(|https?://", text.replace("http://localhost", ""))
         anchors = re.findall(r" id='([^']*)'", text)
         assert len(set(anchors)) == len(anchors)
-        # Every part is in the contents, and every link leads somewhere.
         parts = set(re.findall(r"<h3 id='([^']*)'", text))
         assert parts >= set(document["components"]["schemas"])
         assert set(re.findall(r"href='([^']*)'", text)) == {"openapi.json"} | {f"#{name}" for name in parts}
         first = await call(address, "/")
         assert (first.status, first.headers["location"]) == (307, "docs")
-        # Pages of the origins that the flag names may ask, and read the headers that a client needs.
         asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
         asked["Access-Control-Request-Headers"] = "authorization, content-type"
         allowed = await call(address, "/v1/completions", headers=asked, method="OPTIONS")

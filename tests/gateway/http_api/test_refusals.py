@@ -1,4 +1,4 @@
-"""What is refused or has no effect leaves a trace at each API: a row for operators, a log line, a span."""
+"""Refused and ignored fields at each API are visible in a table for operators, the log and a span."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def sent_by(name: str, client: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {KEYS[name]}", "User-Agent": client}
 
 
-async def test_operators_see_who_sends_what_in_vain(file: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_operators_see_refusals_by_tenant(file: str, caplog: pytest.LogCaptureFixture) -> None:
     apis: dict[str, dict[str, Any]] = {
         "/v1/completions": {"prompt": "x"},
         "/v1/chat/completions": {"messages": MESSAGES},
@@ -78,7 +78,7 @@ async def test_operators_see_who_sends_what_in_vain(file: str, caplog: pytest.Lo
         assert "plk-" not in caplog.text
 
 
-async def test_refusals_over_grpc_leave_a_trace(file: str) -> None:
+async def test_refusals_over_grpc_are_recorded(file: str) -> None:
     async with running_fake_cluster(api_keys=file) as fakes:
         async with AsyncClient(fakes.gateway.grpc_address, api_key=KEYS["acme"]) as client:
             with pytest.raises(InvalidRequest):
@@ -93,7 +93,7 @@ async def test_refusals_over_grpc_leave_a_trace(file: str) -> None:
         assert rows["(no key)", 401]["api"] == "gRPC Generate"
 
 
-async def test_spans_say_what_was_asked_and_refused(spans: InMemorySpanExporter) -> None:
+async def test_spans_record_requests_and_refusals(spans: InMemorySpanExporter) -> None:
     async with running_fake_cluster() as fakes:
         address = fakes.gateway.http_address
         for body in ({"stream": True}, {"stream": False}, {}):

@@ -1,4 +1,4 @@
-"""Bodies as they come: compressed, too large, or full of images that no model sees."""
+"""Request bodies that are compressed, too large, or full of unused images."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_a_compressed_body_is_read_at_each_api() -> None:
 
 
 def read(encoding: str, *chunks: bytes) -> bytes:
-    """The body of these chunks."""
+    """Yield the body in these chunks."""
     reader = BodyReader(encoding)
     for chunk in chunks:
         reader.feed(chunk)
@@ -86,10 +86,10 @@ def test_compressed_chunks_of_any_size_are_the_body(encoding: str, pack: Callabl
 
 
 @pytest.mark.parametrize(("encoding", "pack"), PACKED.values(), ids=PACKED)
-async def test_a_body_that_swells_is_refused_before_it_is_large(
+async def test_a_decompression_bomb_is_refused_early(
     encoding: str, pack: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is inflated on a thread, in steps, and no further than to the bound."""
+    """Inflated on a thread, in steps, no further than the limit."""
     bomb = pack(b'{"prompt": "' + b"x" * (4 * MAX_BODY_BYTES))
     sizes: list[int] = []
     before = ImageCutter.feed
@@ -112,7 +112,7 @@ async def test_a_body_that_swells_is_refused_before_it_is_large(
 
 
 def watched_threads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Says of each piece of a compressed body whether it was read on the main thread."""
+    """Record for each piece of a compressed body whether it was read on the main thread."""
     import threading
 
     found: list[bool] = []
@@ -134,7 +134,7 @@ def test_a_body_of_too_many_items_is_refused() -> None:
 
 
 PNG = "iVBORw0KGgo/" * 40
-# A model reads these, though they look like images.
+# Image-like strings that the model does read.
 URL = f"data:image/png;base64,{PNG}"
 SEEN = (
     URL,
@@ -148,7 +148,7 @@ MARK = "an image"
 
 
 def image_parts() -> st.SearchStrategy[Any]:
-    """Parts whose images no model sees; each image is MARK."""
+    """Draw content parts with images that no model reads; each image is MARK."""
     kinds = st.sampled_from(["png", "jpeg", "svg+xml"])
     url = kinds.map(lambda kind: f"data:image/{kind};base64,{MARK}")
     source = st.permutations([("type", "base64"), ("media_type", "image/png"), ("data", MARK), ("extra", None)]).map(
@@ -162,7 +162,7 @@ def image_parts() -> st.SearchStrategy[Any]:
 
 
 def seen_parts() -> st.SearchStrategy[Any]:
-    """Parts with what a model reads, or may read one day, and with other files."""
+    """Draw parts with text, future model input, or other files."""
     text = st.sampled_from(SEEN)
     return st.one_of(
         text.map(lambda one: {"type": "text", "text": one}),
@@ -183,7 +183,7 @@ def seen_parts() -> st.SearchStrategy[Any]:
 
 
 def bodies() -> st.SearchStrategy[Any]:
-    """Bodies of chats, with images as MARK."""
+    """Draw chat bodies, with images as MARK."""
     part = st.one_of(image_parts(), seen_parts())
     result = st.lists(part, max_size=3).map(lambda parts: {"type": "tool_result", "tool_use_id": "1", "content": parts})
     result = st.one_of(part, result.filter(lambda one: all("input" not in part for part in one["content"])))
@@ -222,7 +222,7 @@ def bodies() -> st.SearchStrategy[Any]:
 @given(body=bodies(), data=st.data())
 @settings(max_examples=examples(300), deadline=None)
 def test_images_are_left_out_and_nothing_else(body: Any, data: st.DataObject) -> None:
-    """The plain body with its images, in chunks of any sizes, is read as the body without them."""
+    """A body with images, in chunks of any sizes, parses as the body without them."""
     plain = json.dumps(
         body,
         ensure_ascii=data.draw(st.booleans()),
@@ -247,7 +247,7 @@ def test_images_are_left_out_and_nothing_else(body: Any, data: st.DataObject) ->
     )
 )
 @settings(max_examples=examples(300), deadline=None)
-def test_bytes_that_are_no_json_are_read_somehow(pieces: list[str]) -> None:
+def test_invalid_json_does_not_break_the_parser(pieces: list[str]) -> None:
     cutter, raw = ImageCutter(), "".join(pieces).encode()
     before, request_bodies.SMALL_BYTES = request_bodies.SMALL_BYTES, 0
     try:
@@ -258,8 +258,8 @@ def test_bytes_that_are_no_json_are_read_somehow(pieces: list[str]) -> None:
     assert len(cutter.kept) <= len(raw)
 
 
-async def test_twelve_screenshots_do_not_end_a_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At each API, in the results of a tool; together they are larger than a body may be."""
+async def test_twelve_screenshots_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each API, in tool results; their total exceeds the body limit."""
     shot = PNG * (MAX_BODY_BYTES // 11 // len(PNG))
     result = [{"type": "text", "text": "Here."}]
     chat = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{shot}"}}
@@ -311,6 +311,6 @@ async def test_twelve_screenshots_do_not_end_a_conversation(monkeypatch: pytest.
                 first, second = fakes.decode.submits[-2:]
                 assert first.token_ids == second.token_ids
             else:
-                # This API does not take images in a tool's result, however small they are.
+                # This API accepts no images in tool results, however small.
                 assert (path, reply.error) == ("/v1/chat/completions", same.error)
         await fakes.settled()

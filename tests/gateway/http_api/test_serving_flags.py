@@ -1,4 +1,4 @@
-"""Flags of a gateway by which it looks to clients like the server that they know: keys, names, a path, variables."""
+"""Gateway flags that make it compatible with other servers: keys, names, a path prefix, template variables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MESSAGES = [{"role": "user", "content": "x"}]
 MOOD = "{% for message in messages %}{{ message.content }}{% endfor %}{{ mood }}"
 
 
-async def test_a_plain_key_opens_the_port_and_nothing_of_operators() -> None:
+async def test_a_plain_key_grants_no_operator_access() -> None:
     async with running_fake_cluster(api_key=("token-abc123", "other")) as fakes:
         address = fakes.gateway.http_address
         assert (await call(address, "/v1/models")).status == 401
@@ -23,7 +23,7 @@ async def test_a_plain_key_opens_the_port_and_nothing_of_operators() -> None:
         assert not fakes.gateway.gateway.tenant_of("Bearer other").operator
 
 
-async def test_variables_of_the_template_where_a_request_gives_none() -> None:
+async def test_default_template_variables() -> None:
     async with running_fake_cluster(template=MOOD, default_chat_template_kwargs='{"mood": "calm"}') as fakes:
         address = fakes.gateway.http_address
 
@@ -49,7 +49,7 @@ async def test_variables_of_the_template_where_a_request_gives_none() -> None:
         assert usage[-1].prompt_tokens == len("xcalm")
 
 
-async def test_below_the_path_of_a_proxy() -> None:
+async def test_the_root_path_of_a_proxy() -> None:
     async with running_fake_cluster(root_path="/models/small", ui=True, allowed_hosts=("llm.example.org",)) as fakes:
         address = fakes.gateway.http_address
         for path in ("/health", "/models/small/health", "/models/small/v1/models", "/models/small/docs"):
@@ -67,7 +67,7 @@ async def test_below_the_path_of_a_proxy() -> None:
 
 
 @pytest.mark.parametrize("host", ["", "a b", "x<script>", "$(id)", "a'b", "a;b", "[::1", "x:port", "a" * 300])
-def test_a_host_that_is_none_is_not_shown(host: str) -> None:
+def test_an_invalid_host_is_not_shown(host: str) -> None:
     assert public_url(host, "", encrypted=False) == "http://127.0.0.1:8000"
 
 

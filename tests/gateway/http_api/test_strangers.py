@@ -1,4 +1,4 @@
-"""The cost of strangers is bounded: connections that ask nothing, messages that swell, bodies by the thousand."""
+"""Unauthenticated clients have bounded cost: idle connections, decompression bombs, thousands of bodies."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ async def guarded(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Asyn
 
 
 async def closed(reader: asyncio.StreamReader) -> None:
-    """Returns when the server has closed the connection."""
+    """Return once the server has closed the connection."""
     with contextlib.suppress(ConnectionError):
         while await asyncio.wait_for(reader.read(2**16), TIMEOUT_S):
             pass
 
 
-async def test_a_strangers_message_is_not_read(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The refusal comes before any message was sent."""
+async def test_an_unauthenticated_message_is_not_read(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The refusal comes before any message is sent."""
     async with guarded(tmp_path, monkeypatch) as fakes, open_channel(fakes.gateway.grpc_address) as channel:
         for name in ("Generate", "ListModels", "GetStatus"):
             path = f"/pillion.v1.Gateway/{name}"
@@ -59,8 +59,8 @@ async def test_a_strangers_message_is_not_read(tmp_path: pathlib.Path, monkeypat
             assert await large.code() is grpc.StatusCode.UNAUTHENTICATED, name
 
 
-async def test_a_message_that_swells_is_refused_as_it_came() -> None:
-    """gRPC would decompress it, and look at its size then."""
+async def test_a_compressed_message_is_refused_before_decompression() -> None:
+    """gRPC would decompress it before checking its size."""
     message = b"\xfa\x06\x80\x80\x80\x20" + bytes(2**26)
     options = [("grpc.max_send_message_length", -1)]
     async with running_fake_cluster("abc") as fakes:
@@ -72,7 +72,7 @@ async def test_a_message_that_swells_is_refused_as_it_came() -> None:
         assert await fakes.client.models()
 
 
-async def test_connections_that_ask_nothing_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.gateway.http_api.http_connection.HEAD_TIMEOUT_S", 0.3)
     async with running_fake_cluster("abc") as fakes:
         address = fakes.gateway.http_address
@@ -81,7 +81,7 @@ async def test_connections_that_ask_nothing_are_cut(monkeypatch: pytest.MonkeyPa
             async with connected(address) as (reader, writer):
                 writer.write(sent)
                 await closed(reader)
-        # A connection that has had a good request is closed after the same time; an answer may take longer than that.
+        # A connection that has had a valid request is closed after the same time; an answer may take longer.
         async with connected(address) as (reader, writer):
             fakes.decode.gate.clear()
             writer.write(whole)
@@ -91,7 +91,6 @@ async def test_connections_that_ask_nothing_are_cut(monkeypatch: pytest.MonkeyPa
             assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
             writer.write(b"GET / HT")
             await closed(reader)
-        # And who waits between two requests is not cut by it.
         async with connected(address) as (reader, writer):
             for _ in range(2):
                 writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -100,14 +99,14 @@ async def test_connections_that_ask_nothing_are_cut(monkeypatch: pytest.MonkeyPa
         await fakes.settled()
 
 
-async def test_a_client_that_takes_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_reads_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.gateway.http_api.http_connection.STALL_TIMEOUT_S", 0.3)
     async with running_fake_cluster("abc") as fakes:
         connections = fakes.gateway.http.connections
         async with connected(fakes.gateway.http_address) as (reader, writer):
             await until("a connection", lambda: connections)
             (connection,) = connections
-            # As its transport says when what is written stays there; in time, and then not.
+            # Reported by the transport when written bytes are not sent: first in time, then late.
             connection.pause_writing()
             connection.resume_writing()
             await turn_clock(0.5)
@@ -117,7 +116,7 @@ async def test_a_client_that_takes_nothing_is_cut(monkeypatch: pytest.MonkeyPatc
             await closed(reader)
 
 
-async def test_more_answers_than_places_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_answers_above_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.gateway.assemble.connections_per_port", lambda _: 4)
     async with running_fake_cluster("abc") as fakes:
         address, http = fakes.gateway.http_address, fakes.gateway.http
@@ -133,7 +132,7 @@ async def test_more_answers_than_places_are_refused(monkeypatch: pytest.MonkeyPa
 
 
 def waiting_clients(http: HttpServer) -> tuple[int, int]:
-    """Counts the connections that wait for their clients: without a request, and with a body that is not whole."""
+    """Count the connections that wait for their clients: without a request, or with a partial body."""
     state = http._server.server_state
     idle, sending = (sum(map(len, waiting._by_peer.values())) for waiting in (state.idle, state.sending))
     return idle, sending
@@ -143,10 +142,9 @@ def is_open(reader: asyncio.StreamReader) -> bool:
     return not reader.at_eof() and reader.exception() is None
 
 
-async def test_who_waits_longest_gives_its_place_to_a_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """First a connection without a request, then one whose body is not whole, of the address that has most of them."""
+async def test_a_newcomer_replaces_the_longest_idle_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First a connection without a request, then one with a partial body, of the address with the most."""
     monkeypatch.setattr("pillion.gateway.assemble.connections_per_port", lambda _: 6)
-    # Nobody loses a place for another reason.
     monkeypatch.setattr("pillion.gateway.http_api.http_connection.HEAD_TIMEOUT_S", 10 * WITHIN_S)
     async with running_fake_cluster("abc") as fakes, contextlib.AsyncExitStack() as stack:
         address, http = fakes.gateway.http_address, fakes.gateway.http
@@ -170,7 +168,7 @@ async def test_who_waits_longest_gives_its_place_to_a_newcomer(monkeypatch: pyte
         assert all(map(is_open, (other, slow, second, third, kept)))
         waiting = [other, second, kept, third]
         while waiting:
-            # Another slow one takes the place of an idle one, of whichever address has more of them.
+            # A slow newcomer replaces an idle connection of the address with the most.
             await connect("127.0.0.3", half)
             await closed(waiting.pop(0))
             assert all(map(is_open, (slow, *waiting)))
@@ -181,8 +179,8 @@ async def test_who_waits_longest_gives_its_place_to_a_newcomer(monkeypatch: pyte
         await fakes.settled()
 
 
-async def test_two_lengths_of_one_body_end_the_connection() -> None:
-    """A proxy may believe the other one: RFC 9112, 6.3."""
+async def test_conflicting_content_lengths_close_the_connection() -> None:
+    """Request smuggling: a proxy may use the other length (RFC 9112, 6.3)."""
     async with running_fake_cluster("abc") as fakes:
         first, second = "Content-Length: 5", "Transfer-Encoding: chunked"
         for lines in ((first, second), (second, first)):
@@ -197,7 +195,7 @@ async def test_two_lengths_of_one_body_end_the_connection() -> None:
         assert not fakes.decode.submits
 
 
-async def test_clients_that_leave_while_they_send_are_no_errors(caplog: pytest.LogCaptureFixture) -> None:
+async def test_clients_that_leave_while_sending_are_not_errors(caplog: pytest.LogCaptureFixture) -> None:
     async with running_fake_cluster("abc") as fakes:
         http = fakes.gateway.http
         for path in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/tokenize"):
@@ -209,8 +207,8 @@ async def test_clients_that_leave_while_they_send_are_no_errors(caplog: pytest.L
     assert not [record for record in caplog.records if record.exc_info]
 
 
-async def test_a_body_of_crumbs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each chunk costs what a kilobyte costs, and a quarter of a megabyte of them arrives at once."""
+async def test_a_body_of_tiny_chunks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk costs as much as a kilobyte, and a quarter of a megabyte of them arrives at once."""
     events = 0
     before = StrictParser.next_event
 
@@ -230,7 +228,6 @@ async def test_a_body_of_crumbs_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
     async with running_fake_cluster("abc") as fakes:
         address = fakes.gateway.http_address
-        # Few small ones, and many that are not small.
         assert (await send(address, head + chunks(5, body))).status == 200
         assert (await send(address, head + chunks(200, body + b" " * 500_000))).status == 200
         events = 0
@@ -244,7 +241,7 @@ async def test_a_body_of_crumbs_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 async def test_clients_that_leave_leave_a_bounded_number_of_connections(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What stays are the gateway's links to Redis, which keep the connections of the busiest moment."""
+    """The links to Redis remain, which pool the connections of the peak."""
     for module in (redis_url, redis_link):
         monkeypatch.setattr(module, "MAX_CONNECTIONS", 4)
     async with guarded(tmp_path, monkeypatch) as fakes:
@@ -260,7 +257,7 @@ async def test_clients_that_leave_leave_a_bounded_number_of_connections(
         await until("the connection to end", lambda: not http.connections)
         before = kept()
         for turns in (0, 10, 100, 1000):
-            # While Redis is slow, each request needs a connection to it of its own. Some clients stay.
+            # With a slow Redis each request needs its own connection. Some clients stay.
             async with contextlib.AsyncExitStack() as stack:
                 with fakes.redis.stopped():
                     staying = [asyncio.create_task(send(address, raw)) for _ in range(30)]
@@ -271,12 +268,11 @@ async def test_clients_that_leave_leave_a_bounded_number_of_connections(
                 assert {reply.status for reply in await asyncio.gather(*staying)} == {200}
             await until("all connections to end", lambda: not http.connections)
             await fakes.settled()
-            # The index, the registry and the quotas have a link each.
             await until("few connections", lambda: max(map(sub, kept(), before)) <= 3 * 4)
         assert (await send(address, raw)).status == 200
 
 
-async def test_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_total_size_of_bodies_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_call, "MAX_BODIES_BYTES", 100_000)
     async with running_fake_cluster("abc") as fakes, contextlib.AsyncExitStack() as stack:
         address = fakes.gateway.http_address
@@ -287,14 +283,13 @@ async def test_bodies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> N
         reader, second = await stack.enter_async_context(connected(address))
         second.write(head + b" " * 60_000)
         assert (await asyncio.wait_for(reader.readline(), TIMEOUT_S)).startswith(b"HTTP/1.1 429 ")
-        # What comes in one piece is served.
         assert (await call(address, "/v1/completions", TEXT)).status == 200
         await stack.aclose()
         await until("no body to be read any more", lambda: not HttpCall.bodies_bytes)
         await fakes.settled()
 
 
-async def test_what_waits_to_be_read_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unread_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.gateway.gateway.MAX_WAITING_BYTES", 100_000)
     gate = threading.Event()
     before = TokenizerPool.run

@@ -1,5 +1,4 @@
-"""Fields that vLLM, SGLang and llama.cpp add to OpenAI's, over scripted peers: what reaches the worker, and what the
-answer shows."""
+"""Fields that vLLM, SGLang and llama.cpp add to OpenAI's, with scripted peers: values at workers and in answers."""
 
 from __future__ import annotations
 
@@ -115,7 +114,7 @@ def test_switches_that_contradict_each_other_are_refused() -> None:
     assert refusal(complete, allowed_token_ids=[7] * (MAX_ALLOWED_TOKEN_IDS * 20)).param == "allowed_token_ids"
 
 
-async def test_what_the_worker_chooses_among() -> None:
+async def test_options_that_restrict_the_vocabulary_arrive() -> None:
     async with clients() as (fakes, client):
         for words in (["ab", " ab", "c"], []):
             await client.completions.create(
@@ -126,7 +125,7 @@ async def test_what_the_worker_chooses_among() -> None:
         banned = [ids_of("ab"), ids_of(" ab"), ids_of("c"), ids_of(" c")]
         assert [list(one.token_ids) for one in first.bad_words] == banned
         assert not second.bad_words
-        # What concerns text alone is no worker's business.
+        # Text-only options are not sent to workers.
         assert not first.sampling.bad_words
         for wrong, param in (
             ({"allowed_token_ids": [5, 100_000]}, "allowed_token_ids[1]"),
@@ -153,17 +152,15 @@ async def test_what_the_worker_chooses_among() -> None:
         ({"stop": ["swe"], "include_stop_str_in_output": True}, "The answe"),
         ({"stop_token_ids": ids_of("w"), "max_tokens": 8}, "The ans"),
         ({"stop_token_ids": ids_of("w"), "include_stop_str_in_output": True, "max_tokens": 8}, "The answ"),
-        # The model's own end is a special token, which is shown where special tokens are.
+        # EOS is a special token, shown if special tokens are.
         ({"include_stop_str_in_output": True}, "The answer."),
         ({"include_stop_str_in_output": True, "skip_special_tokens": False}, "The answer.<end>"),
         ({"skip_special_tokens": False}, "The answer."),
         ({"ignore_eos": True, "skip_special_tokens": False, "max_tokens": 12}, "The answer.<end>"),
     ],
 )
-async def test_what_stops_an_answer_and_special_tokens_may_be_in_its_text(
-    sent: dict[str, Any], text: str, stream: bool
-) -> None:
-    """In completions, chats and the SDK alike, for each of two answers."""
+async def test_stop_strings_and_special_tokens_may_be_included(sent: dict[str, Any], text: str, stream: bool) -> None:
+    """In completions, chats and the SDK, for each of two answers."""
     async with clients() as (fakes, client):
         text = text.replace("<end>", CODEC.id_to_token(EOS))
         fields = {"max_tokens": 20} | sent
@@ -225,13 +222,12 @@ async def test_a_prompt_is_cut(sent: dict[str, Any], kept: str, as_ids: bool) ->
         whole = ids_of(f"<bos>[user] {LONG}\n[assistant] ")
         cut = whole[: len(kept)]
         if sent.get("truncation_side") != "right":
-            # The text's beginning-of-text token stays.
             cut = [whole[0], *whole[1 - len(kept) :]]
         assert chatted.prompt_token_ids == cut
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_token_ids_stand_beside_texts(stream: bool) -> None:
+async def test_token_ids_are_returned_with_texts(stream: bool) -> None:
     async with clients() as (fakes, client):
         script = list(fakes.decode.script)
         asked: Any = {"model": "toy", "n": 2, "stream": stream, "extra_body": {"return_token_ids": True}}
@@ -253,13 +249,12 @@ async def test_token_ids_stand_beside_texts(stream: bool) -> None:
         assert ids == {0: script, 1: script}
         wanted = (await call(fakes.gateway.http_address, "/tokenize", {"messages": MESSAGES})).json["tokens"]
         found = [chunk.prompt_token_ids for chunk in chunks if getattr(chunk, "prompt_token_ids", None)]
-        # In a stream they come with the first chunk of each answer.
         assert found == [wanted] * (2 if stream else 1)
         plain: Any = await client.completions.create(model="toy", prompt="x", logprobs=1)
         assert not hasattr(plain.choices[0], "token_ids")
 
 
-async def test_log_probabilities_name_tokens_by_their_ids() -> None:
+async def test_log_probabilities_may_name_tokens_by_id() -> None:
     async with clients("Größe") as (fakes, client):
         script = list(fakes.decode.script)
         extra = {"return_tokens_as_token_ids": True}
@@ -275,8 +270,8 @@ async def test_log_probabilities_name_tokens_by_their_ids() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_offsets_count_the_text_that_is_there(stream: bool) -> None:
-    """A token of half a character begins where the character does, and special tokens are no text."""
+async def test_text_offsets_count_the_emitted_text(stream: bool) -> None:
+    """A token of a partial character begins where the character does; special tokens have no text."""
     async with clients("é!") as (_, client):
         special = CODEC.id_to_token(EOS)
         for prompt, offsets in (
@@ -335,12 +330,12 @@ async def test_reasoning_is_left_out_or_stays_in_the_content(stream: bool) -> No
             assert (" ".join(thought) or None) == (reasoning if not stream or not reasoning else " ".join(thought))
             shown = [choice for chunk in chunks for choice in chunk.choices if choice.logprobs]
             ids = [choice for chunk in chunks for choice in chunk.choices if getattr(choice, "token_ids", None)]
-            # They would tell what the model thought.
+            # They would reveal the reasoning.
             assert bool(shown) == bool(ids) == (fields != {"include_reasoning": False})
 
 
 async def test_usage_in_a_stream() -> None:
-    """The chunk with the role counts no token, and no chunk has usage that was not asked for."""
+    """The role chunk counts no tokens, and chunks have usage only on request."""
     async with clients() as (fakes, client):
         for options in ({}, {"continuous_usage_stats": True}, {"include_usage": False, "continuous_usage_stats": True}):
             body = {"messages": MESSAGES, "stream": True, "stream_options": options}
@@ -366,7 +361,7 @@ async def test_usage_in_a_stream() -> None:
 
 
 async def test_a_replay_chooses_among_the_same_tokens() -> None:
-    """After a worker is lost amid the answer, the next one gets the same fields, and the text goes on."""
+    """After a worker loss amid the answer the next worker gets the same fields, and the text continues."""
     async with clients() as (fakes, client):
         fakes.decode.break_after = 4
         extra: Any = {"allowed_token_ids": [*range(200), EOS], "bad_words": ["sea"], "return_token_ids": True}

@@ -1,4 +1,4 @@
-"""What the client of a stream hears while its first token has not come: a proxy between hangs up on silent answers."""
+"""Keep-alives of a stream before its first token: a proxy in between closes silent answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.fake_components import FakeCluster, running_fake_cluster
 from tests.support.http import connected, parse_reply, request_bytes
 
 PING_MS = 50
-# The proxy hangs up on an answer that brings nothing for so long, as a load balancer does.
+# Idle timeout of the proxy, as of a load balancer.
 SILENT_S = 10.0
 ANSWER = "The answer."
 USER = [{"role": "user", "content": "What is the capital of France, and which river runs through it?"}]
@@ -32,7 +32,6 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/messages": {"model": "toy", "messages": USER, "max_tokens": 50, "stream": True},
 }
 WAITING = dict.fromkeys(BODIES, b": waiting\n\n") | {"/v1/messages": b'event: ping\ndata: {"type":"ping"}\n\n'}
-# The last event of a stream that fails says so.
 FAILED = {
     "/v1/chat/completions": '"code":"invalid_value"',
     "/v1/completions": '"code":"invalid_value"',
@@ -52,7 +51,7 @@ async def fakes() -> AsyncIterator[FakeCluster]:
 
 @contextlib.asynccontextmanager
 async def impatient_proxy(address: str) -> AsyncIterator[str]:
-    """An address that passes bytes on, and hangs up where the server is silent for SILENT_S."""
+    """Serve an address that forwards bytes, and closes after SILENT_S of silence by the server."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async with connected(address) as (answers, asked):
@@ -75,7 +74,7 @@ async def impatient_proxy(address: str) -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def held(fakes: FakeCluster, where: str) -> AsyncIterator[None]:
-    """A cluster in which the next prompt is not computed, or waits for its turn. It goes on at the end."""
+    """Block the next prompt's prefill, or its turn, until the block exits."""
     if where == "prefill":
         fakes.prefill.gate.clear()
         yield
@@ -93,7 +92,7 @@ async def held(fakes: FakeCluster, where: str) -> AsyncIterator[None]:
 
 @pytest.mark.parametrize("where", ["prefill", "queue"])
 @pytest.mark.parametrize("path", BODIES)
-async def test_who_waits_behind_an_impatient_proxy_hears_something(path: str, where: str, fakes: FakeCluster) -> None:
+async def test_a_waiting_stream_survives_a_proxy_timeout(path: str, where: str, fakes: FakeCluster) -> None:
     waiting = WAITING[path]
     async with impatient_proxy(fakes.gateway.http_address) as address, connected(address) as (reader, writer):
         async with held(fakes, where):
@@ -107,7 +106,6 @@ async def test_who_waits_behind_an_impatient_proxy_hears_something(path: str, wh
     assert reply.headers["content-type"].startswith("text/event-stream")
     assert reply.body.startswith(4 * waiting)
     answer = reply.body.decode()
-    # The rest is the stream that comes without a wait.
     async with connected(fakes.gateway.http_address) as (reader, writer):
         writer.write(request_bytes("POST", path, BODIES[path]))
         whole = parse_reply(await reader.read()).body.decode()
@@ -117,7 +115,7 @@ async def test_who_waits_behind_an_impatient_proxy_hears_something(path: str, wh
 
 
 def texts(stream: str) -> str:
-    """The texts of a stream's deltas."""
+    """Return the texts of a stream's deltas."""
     found = ""
     for event in events(stream):
         choice = (event.get("choices") or [event])[0]
@@ -128,7 +126,7 @@ def texts(stream: str) -> str:
 
 
 def names(stream: str) -> Counter[str]:
-    """The sorts of a stream's events, without pings; how many deltas come in one event depends on the machine."""
+    """Return the event types of a stream without pings, repeats merged: deltas per event depend on the machine."""
     found = Counter(event.get("type") or event["object"] for event in events(stream))
     del found["ping"]
     return found
@@ -165,8 +163,8 @@ async def test_a_client_that_leaves_while_it_waits(where: str, fakes: FakeCluste
     await fakes.settled()
 
 
-async def test_answers_that_are_no_streams_are_as_before(fakes: FakeCluster) -> None:
-    """They have a status when they are whole."""
+async def test_unary_answers_are_unchanged(fakes: FakeCluster) -> None:
+    """They have a status once complete."""
     async with connected(fakes.gateway.http_address) as (reader, writer):
         async with held(fakes, "prefill"):
             writer.write(request_bytes("POST", "/v1/completions", BODIES["/v1/completions"] | {"stream": False}))
@@ -180,7 +178,7 @@ async def test_answers_that_are_no_streams_are_as_before(fakes: FakeCluster) -> 
     await fakes.settled()
 
 
-async def test_real_clients_pass_over_comments_and_pings(fakes: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_real_clients_ignore_comments_and_pings(fakes: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     address, heard = fakes.gateway.http_address, Counter[str]()
     before = HttpCall.write
 

@@ -1,4 +1,4 @@
-"""What is wrong with a prompt is told with the field as the client spelled it, over HTTP, whatever was mutated."""
+"""Errors of a prompt name the field as the client spelled it, over HTTP, for any mutation."""
 
 from __future__ import annotations
 
@@ -67,11 +67,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 async def test_the_item_is_named(fakes: FakeCluster, path: str, body: dict[str, Any], param: str) -> None:
     reply = await call(fakes.gateway.http_address, path, body)
     if body.get("stream") and reply.status == 200:
-        # The first prompt's text was on its way already.
         assert json.loads(reply.body.rpartition(b"data: ")[2])["error"]["param"] == param
         return
     assert (reply.status, reply.error["param"]) == (400, param), reply.body
-    # The words about a prompt that is too long are OpenAI's.
     begin = "This model's " if reply.error["code"] == "context_length_exceeded" else f"{param}: "
     assert reply.error["message"].startswith(begin)
 
@@ -109,7 +107,7 @@ BODIES = st.one_of(
 @pytest.mark.asyncio(loop_scope="module")
 @given(BODIES)
 @settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
-async def test_mutated_bodies_are_served_or_their_field_is_named(
+async def test_mutated_bodies_are_served_or_refused_by_field(
     fakes: FakeCluster, asked: tuple[str, dict[str, Any]]
 ) -> None:
     path, body = asked
@@ -118,5 +116,4 @@ async def test_mutated_bodies_are_served_or_their_field_is_named(
     if reply.status == 400:
         name = reply.error["param"]
         assert name, (body, reply.body)
-        # A field that is in the body, or that is missing from it.
         assert name.split("[")[0].split(".")[0] in {*body, "prompt", "messages", "tokens"}, (body, name)

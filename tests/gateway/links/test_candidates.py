@@ -1,4 +1,4 @@
-"""Of very many workers a request is planned with a bounded number, which are live and take turns."""
+"""Planning considers a bounded number of live workers, in rotation."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def test_candidates_are_bounded_and_include_those_beside_the_prompt(cluster: Clu
     assert {f"prefill-{n}-{m}" for n in (70, 7) for m in range(WORKERS_EACH)} <= set(ids(found, "prefill"))
 
 
-def test_everybody_has_a_turn(cluster: Cluster) -> None:
+def test_every_worker_has_a_turn(cluster: Cluster) -> None:
     served, seen = cluster.served("m", ""), set()
     for number in range(NODES * WORKERS_EACH):
         seen.update(ids(cluster.candidates(served, 100, {}, number), "decode")[:1])
     assert len(seen) == NODES * WORKERS_EACH
 
 
-def test_the_few_that_live_are_found_wherever_they_stand(cluster: Cluster) -> None:
+def test_the_few_live_workers_are_found_at_any_position(cluster: Cluster) -> None:
     fenced = tuple(
         record.component_id for record in RECORDS if record.role != "kvnode" and record.node_id not in ("kv-5", "kv-95")
     )
@@ -75,7 +75,7 @@ OURS = "ab" * 32
 
 
 def with_adapters(cluster: Cluster, ranks: dict[str, int], **more: dict[str, object]) -> None:
-    """Makes workers run adapters, up to each one's rank."""
+    """Set workers' max adapter rank."""
     runs = [
         replace(one, **({"max_loras": 2, "max_lora_rank": ranks[one.component_id]} | more.get(one.component_id, {})))
         if one.component_id in ranks
@@ -109,8 +109,8 @@ def test_those_that_have_the_adapter_are_candidates_of_every_turn(cluster: Clust
         assert len(found) == MAX_CANDIDATES
 
 
-def test_a_worker_that_ran_adapters_is_waited_for_as_a_model_is(cluster: Cluster) -> None:
-    """One of the model alone does not count, nor one that never took the rank."""
+def test_a_lost_adapter_worker_is_waited_for(cluster: Cluster) -> None:
+    """Workers without adapters do not count, nor those of too small a rank."""
     with_adapters(cluster, {"decode-5-0": 16})
     cluster._note_models(time.monotonic())
     cluster.view.update(RECORDS, 102.0)
@@ -121,10 +121,10 @@ def test_a_worker_that_ran_adapters_is_waited_for_as_a_model_is(cluster: Cluster
 
 
 @pytest.mark.parametrize(("start_s", "wait_s"), [(2.0, 55.0), (60.0, 345.0), (900.0, 600.0)])
-def test_a_lost_model_is_waited_for_by_the_time_that_its_workers_took_to_start(
+def test_the_wait_for_a_lost_model_depends_on_its_start_time(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, start_s: float, wait_s: float
 ) -> None:
-    """Large models take minutes to come back; the loss of a small one is told soon. The slowest worker counts."""
+    """Large models take minutes to return; the loss of a small one is reported soon. The slowest worker counts."""
     now_s = 1000.0
     monkeypatch.setattr("pillion.gateway.links.cluster.time", SimpleNamespace(monotonic=lambda: now_s))
     slow = [replace(one, start_s=start_s) if one.component_id == "decode-5-0" else one for one in RECORDS]
@@ -136,13 +136,13 @@ def test_a_lost_model_is_waited_for_by_the_time_that_its_workers_took_to_start(
     now_s += 0.2
     assert cluster._patience_s(("m", "", 0)) == FIRST_LOOK_S
     assert cluster.return_wait_s("another") == MIN_RETURN_WAIT_S
-    # A worker that comes back quicker, with its files in memory, is what the next wait goes by.
+    # A faster restart (files in the page cache) shortens the next wait.
     cluster.view.update(RECORDS, 102.0)
     cluster._note_models(now_s)
     assert cluster.return_wait_s("m") == MIN_RETURN_WAIT_S
 
 
-def test_workers_that_move_or_go_leave_nothing_behind(cluster: Cluster) -> None:
+def test_moved_and_removed_workers_leave_nothing_behind(cluster: Cluster) -> None:
     view = cluster.view
     moved = replace(RECORDS[-1], node_id="kv-0", model="other")
     view.update([*RECORDS[:-1], moved], 101.0)

@@ -1,4 +1,4 @@
-"""What a decode worker's message says of a stream is read whole, whatever else comes in it."""
+"""Each field of a decode worker's message is read, whatever else the message contains."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pillion.v1 import common_pb2, decode_pb2
 
 LOGPROB = common_pb2.TokenLogprob(token_id=3, logprob=-0.5)
 READ_LOGPROB = (TokenLogprob(3, -0.5),)
-# Fields of a message, with the fields of what is read of it. A place in line that comes with tokens is over.
+# Fields of a message, and of the delta read from it. A queue position that comes with tokens is obsolete.
 SAID: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tokens": ({"token_ids": [5, 6]}, {"token_ids": (5, 6)}),
     "end": ({"finish_reason": common_pb2.FINISH_REASON_STOP}, {"finish_reason": FinishReason.STOP}),

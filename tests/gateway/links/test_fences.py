@@ -1,4 +1,4 @@
-"""Workers that a node names as fenced: their work is told that it is lost, and they get none until they are back."""
+"""Workers that a node reports as fenced: their work is lost, and they get none until they return."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def node(*fenced: str) -> ComponentRecord:
     )
 
 
-def test_who_is_named_is_told_once_until_it_was_back() -> None:
+def test_a_fenced_worker_is_reported_once_until_it_returns() -> None:
     view = ClusterView(0.0)
     assert view.update([node()], 0.0) == frozenset()
     assert view.update([node("a", "b")], 0.0) == {"a", "b"}
@@ -80,7 +80,7 @@ def test_a_record_survives_the_registry() -> None:
 
 
 class Silent(prefill_pb2_grpc.PrefillServicer):
-    """Takes prefill ranges and never says anything, like a process that is paused."""
+    """A client that accepts prefill ranges and never answers, like a paused process."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
@@ -91,7 +91,7 @@ class Silent(prefill_pb2_grpc.PrefillServicer):
         yield
 
 
-async def test_a_closed_link_ends_its_prefill_ranges_though_the_worker_is_silent(folder: str) -> None:
+async def test_closing_a_link_ends_prefill_ranges_of_a_silent_worker(folder: str) -> None:
     silent = Silent()
 
     def add(server: Any) -> None:
@@ -114,7 +114,7 @@ async def test_a_closed_link_ends_its_prefill_ranges_though_the_worker_is_silent
     await server.stop(0)
 
 
-async def test_fenced_workers_are_cut_off_and_not_planned_with(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_fenced_workers_are_disconnected_and_not_planned(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     registry, index = Registry("redis://127.0.0.1:1", 5000), Index("redis://127.0.0.1:1")
     workers = [
         ComponentRecord(component_id=f"{role}-0", role=role, address=f"unix:{folder}/{role}.sock", node_id="kvnode-0")
@@ -158,7 +158,6 @@ async def test_fenced_workers_are_cut_off_and_not_planned_with(folder: str, monk
         await cluster.refresh()
         assert made[0] is first
         assert len(made) == 2
-        # Who planned with them before finds them gone.
         for call in (cluster.prefill, cluster.decode):
             with pytest.raises(Unavailable):
                 call(f"{call.__name__}-0")

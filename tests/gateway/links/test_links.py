@@ -1,4 +1,4 @@
-"""Connections that end in unusual ways, and clients that ask for unusual amounts: each ends in a clear answer, soon."""
+"""Connections with unusual ends, and clients with unusual demands: each gets a clear answer, soon."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ async def replays(fakes: FakeCluster, timeout_s: float | None = None) -> int:
     return deltas[-1].timings.replays
 
 
-async def test_a_worker_that_ends_the_connection_in_good_order_is_called_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the worker ends it before our hello is written, grpc.aio answers the write with an InvalidStateError."""
+async def test_a_connection_closed_by_the_worker_is_reopened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the worker closes it before our hello is written, grpc.aio answers the write with an InvalidStateError."""
     async with running_fake_cluster() as fakes:
         link, calls = fakes.gateway.cluster.decode("decode-0"), 0
         hello = decode_link.hello_to_pb
@@ -49,8 +49,8 @@ async def test_a_worker_that_ends_the_connection_in_good_order_is_called_again(m
 
 
 @pytest.mark.parametrize("stage", ["ticket", "prefill"])
-async def test_a_link_that_is_closed_under_a_call_is_a_part_lost(stage: str) -> None:
-    """A component may come back at another address before its old connection was found dead."""
+async def test_a_link_closed_during_a_call_is_a_lost_part(stage: str) -> None:
+    """A component may return at another address before its old connection is found dead."""
     async with running_fake_cluster() as fakes:
         peer, cluster = (fakes.node, fakes.prefill)[stage == "prefill"], fakes.gateway.cluster
         peer.gate.clear()
@@ -58,7 +58,7 @@ async def test_a_link_that_is_closed_under_a_call_is_a_part_lost(stage: str) -> 
         await until("the call to be under way", lambda: fakes.node.waiting or fakes.prefill.running)
         role = "kvnode" if stage == "ticket" else "prefill"
         moved = next(one for one in cluster.view.records() if one.role == role)
-        # The same socket by another name, as the registry has it from now on.
+        # The same socket under another name, as in the registry from now on.
         elsewhere = moved.address.replace("unix:/", "unix:///")
         await fakes.registry.heartbeat(msgspec.structs.replace(moved, address=elsewhere))
         await until("the call to end", lambda: not (fakes.node.waiting or fakes.prefill.running))
@@ -67,7 +67,7 @@ async def test_a_link_that_is_closed_under_a_call_is_a_part_lost(stage: str) -> 
         await fakes.settled()
 
 
-async def test_full_workers_are_told_as_too_much() -> None:
+async def test_full_workers_are_an_overload() -> None:
     async with running_fake_cluster(max_attempts=2) as fakes:
         fakes.decode.refusals = [(Overloaded.code, True)] * 2
         with pytest.raises(Overloaded, match="given up after 2 attempts"):
@@ -82,7 +82,7 @@ async def test_a_deadline_months_away_is_a_deadline() -> None:
         await fakes.settled()
 
 
-async def test_lists_without_end_are_refused_before_they_are_read() -> None:
+async def test_long_lists_are_refused_before_parsing() -> None:
     async with running_fake_cluster() as fakes:
         with pytest.raises(InvalidRequest) as failure:
             await anext(fakes.client.generate("x", stop=("x",) * 5000))
@@ -91,7 +91,7 @@ async def test_lists_without_end_are_refused_before_they_are_read() -> None:
         ]
 
 
-async def test_a_message_that_no_prompt_needs_is_refused() -> None:
+async def test_an_oversized_message_is_refused() -> None:
     async with running_fake_cluster() as fakes:
         with pytest.raises(InvalidRequest) as caught:
             async for _ in fakes.client.generate("x" * (9 * 2**20)):
@@ -99,7 +99,7 @@ async def test_a_message_that_no_prompt_needs_is_refused() -> None:
     assert [violation.field for violation in caught.value.violations] == ["(message)"]
 
 
-async def test_a_look_at_the_registry_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_registry_polling_continues_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_fake_cluster() as fakes:
         cluster = fakes.gateway.gateway.cluster
         looks = 0
@@ -120,10 +120,8 @@ async def test_a_look_at_the_registry_that_fails_is_not_the_last(monkeypatch: py
         assert await replays(fakes) == 0
 
 
-async def test_a_defect_ends_no_link_for_good(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Whatever is raised under a connection costs that connection; the next one is made. It is logged once."""
+async def test_a_link_survives_a_defect(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Each error under a connection costs that connection; the next one is made. It is logged once."""
     async with running_fake_cluster() as fakes:
         link, node, calls = fakes.gateway.cluster.decode("decode-0"), fakes.gateway.cluster.node("kv-0"), 0
 
@@ -136,7 +134,6 @@ async def test_a_defect_ends_no_link_for_good(
             asyncio.ensure_future(defective()).add_done_callback(lambda task: task.exception())
             raise TypeError("nobody foresaw this")
 
-        # While a connection is made.
         monkeypatch.setattr(decode_link, "hello_to_pb", defective_now)
         monkeypatch.setattr(node.client, "open_session", defective)
         await fakes.servers["decode"].stop(0)
@@ -146,7 +143,6 @@ async def test_a_defect_ends_no_link_for_good(
         monkeypatch.undo()
         await start_node_again(fakes)
         await until("both links to be up", lambda: link.alive and node.alive)
-        # While it is used: commands are not read any more.
         connections = fakes.decode.connections
         assert link._commands is not None
         monkeypatch.setattr(link._commands, "get", defective)
@@ -165,8 +161,8 @@ async def start_node_again(fakes: FakeCluster) -> None:
     fakes.servers["kvnode"].server = (await rpc.start_server(address, [("pillion.v1.KVNode", add)])).server
 
 
-async def test_an_outage_costs_one_look_at_a_time_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that find no worker wait for one search together, and all of them go on when it finds one."""
+async def test_an_outage_costs_one_search_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests without a worker share one search, and all continue when it finds one."""
     many = 60
     async with running_fake_cluster() as fakes:
         cluster, looks, lookers = fakes.gateway.cluster, {"registry": 0, "model": 0}, set()
@@ -192,7 +188,7 @@ async def test_an_outage_costs_one_look_at_a_time_however_many_wait(monkeypatch:
             task.cancel()
         await start_again(fakes, "decode")
         assert await asyncio.gather(*reading[many // 2 :]) == [0] * (many // 2)
-        # The poll of the registry, and the search; it begins anew where nobody waited for a moment.
+        # The registry poll and the search, which restarts if nothing waited in between.
         assert len(lookers) < 10
         assert looks["model"] <= many + looks["registry"]
         await fakes.settled()

@@ -1,4 +1,4 @@
-"""Gateways tell each other what they have under way, by a real Redis: what one sends, the next plan of another sees."""
+"""Gateways exchange their load through a real Redis; what one sends, the next plan of another uses."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def redis() -> Iterator[RedisServer]:
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything is told anew, and a failed call is made again, sooner than a Redis under load should be asked."""
+    """Repeat full reports and retry failed calls sooner than in production."""
     monkeypatch.setattr(load_exchange, "WHOLE_S", 0.2)
     monkeypatch.setattr(load_exchange, "RETRY_S", 0.05)
 
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lengthens the deadlines: on a busy machine a sound Redis may take a second to answer."""
+    """Lengthen the deadlines: on a busy machine a sound Redis may take a second to answer."""
     monkeypatch.setattr(redis_url, "CONNECT_TIMEOUT_MS", PATIENT_DEADLINE_MS)
     monkeypatch.setattr(shared_loads, "READ_LOADS_DEADLINE_MS", PATIENT_DEADLINE_MS)
     monkeypatch.setattr(shared_loads, "TELL_LOAD_DEADLINE_MS", PATIENT_DEADLINE_MS)
 
 
 class ToldGateway:
-    """A gateway's part of the exchange. ``others`` are known to it."""
+    """One gateway's side of the exchange. ``others`` are the gateways that it sees."""
 
     def __init__(self, redis: RedisServer, name: str, others: list[str]) -> None:
         self.load = OwnLoad()
@@ -68,7 +68,7 @@ async def gateways(redis: RedisServer, *names: str) -> AsyncIterator[list[ToldGa
 
 
 @pytest.mark.usefixtures("patient")
-async def test_each_sees_the_work_of_all(redis: RedisServer) -> None:
+async def test_each_gateway_sees_the_total_load(redis: RedisServer) -> None:
     async with gateways(redis, "a", "b", "c") as (a, b, c):
         a.load.add("decode-1", 1, 100)
         b.load.add("decode-1", 1, 20)
@@ -85,7 +85,7 @@ async def test_each_sees_the_work_of_all(redis: RedisServer) -> None:
 
 
 @pytest.mark.usefixtures("patient")
-async def test_an_emptied_redis_learns_everything_again(redis: RedisServer) -> None:
+async def test_an_emptied_redis_is_refilled(redis: RedisServer) -> None:
     async with gateways(redis, "a", "b") as (a, b):
         count = MAX_CHANGES_PER_CALL + 2
         for number in range(count):
@@ -101,7 +101,7 @@ async def test_an_emptied_redis_learns_everything_again(redis: RedisServer) -> N
 
 
 @pytest.mark.usefixtures("patient")
-async def test_without_redis_a_gateway_knows_its_own_work(redis: RedisServer) -> None:
+async def test_without_redis_a_gateway_uses_its_own_load(redis: RedisServer) -> None:
     async with gateways(redis, "a", "b") as (a, b):
         a.load.add("decode-1", 1, 5)
         b.load.add("decode-1", 1, 7)
@@ -117,18 +117,18 @@ async def test_without_redis_a_gateway_knows_its_own_work(redis: RedisServer) ->
 
 
 @pytest.mark.usefixtures("patient")
-async def test_an_answer_about_other_components_counts_as_none(redis: RedisServer) -> None:
+async def test_a_mismatched_answer_is_ignored(redis: RedisServer) -> None:
     async with gateways(redis, "a", "b") as (a, b):
         b.load.add("decode-1", 1, 5)
         await a.until_sees("decode-1", 1, 5)
         a.load.add("decode-1", 1, 2)
-        # The script takes the second name for two.
+        # The script splits the second name into two.
         amounts, tokens = await a.exchange.with_others(["decode-1", "decode\n2"])
         assert (amounts["decode-1"], tokens["decode-1"]) == (1, 2)
 
 
 @pytest.mark.usefixtures("patient")
-async def test_a_defect_does_not_end_the_telling(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_exchange_survives_a_defect(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     tell, calls = SharedLoads.tell, itertools.count()
 
     async def fail_once(self: SharedLoads, name: str, loads: Mapping[str, UnderWay], *, whole: bool) -> None:
@@ -143,7 +143,7 @@ async def test_a_defect_does_not_end_the_telling(redis: RedisServer, monkeypatch
 
 
 @pytest.mark.usefixtures("patient")
-async def test_what_was_told_is_taken_back_after_an_outage(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reported_load_is_withdrawn_after_an_outage(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_loads, "LOAD_TTL_MS", 600_000)
     tell, errors = SharedLoads.tell, [Unavailable("away"), Unavailable("away")]
 
@@ -160,7 +160,7 @@ async def test_what_was_told_is_taken_back_after_an_outage(redis: RedisServer, m
         await b.until_sees("decode-1", 0, 0)
 
 
-async def test_a_lone_gateway_asks_nobody(redis: RedisServer) -> None:
+async def test_a_lone_gateway_makes_no_calls(redis: RedisServer) -> None:
     async with gateways(redis, "a") as (a,):
         a.load.add("decode-1", 1, 5)
         a.load.add("decode-1", -1, -5)
@@ -171,7 +171,7 @@ async def test_a_lone_gateway_asks_nobody(redis: RedisServer) -> None:
 
 
 @pytest.mark.usefixtures("patient")
-async def test_what_a_lost_gateway_had_is_forgotten(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_load_of_a_lost_gateway_expires(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_loads, "LOAD_TTL_MS", 50)
     lost = SharedLoads(redis.url)
     await lost.tell("b", {"decode-1": UnderWay(1, 9)}, whole=True)
@@ -180,7 +180,7 @@ async def test_what_a_lost_gateway_had_is_forgotten(redis: RedisServer, monkeypa
     await lost.aclose()
 
 
-def test_an_answer_that_is_over_takes_no_share_any_more() -> None:
+def test_a_finished_answer_is_no_load() -> None:
     """A chunk's acknowledgement may come after the stream's end."""
     load = OwnLoad()
     answer = AssignedLoad(load)

@@ -1,4 +1,4 @@
-"""Behind a Redis that answers and takes no heartbeats, a gateway goes on with what its own connections show to live."""
+"""With a Redis that answers but refuses heartbeats, a gateway relies on its own connections for liveness."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ GATEWAY = {"heartbeat_ms": HEARTBEAT_MS, "heartbeat_timeout_ms": TTL_MS}
 
 @contextlib.asynccontextmanager
 async def beating_cluster() -> AsyncIterator[FakeCluster]:
-    """Components whose records live for TTL_MS, and are written again by heartbeats."""
+    """Run components whose records expire after TTL_MS and are refreshed by heartbeats."""
     async with running_fake_cluster("The answer.", ROLES, **GATEWAY) as fakes:
         registry = patient(Registry(fakes.redis.url, TTL_MS))
-        # What it says of a Redis that refuses is not what it says of one that is late.
         patient(fakes.gateway.cluster.registry)
         records = [
             record(IDS[role], role.removeprefix("far-"), f"unix:{fakes.folder}/{role}.sock", **far)
@@ -50,7 +49,7 @@ async def beating_cluster() -> AsyncIterator[FakeCluster]:
                     await registry.heartbeat(one)
                 await asyncio.sleep(HEARTBEAT_MS / 1000)
 
-        # What the cluster registered for ten minutes must not stay behind.
+        # Remove the cluster's records, which live for ten minutes.
         await asyncio.to_thread(fakes.redis.command, "FLUSHALL")
         tasks = [asyncio.create_task(beat(one)) for one in records]
         try:
@@ -69,25 +68,25 @@ async def beating_cluster() -> AsyncIterator[FakeCluster]:
 
 
 def known(gateway: GatewayServer) -> set[str]:
-    """Components that the gateway could call now, gateways left out."""
+    """Return the components that the gateway can call, without gateways."""
     cluster = gateway.cluster
     return {one.component_id for one in cluster.view.records() if cluster.answers(one)}
 
 
 async def answer(fakes: FakeCluster) -> tuple[int, int]:
-    """One request; returns its replays and the tokens that the prefill worker computed."""
+    """Make one request; return its replays and the tokens that the prefill worker computed."""
     deltas = [delta async for delta in fakes.client.generate("What is the capital of France?")]
     assert "".join(delta.text for delta in deltas) == "The answer."
     return deltas[-1].timings.replays, deltas[-1].timings.prefilled_tokens
 
 
 async def go_on(fakes: FakeCluster, ttls: int) -> None:
-    """Serves requests for so many times the time to live of a record; the gateway's grace is one of them."""
+    """Serve requests for ``times`` record TTLs, which include the gateway's grace period."""
     over_s = time.monotonic() + ttls * TTL_MS / 1000
     while time.monotonic() < over_s:
         assert await answer(fakes) == (0, 28)
         assert known(fakes.gateway) == {*IDS.values()}
-        # Requests one after the other would only keep a core busy.
+        # Back-to-back requests would only keep a core busy.
         await asyncio.sleep(HEARTBEAT_MS / 1000)
 
 
@@ -106,7 +105,7 @@ async def another_gateway(fakes: FakeCluster) -> AsyncIterator[GatewayServer]:
         await gateway.stop(0)
 
 
-async def test_what_is_connected_outlasts_its_record(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_connected_component_outlasts_its_record(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "pillion.gateway")
     async with beating_cluster() as fakes:
         for why in REFUSALS:
@@ -121,19 +120,18 @@ async def test_what_is_connected_outlasts_its_record(caplog: pytest.LogCaptureFi
             await until("a heartbeat to be taken", lambda: not fakes.gateway.cluster.registry.refusal)
             await go_on(fakes, 1)
             assert writable(fakes) == 1
-        # A Redis that was emptied and then takes nothing lists nobody at all.
         with fakes.redis.refusing("full"):
             await asyncio.to_thread(fakes.redis.command, "FLUSHALL")
             await go_on(fakes, 3)
             async with another_gateway(fakes) as late:
-                # Before it is refused, a heartbeat may be late.
+                # Heartbeats may be late before one is refused.
                 await until("its heartbeat to be refused", lambda: "raise its maxmemory" in late.gateway.not_ready())
                 assert "the registry takes no heartbeats" in late.gateway.not_ready()
         await go_on(fakes, 1)
         await fakes.settled()
 
 
-async def test_in_that_state_the_dead_are_dropped_and_a_new_gateway_serves(caplog: pytest.LogCaptureFixture) -> None:
+async def test_dead_components_are_dropped_and_a_new_gateway_serves(caplog: pytest.LogCaptureFixture) -> None:
     async with beating_cluster() as fakes:
         with fakes.redis.refusing("replica"):
             await until("a refusal", lambda: fakes.gateway.cluster.registry.refusal)

@@ -1,4 +1,4 @@
-"""Requests with an adapter go where it is loaded, unless waiting there costs more than loading it elsewhere."""
+"""Requests go to workers with their adapter loaded unless the queue there costs more than loading elsewhere."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def test_a_long_queue_is_worse_than_loading(policy):
     assert chosen(policy, busy, decode(1), adapter=OURS)[0] == "decode-1"
 
 
-def test_workers_whose_places_are_contested_are_avoided():
+def test_workers_with_contested_adapter_slots_are_avoided():
     assert chosen("auto", decode(0, adapter_waits=9), decode(1), adapter=OURS)[0] == "decode-1"
 
 
-def test_what_was_sent_counts_for_a_while_and_is_bounded():
+def test_recent_requests_count_for_a_while_and_are_bounded():
     sent = SentAdapters()
     sent.note(OURS, {"a"}, 1.0)
     sent.note(OURS, {"b"}, 3.0)

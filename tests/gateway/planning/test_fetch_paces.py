@@ -1,5 +1,5 @@
-"""What fetches between nodes cost, learnt for each pair of nodes, and what planners make of it: whether a prefix is
-fetched or computed again follows the link, within a tenth of the better one."""
+"""Fetch costs between nodes, learnt per pair, and their use by planners: the choice between fetching and recomputing a
+prefix is within a tenth of the better one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pillion.gateway.planning.split_decision import Fetched
 from tests.support.examples import examples
 from tests.support.planner_components import BLOCK, decode, node, snapshot
 
-# A fetch waits for so many round trips, and its blocks have this size.
+# Round trips per fetch, and the size of a block.
 ROUND_TRIPS, BLOCK_BYTES = 3, 256 * 1024
 SIZES = (4, 40, 8, 64, 16, 100, 30)
 
 
 def link(round_trip_s: float, bits_per_s: float) -> FetchCost:
-    """Returns what fetches over a link cost in truth."""
+    """Return the true cost of fetches over a link."""
     return FetchCost(ROUND_TRIPS * round_trip_s, BLOCK_BYTES * 8 / bits_per_s)
 
 
@@ -46,7 +46,7 @@ def test_the_planner_takes_about_the_better_of_fetching_and_computing(truth: Fet
 
 
 def test_the_links_above_call_for_both_choices() -> None:
-    """The property above would hold of a planner that always fetches, if all links were good."""
+    """A planner that always fetches would pass the property above if all links were fast."""
     made = set()
     for truth in LINKS.values():
         planner = RoutePlanner()
@@ -57,9 +57,9 @@ def test_the_links_above_call_for_both_choices() -> None:
     assert made == {Fetched.NOTHING, Fetched.OF_NODES}
 
 
-def test_each_pair_has_its_own_pace() -> None:
-    """Two nodes have the prefix: the one behind the better link is asked first, and the other one, which has more of
-    it, for no more than that."""
+def test_each_pair_of_nodes_has_its_own_pace() -> None:
+    """Of two nodes with the prefix, first ask the one with the faster link, and the other one, which has more, for no
+    more than that."""
     planner, parts = RoutePlanner(), (node(0), node(1), node(2), decode(0))
     for size in SIZES:
         planner.fetch_paces.observe("kv-1", "kv-0", size, LINKS["20 ms, 100 Mbit"].seconds(size) * 10, 1.0)
@@ -68,10 +68,9 @@ def test_each_pair_has_its_own_pace() -> None:
     assert [(one.node_id, one.blocks) for one in decided.sources] == [("kv-2", 50), ("kv-1", 50)]
     assert decided.cached_tokens == 50 * BLOCK
     assert "with blocks of kv-2, blocks of kv-1 cost more to fetch" in decided.reason
-    # The good link is no reason to use the bad one.
     alone = planner.plan(snapshot(2000, parts, hits={"kv-1": 60}), 1.0)
     assert (alone.sources, alone.cached_tokens) == ((), 0)
-    # A bucket is asked for what lies behind the bad link.
+    # A bucket is asked for the blocks behind the slow link.
     facts = {"hits": {"kv-1": 60}, "far_hits": {"kv-0": 100}, "bucket_block_s": 1e-4}
     planner.bucket_pace.observe(100, 0.01, 1.0)
     far = planner.plan(snapshot(2000, parts, **facts), 1.0)
@@ -86,14 +85,14 @@ def test_each_pair_has_its_own_pace() -> None:
 )
 @settings(max_examples=examples(200))
 def test_the_pace_of_a_link(call_s: float, block_s: float, sizes: list[int], lost_s: list[float]) -> None:
-    """Fetches on a line are foretold between those that were seen, and what brings nothing makes no fetch cheaper."""
+    """Interpolate between observed fetches; failed fetches make none cheaper."""
     truth, pace = FetchCost(call_s, block_s), FetchPace()
     for size in sizes:
         pace.observe(size, truth.seconds(size), 0.0)
     found = pace.cost(0.0)
     assert found.call_s >= 0
     assert found.block_s >= 0
-    # A line through the mean that lies between the true one and the proportional one.
+    # A line through the mean, between the true one and the proportional one.
     rate = max(truth.seconds(size) / size for size in sizes)
     assert block_s * 0.999 <= found.block_s <= rate * 1.001
     assert found.call_s <= call_s * 1.001 + 1e-9

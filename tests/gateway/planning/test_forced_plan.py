@@ -1,4 +1,4 @@
-"""A plan that an operator forces on one request: how it is read, and what becomes of it."""
+"""Plans forced by operators on single requests: parsing and effect."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.fake_components import running_fake_cluster, script_of
 KEYS = {name: f"sk-{name}-{'0' * 32}" for name in ("ops", "acme")}
 
 
-def test_the_words_of_a_plan() -> None:
+def test_the_syntax_of_a_plan() -> None:
     assert parse_plan("policy=fraction:1/2, node=kv-1") == ForcedPlan(parse_policy("fraction:1/2"), "kv-1")
     assert parse_plan("node=kv-1").policy is None
     wrong = ("", "x=1", "split", "split=-1", "split=x", "policy=best", "node=", "split=1,policy=auto", "node=a,node=b")
@@ -33,7 +33,6 @@ def test_the_words_of_a_plan() -> None:
         ("split=50", 0, (0, 48, (32, 16))),
         ("split=0", 0, (0, 0, ())),
         ("split=999999999", 0, (0, 96, (32, 32, 32))),
-        # What is cached is not computed again.
         ("split=50", 5, (80, 80, ())),
     ],
 )

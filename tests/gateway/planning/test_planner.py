@@ -82,17 +82,18 @@ def test_where_the_split_falls(prompt: int, policy: str, hit: int, expected: tup
 @pytest.mark.parametrize(
     ("answered", "hit", "expected"),
     [
-        # The prompt's six whole blocks are there, and the answer lacks some, at most a chunk: the decode worker's.
+        # The prompt's six whole blocks are cached, and at most a chunk of the answer is missing: computed by the decode
+        # worker.
         (36, 6, (96, 96, ())),
         (36, 7, (112, 112, ())),
         (68, 8, (128, 128, ())),
-        # More than a chunk, or some of the prompt, is a prefill range as ever.
+        # If more than a chunk or part of the prompt is missing, a prefill range as usual.
         (68, 7, (112, 160, (32, 16))),
         (36, 5, (80, 128, (32, 16))),
         (36, 0, (0, 128, (32,) * 4)),
     ],
 )
-def test_a_replay_leaves_the_end_of_its_answer_to_the_decode_worker(
+def test_the_decode_worker_recomputes_the_end_of_a_replayed_answer(
     answered: int, hit: int, expected: tuple[int, int, tuple[int, ...]]
 ) -> None:
     decided = make_plan(snapshot(100 + answered, hits={"kv-0": hit}, answered_tokens=answered))
@@ -107,7 +108,7 @@ def test_other_policies_are_refused(text: str) -> None:
         parse_policy(text)
 
 
-def test_the_tickets_truth_moves_the_split() -> None:
+def test_the_tickets_blocks_move_the_split() -> None:
     half = make_plan(snapshot(policy="fraction:0.5"))
     assert shape(half) == (0, 48, (32, 16))
     assert shape(replan(half, 5)) == (80, 80, ())
@@ -132,8 +133,7 @@ def test_a_prefill_worker_of_another_node_is_taken_where_the_own_node_has_none()
     assert (decided.prefill.component_id, decided.remote, decided.node_id) == ("prefill-2", True, "kv-0")
     assert shape(decided) == (0, 96, (32, 32, 32))
     assert decided.reason == "disaggregated: prefill-2 computes 96; decode-0 is the only one; no prefix"
-    # The own node's is preferred unless its queue takes longer than another node's; a node that failed the request is
-    # not used.
+    # The own node's unless its queue is longer than another node's; never a node that failed the request.
     for tokens, name in ((100, "prefill-0"), (9000, "prefill-2")):
         near = make_plan(snapshot(components=(*nodes, *far, prefill(0, tokens=tokens))))
         assert near.prefill is not None
@@ -147,7 +147,6 @@ def test_the_sources_are_live_nodes_the_longest_first() -> None:
     components = (*(node(n) for n in range(8)), decode(0))
     hits = {"kv-0": 1, "kv-1": 5, "kv-2": 0, "kv-3": 6, "kv-9": 6, "kv-4": 4, "kv-5": 3, "kv-6": 2}
     decided = make_plan(snapshot(components=components, hits=hits, avoid=frozenset({"kv-1"})))
-    # A node without a hit, one that is gone and one that failed are left out, and the number is bounded.
     assert [(one.node_id, one.blocks) for one in decided.sources] == [
         ("kv-3", 6), ("kv-4", 4), ("kv-5", 3), ("kv-6", 2), ("kv-0", 1),
     ]  # fmt: skip
@@ -172,7 +171,7 @@ def test_the_sources_are_live_nodes_the_longest_first() -> None:
         ({"kv-1": 12}, 9, 9, None),
     ],
 )
-def test_what_is_worth_fetching(hits, here: int, limit: int, expected: tuple[int, tuple[str, ...]] | None) -> None:
+def test_the_fetch_decision(hits, here: int, limit: int, expected: tuple[int, tuple[str, ...]] | None) -> None:
     sources = [PrefixSource(name, blocks) for name, blocks in hits.items()]
     wanted = plan_fetch(sources, "kv-0", here, limit)
     assert (wanted and (wanted.blocks, wanted.source_node_ids)) == expected
@@ -197,7 +196,7 @@ def test_a_prefill_range_that_ended_early_is_a_longer_prompt_tail() -> None:
         ((node(1), decode(0)), "kv-0 is missing"),
     ],
 )
-def test_what_is_missing_is_named(components: tuple[ComponentRecord, ...], missing: str) -> None:
+def test_missing_components_are_named(components: tuple[ComponentRecord, ...], missing: str) -> None:
     with pytest.raises(Unavailable, match=missing):
         make_plan(snapshot(components=components))
 
@@ -210,7 +209,6 @@ def test_hits_and_load_choose_the_workers_by_every_policy(policy: str) -> None:
     assert (decided.node_id, decided.decode.component_id) == ("kv-1", "decode-2")
     assert decided.prefill is not None
     assert decided.prefill.component_id == "prefill-2"
-    # A hit is worth what it saves, and no more.
     busier = tuple(one for one in components if one.component_id != "decode-2")
     least = make_plan(snapshot(1000, policy, busier, hits={"kv-1": 1}))
     assert (least.node_id, least.decode.component_id) == ("kv-0", "decode-0")
@@ -231,7 +229,7 @@ def test_parts_that_failed_are_avoided() -> None:
         == "decode-1"
     )
     assert make_plan(snapshot(components=components, avoid=frozenset({"kv-0"}), hits={"kv-0": 5})).node_id == "kv-1"
-    # The only decode worker is taken again; the only prefill worker is not, for decode workers prefill too.
+    # The only decode worker is reused; the only prefill worker is not, since decode workers can prefill.
     decided = make_plan(snapshot(avoid=frozenset({"decode-0", "prefill-0", "kv-0"})))
     assert (decided.decode.component_id, decided.prefill) == ("decode-0", None)
 
@@ -300,7 +298,6 @@ def test_properties(prompt, block_size, chunk, share, hits, pinned, components, 
         known = max((hits.get(n, 0) for n in nodes if n == one.node_id or n not in avoid), default=0)
         wanted = plan_fetch(one.sources, one.node_id, cached, one.limit_blocks)
         assert (wanted.blocks if wanted else cached) == max(cached, min(known, one.limit_blocks))
-    # More load on the chosen one never makes another one's choice less likely: it is left, or there is no other.
     busier = [
         decode(int(p.component_id[-1]), int(p.node_id[-1]), p.running_requests + 50) if p == decided.decode else p
         for p in components
@@ -319,7 +316,7 @@ def texts_of(*components: ComponentRecord, **more: object) -> RequestPlan:
 
 
 @pytest.mark.parametrize("policy", ["auto", "colocated", "disaggregated", "fraction:0.5"])
-def test_a_text_goes_whole_to_the_prefill_worker_with_the_least_to_do(policy: str) -> None:
+def test_a_pooling_text_goes_to_the_least_loaded_prefill_worker(policy: str) -> None:
     line = (node(0), node(1), prefill(0, tokens=900), prefill(1, at=1), decode(0), decode(1, at=1))
     decided = texts_of(*line, policy=policy)
     assert (decided.decode.component_id, decided.node_id, decided.prefill) == ("prefill-1", "kv-1", None)
@@ -327,7 +324,7 @@ def test_a_text_goes_whole_to_the_prefill_worker_with_the_least_to_do(policy: st
     assert decided.on_prefill_worker
     assert decided.alone, "the worker opens the ticket itself"
     assert decided.reason == f"{policy}: a whole text; prefill-1 is soonest of 2; no prefix"
-    # What gateways have sent there counts, in tokens and not in streams; so does a prefix.
+    # Tokens (not streams) sent by gateways count; so does a prefix.
     sent = {"prefill-1": 5000}
     assert texts_of(*line, policy=policy, sent_tokens=sent, sent_load=sent).decode.component_id == "prefill-0"
     idle = (node(0), node(1), prefill(0), prefill(1, at=1), decode(0))
@@ -340,6 +337,5 @@ def test_decode_workers_compute_a_text_that_every_prefill_worker_lost() -> None:
     line = (node(0), prefill(0), decode(0))
     assert texts_of(*line, avoid=frozenset({"prefill-0"})).decode.component_id == "decode-0"
     assert texts_of(*line, prefill(1), avoid=frozenset({"prefill-0"})).decode.component_id == "prefill-1"
-    # Without its node a prefill worker is of no use.
     assert texts_of(node(0), prefill(0, at=1), decode(0)).decode.component_id == "decode-0"
     assert make_plan(snapshot(components=line, text_workers=frozenset())).decode.component_id == "decode-0"

@@ -1,4 +1,4 @@
-"""The auto policy as a pure function: where requests go, why, and what no load and no hit can talk it into."""
+"""The auto policy as a pure function: choices, reasons, and limits of the influence of load and hits."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ from tests.support.planner_components import COST, decode, is_shared, line, node
 @pytest.mark.parametrize(
     ("prompt", "components", "expected"),
     [
-        # Nobody is busy: a short prompt saves the call, a long one the decode worker's smaller steps.
+        # Idle: a short prompt saves the call, a long one avoids the decode worker's smaller steps.
         (40, line(), False),
         (2000, line(), True),
-        # Beside many streams a step leaves a prompt tail little.
+        # Beside many streams a step has little room for a prompt tail.
         (2000, line(decode=decode(streams=30)), True),
         (300, line(decode=decode(streams=30)), True),
-        # Prefill workers are busy: what the decode worker has left is used first.
+        # Busy prefill workers: the decode worker's free capacity is used first.
         (300, line(prefill=prefill(queued_tokens=20_000)), False),
         (2000, line(prefill=prefill(queued_tokens=200_000)), False),
-        # And the other way round.
         (300, line(decode=decode(queued_tokens=20_000)), True),
-        # A target that cannot be met any more: nothing is added to the prompt tails there.
+        # The target is missed already: prompt tails there do not grow.
         (2000, line(decode=decode(streams=60), prefill=prefill(queued_tokens=3000)), True),
-        # No target, and a step of the whole budget would hold up twenty streams.
+        # Without a target, a step of the whole budget would stall twenty streams.
         (2000, line(decode=decode(streams=20, target_itl_ms=0.0)), True),
         (2000, (node(0), decode()), False),
     ],
 )
-def test_who_computes_the_prompt(prompt: int, components: tuple[ComponentRecord, ...], expected: bool) -> None:
+def test_the_worker_that_computes_the_prompt(
+    prompt: int, components: tuple[ComponentRecord, ...], expected: bool
+) -> None:
     decided = make_plan(snapshot(prompt, components))
     assert is_shared(decided) == expected
     assert decided.reason.startswith("auto: ")
@@ -52,7 +53,7 @@ def test_who_computes_the_prompt(prompt: int, components: tuple[ComponentRecord,
         assert "co-located" in decided.reason
 
 
-def test_the_reason_says_what_was_compared() -> None:
+def test_the_reason_names_the_compared_costs() -> None:
     decided = make_plan(snapshot(hits={"kv-0": 10}))
     split = decided.split_tokens
     assert decided.reason.startswith(f"auto: prefill-0 computes {split - 160}: ")
@@ -67,7 +68,7 @@ def test_the_reason_says_what_was_compared() -> None:
     assert shorten(decided, split - 16).reason == decided.reason + ": the prefill range ended 16 tokens early"
 
 
-def test_the_tickets_truth_turns_the_dial() -> None:
+def test_the_tickets_blocks_change_the_split() -> None:
     hinted = make_plan(snapshot(hits={"kv-0": 100}))
     assert (hinted.cached_tokens, hinted.split_tokens >= 1600) == (1600, True)
     less = replan(hinted, 10)
@@ -81,21 +82,20 @@ def test_a_hit_is_worth_what_it_saves() -> None:
     components = (node(0), node(1), decode(0, 0), decode(1, 1))
     hits = {"kv-0": 60}
     assert make_plan(snapshot(1000, components, hits=hits, fetch_block_s=1.0)).node_id == "kv-0"
-    # The hot node has so much to do that the other one is done sooner, though it computes everything again.
+    # The hot node's queue is so long that the other one finishes sooner, even recomputing everything.
     hot = (node(0), node(1), decode(0, 0, queued_tokens=5000), decode(1, 1))
     decided = make_plan(snapshot(1000, hot, hits=hits, fetch_block_s=1.0))
     assert (decided.node_id, decided.cached_tokens, decided.sources) == ("kv-1", 0, ())
     assert "decode-1 is soonest of 2, decode-0 has more of the prefix and is busier" in decided.reason
     assert "blocks of kv-0 cost more to fetch" in decided.reason
-    # Where blocks come fast, they are fetched.
     fetched = make_plan(snapshot(1000, hot, hits=hits, fetch_block_s=1e-4))
     assert (fetched.node_id, fetched.cached_tokens) == ("kv-1", 960)
     assert [source.node_id for source in fetched.sources] == ["kv-0"]
     assert "with blocks of kv-0" in fetched.reason
 
 
-def test_a_node_of_one_popular_prompt_does_not_melt() -> None:
-    """Everybody has the same long prefix, which lies on one node: the requests still use all four."""
+def test_a_popular_prefix_does_not_overload_its_node() -> None:
+    """All requests share a long prefix on one node, and still use all four nodes."""
     components = tuple(component for n in range(4) for component in (node(n), decode(n, n)))
     streams: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
@@ -139,7 +139,7 @@ def test_parts_that_failed_are_avoided() -> None:
     assert (lost.decode.component_id, lost.prefill) == ("decode-0", None)
 
 
-def test_what_this_gateway_sent_counts_at_once_and_old_news_fades() -> None:
+def test_sent_work_counts_at_once_and_old_reports_fade() -> None:
     assert is_shared(make_plan(snapshot()))
     assert not is_shared(make_plan(snapshot(sent_tokens={"prefill-0": 50_000})))
     assert not is_shared(make_plan(snapshot(components=line(prefill=prefill(queued_tokens=20_000)))))
@@ -152,18 +152,18 @@ def test_what_this_gateway_sent_counts_at_once_and_old_news_fades() -> None:
     )
 
 
-def test_who_has_not_measured_anything_is_judged_like_others() -> None:
+def test_unmeasured_workers_are_treated_like_others() -> None:
     fresh = {"step_cost_s": (), "largest_step_tokens": 0}
     models = Models([decode(0, **fresh)], [prefill(0)])
     assert models.of(decode(0, **fresh)) == StepModel._make(COST)
     assert Models([decode(0, **fresh)], []).of(decode(0, **fresh)) == DEFAULT_MODEL
-    # A decode worker that has run no chunk knows less of tokens than a prefill worker.
+    # A decode worker without chunks has less data per token than a prefill worker.
     cheap = decode(0, step_cost_s=(2e-3, 1e-5, 1e-5, 1e-7, 1e-9), largest_step_tokens=30)
     assert Models([cheap], [prefill(0)]).of(cheap) == (2e-3, COST[1], 1e-5, 1e-7, COST[4])
     assert Models([cheap], [prefill(0)]).of(replace(cheap, largest_step_tokens=200)).token_s == 1e-5
 
 
-def test_chunks_read_again_what_stands_before_them() -> None:
+def test_chunks_pay_for_attention_to_earlier_tokens() -> None:
     model = StepModel(0.0, 0.0, 0.0, 1.0, 0.0)
     assert model.range_s(0, 1024, 1024) == pytest.approx(1024)
     assert model.range_s(0, 1024, 256) == pytest.approx(256 + 512 + 768 + 1024)
@@ -184,16 +184,16 @@ def test_the_pace_of_fetches() -> None:
     silent = FetchPace()
     silent.observe(0, 0.5, now=1.0)
     assert silent.block_s(1.0) == 0.5
-    # A source that gives nothing in its time gets worse, and one that nobody hears of gets better.
+    # A source that times out gets worse, and one without new observations recovers.
     pace.observe(0, 10.0, now=63.0)
     slow_s = pace.block_s(63.0)
     assert slow_s > 0.15
     assert pace.block_s(63.0 + FetchPace.HALVING_S) == pytest.approx(slow_s / 2)
 
 
-def test_what_comes_from_where_is_weighed_by_the_pace_of_each() -> None:
-    """A bucket has 60 blocks, another node 30 of them: each is used as far as it saves time, and no fetch is allowed
-    more than computing would take."""
+def test_fetch_sources_are_chosen_by_pace() -> None:
+    """A bucket has 60 blocks, another node 30: each is used while it saves time, and no fetch may exceed the time to
+    compute."""
     components = (node(0), node(1), decode(0, 0))
     facts = {"hits": {"kv-1": 30}, "far_hits": {"kv-0": 60}}
     cases = {
@@ -275,7 +275,6 @@ def test_properties(prompt, block_size, chunk, hits, pinned, components, avoid, 
             spread=spread,
         )
     )
-    # Never a dead part, and never one that failed while another one lives.
     assert decided.decode in seated
     if any(component.component_id not in avoid and component.node_id not in avoid for component in seated):
         assert decided.decode.component_id not in avoid
@@ -311,7 +310,7 @@ def test_properties(prompt, block_size, chunk, hits, pinned, components, avoid, 
 )
 @settings(max_examples=examples(300))
 def test_monotone_in_load(prompt, cost, queue, more, streams, further, waiting, target, hit) -> None:
-    """More to do for prefill workers never moves the split to the right, more for decode workers never to the left."""
+    """More prefill load never moves the split right, more decode load never left."""
     targets = dict(zip(("target_itl_ms", "target_itl_steps"), target, strict=True))
 
     def split(prefill_tokens: int, decode_streams: int, decode_tokens: int) -> int:
@@ -326,7 +325,7 @@ def test_monotone_in_load(prompt, cost, queue, more, streams, further, waiting, 
     assert split(queue + more, streams, waiting) <= before
     assert split(queue, streams, waiting + more) >= before
     if not target[1]:
-        # Where their plain part bounds steps, streams make a long tail hardly longer, and a short one by a step.
+        # If their prompt part bounds steps, streams barely lengthen a long tail, and a short one by a step.
         assert split(queue, streams + further, waiting) >= before
 
 
@@ -337,24 +336,22 @@ UNMEASURED: dict[str, Any] = {"step_cost_s": (), "largest_step_tokens": 0}
 @pytest.mark.parametrize(
     ("known", "lends", "sent", "prompt", "is_tried"),
     [
-        # A worker of several stages publishes no lending table, beside a decode worker that borrows its cores.
+        # A multi-stage worker publishes no lending table, beside a decode worker that borrows its cores.
         (UNMEASURED, False, 0, 2000, True),
         (UNMEASURED, True, 0, 2000, True),
-        # It was measured, or its fit was refused.
         ({}, True, 0, 2000, False),
         ({"step_cost_s": ()}, True, 0, 2000, False),
-        # Somebody tries it just now.
         (UNMEASURED, True, 512, 2000, False),
         # Its calls would take longer than the whole prompt.
         (UNMEASURED | {"block_bytes": 2**40}, True, 0, 64, False),
-        # Workers that lend each other all cores are as fast as each other.
+        # Workers that lend each other all cores are equally fast.
         (UNMEASURED | LENDING, True, 0, 2000, False),
     ],
 )
 def test_a_prefill_worker_that_was_never_measured_is_tried_once(
     known: dict[str, Any], lends: bool, sent: int, prompt: int, is_tried: bool
 ) -> None:
-    """Until then a lone prompt is never cheaper there, because its price is that of the decode worker."""
+    """Until then a lone prompt is never cheaper there, since it is priced as the decode worker."""
     far = 1 if "block_bytes" in known else 0
     own = {"max_step_tokens": 512} | (LENDING if lends else {})
     components = (node(0), node(1), prefill(at=far, **known), decode(**own))

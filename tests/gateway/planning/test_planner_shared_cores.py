@@ -1,4 +1,4 @@
-"""The auto policy where workers of a host lend each other cores, and how it predicts bounds in plain steps."""
+"""The auto policy with workers that lend each other cores, and its predictions in plain steps."""
 
 from __future__ import annotations
 
@@ -21,27 +21,25 @@ AUTO = {"target_itl_ms": 0.0, "target_itl_steps": 2.5}
 
 
 def on_shared_cores(*, prefill_ranges: int = 0, streams: int = 0, **fields: float) -> tuple[ComponentRecord, ...]:
-    """A host with a prefill worker that has ``prefill_ranges`` tokens to compute, and a decode worker; each owns half
-    the cores."""
+    """Return a host with a prefill worker that has ``prefill_ranges`` tokens queued, and a decode worker; each owns
+    half the cores."""
     return (node(0), prefill(queued_tokens=prefill_ranges, **HALF), decode(streams=streams, **(AUTO | HALF | fields)))
 
 
-def test_prompts_wait_for_all_cores_rather_than_take_some_from_those_before_them() -> None:
-    """With cores of its own an idle prefill worker helps a decode worker with a queue; on shared ones it does not."""
+def test_queued_prompts_do_not_take_cores_from_running_ones() -> None:
+    """An idle prefill worker with its own cores helps a queued decode worker; with shared cores it does not."""
     queue = {"queued_tokens": 6 * 1024, "running_requests": 8}
     crowd, apart = on_shared_cores(streams=2, **queue), (node(0), prefill(), decode(streams=2, **(AUTO | queue)))
     for prompt in (256, 1024, 2000):
         assert not is_shared(make_plan(snapshot(prompt, crowd)))
         assert is_shared(make_plan(snapshot(prompt, apart)))
-        # A fixed policy says where the split falls, whoever pays for it.
         assert is_shared(make_plan(snapshot(prompt, crowd, policy=parse_policy("disaggregated"))))
-        # Workers of two lending tables lend each other nothing.
         strangers = (node(0), prefill(core_lending_table="other", core_share=0.5), crowd[-1])
         assert is_shared(make_plan(snapshot(prompt, strangers)))
 
 
 def test_disturbed_fits_of_one_board_do_not_contradict_each_other() -> None:
-    """Both workers compute the same with the same cores: it does not matter which one was disturbed when it learnt."""
+    """Both workers are equally fast with equal cores, whichever was disturbed while learning."""
     _, prefill_ranges, streams = on_shared_cores(streams=2, queued_tokens=3000, running_requests=5)
     for slow in (1.0, 3.0, 9.0):
         disturbed = replace(streams, step_cost_s=tuple(weight * slow for weight in COST))
@@ -61,7 +59,7 @@ def test_absurd_records_of_a_board_are_no_error(share: float) -> None:
 
 
 def test_a_fetch_is_compared_with_the_cores_that_the_decode_worker_has() -> None:
-    """With the cores of an idle prefill worker it computes blocks sooner than they come."""
+    """With an idle prefill worker's cores it computes blocks faster than they arrive."""
     other = replace(node(1), node_id="kv-1")
     own_s = StepModel._make(COST).range_s(0, 960, 256)
     for block_s, fetched in ((own_s / 60 / 3, True), (own_s / 60 / 1.5, False)):
@@ -88,7 +86,7 @@ def price_s(prompt: int, load: dict[str, int]) -> float:
 )
 @example(2835, {"prefill_ranges": 3454, "streams": 0, "queued_tokens": 1575}, "queued_tokens", 1200)
 @settings(max_examples=examples(400))
-def test_more_load_of_any_kind_never_attracts(prompt: int, load: dict[str, int], kind: str, more: int) -> None:
+def test_more_load_never_attracts_requests(prompt: int, load: dict[str, int], kind: str, more: int) -> None:
     loaded = load | {kind: load[kind] + (more % 60 if kind == "streams" else more)}
     assert price_s(prompt, loaded) >= price_s(prompt, load) * (1 - 1e-9)
 

@@ -1,4 +1,4 @@
-"""The planner distrusts: absurd records, workers too good to be true, and gateways that it cannot see."""
+"""The planner handles absurd records, implausibly fast workers, and gateways that it cannot see."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.planner_components import COST, decode, node, prefill, snapsh
 
 
 def test_several_gateways_do_not_herd() -> None:
-    """Four gateways, none of which hears of the others until the next heartbeat: nobody gets much more than a share."""
+    """Four gateways, blind to each other until the next heartbeat: no worker gets much more than its share."""
     components = (node(0), *(decode(n, queued_tokens=0 if n == 0 else 600) for n in range(4)), *map(prefill, range(4)))
     got: Counter[str] = Counter()
     for gateway in range(4):
@@ -30,7 +30,7 @@ def test_several_gateways_do_not_herd() -> None:
     assert max(got.values()) <= 32
 
 
-def test_a_workers_word_survives_the_registry_or_is_ignored() -> None:
+def test_a_workers_model_survives_the_registry_or_is_ignored() -> None:
     record = decode(streams=3, queued_tokens=7, heartbeat_age_ms=4)
     assert ComponentRecord.from_json(record.to_json()) == record
     for broken in ("[1, 2]", "[1, 2, 3, 4, -5]", "[0, 0, 0, 0, 0]", '"abcde"', "[1, 2, 3, 4, NaN]", "null"):
@@ -46,7 +46,7 @@ def test_a_workers_word_survives_the_registry_or_is_ignored() -> None:
         assert ComponentRecord.from_json(target) == replace(record, target_itl_ms=0.0)
 
 
-def test_who_is_too_good_to_be_true_does_not_attract_everything() -> None:
+def test_an_implausibly_fast_worker_does_not_attract_everything() -> None:
     for absurd in ((1e-15, 0.0, 0.0, 0.0, 0.0), (0.0, 1e-30, 0.0, 0.0, 0.0), (1e-3, 0.0, 0.0, 0.0, 1e-12)):
         components = (node(0), *(decode(n, step_cost_s=absurd if n == 0 else COST) for n in range(3)),
                  *(prefill(n, step_cost_s=absurd if n == 0 else COST) for n in range(3)))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Pools of different sizes, and what a request that left ``max_tokens`` to us may ask of them."""
+"""Pools of different sizes, and their limits for requests without ``max_tokens``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.fake_components import record, running_fake_cluster
 
 
 async def pools(fakes: Any, **blocks: int) -> None:
-    """KV nodes' pools in blocks of 4 tokens; only kv-0 and its workers live."""
+    """Return KV nodes with pools of 4-token blocks; only kv-0 and its workers live."""
     for role in ("kvnode", "prefill", "decode"):
         component_id = "kv-0" if role == "kvnode" else f"{role}-0"
         address = f"unix:{fakes.folder}/{role}.sock"
@@ -34,7 +34,7 @@ async def pools(fakes: Any, **blocks: int) -> None:
     [{"kv0": 32}, {"kv0": 32, "kv1": 48}, {"kv0": 32, "kv1": 32}],
     ids=["its node is gone", "its node is larger", "its node is as large"],
 )
-async def test_a_lost_host_does_not_stop_requests_that_left_max_tokens_to_us(blocks: dict[str, int]) -> None:
+async def test_a_lost_host_does_not_stop_requests_without_max_tokens(blocks: dict[str, int]) -> None:
     async with running_fake_cluster() as fakes:
         await pools(fakes, **blocks)
         stream = fakes.client.generate("What is the capital of France?", timeout_s=WITHIN_S)

@@ -1,4 +1,4 @@
-"""What a prompt waits for: short prompts overtake long ones."""
+"""Waiting time of a prompt: short prompts overtake long ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.planner_components import decode, is_shared, node, prefill, s
 
 
 def waits_s(prompts_s: float, prompts: int, tokens: int) -> float:
-    """Returns how long a prompt of so many tokens waits behind some prompts."""
+    """Return the wait of a prompt behind others, by lengths in tokens."""
     return Queue(prompts_s, prompts, 0.001, 0.01).own_wait_s(tokens)
 
 
@@ -23,12 +23,10 @@ def test_a_short_prompt_overtakes_a_queue_of_long_ones() -> None:
     assert waits_s(6.0, 3, 100) == pytest.approx(3 * 0.1)
     assert waits_s(6.0, 3, 1) == 0.01, "the step under way ends first"
     assert waits_s(0.004, 1, 1) == 0.004, "which is shorter than that"
-    # It does not overtake many that are as short, nor those of which it knows nothing.
     assert waits_s(6.0, 60, 100) == 6.0
     assert waits_s(6.0, 0, 100) == 6.0
-    # What it waits for beside prompts does not become less.
     assert Queue(6.0, 3, 0.001, 0.01, held_s=2.0).own_wait_s(1) == 2.01
-    # To divide a prompt makes none of its parts more urgent.
+    # Splitting a prompt makes none of its parts more urgent.
     assert sum(waits_s(60.0, 3, part) for part in (250, 250, 500)) == pytest.approx(waits_s(60.0, 3, 1000))
 
 
@@ -43,7 +41,7 @@ SECONDS = st.floats(0.0, 100.0)
     more=st.integers(0, 50),
     longer=st.integers(0, 5000),
 )
-def test_neither_a_longer_queue_nor_a_longer_prompt_waits_less(
+def test_longer_queues_and_prompts_never_wait_less(
     prompts_s: float, prompts: int, tokens: int, more_s: float, more: int, longer: int
 ) -> None:
     least_s = waits_s(prompts_s, prompts, tokens)
@@ -52,7 +50,7 @@ def test_neither_a_longer_queue_nor_a_longer_prompt_waits_less(
 
 
 def test_a_short_prompt_stays_where_it_overtakes_the_queue() -> None:
-    """The prefill worker's step is long, and the decode worker's prompts wait for it without much harm."""
+    """The prefill worker's step is long; waiting prompts cost the decode worker little."""
     busy = {"queued_tokens": 6000, "running_requests": 3}
     components = (node(0), prefill(**busy), decode(streams=2, **(busy | {"running_requests": 5})))
     assert not is_shared(make_plan(snapshot(100, components)))

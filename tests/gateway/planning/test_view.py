@@ -1,4 +1,4 @@
-"""The picture of the cluster: the registry's word, and what broken connections know better."""
+"""The view of the cluster: registry records, corrected by broken connections."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def ids(records: tuple[ComponentRecord, ...]) -> str:
     return "".join(record.component_id for record in records)
 
 
-def test_a_part_that_vanishes_stays_for_a_while() -> None:
+def test_a_vanished_part_stays_for_a_while() -> None:
     view = ClusterView(grace_s=5)
     view.update([A, B], 100)
     view.update([B], 105)
@@ -31,7 +31,7 @@ def test_a_part_that_vanishes_stays_for_a_while() -> None:
     assert ids(view.records()) == "b"
 
 
-def test_a_part_that_has_left_and_says_so_is_forgotten_at_once() -> None:
+def test_a_part_that_signs_off_is_forgotten_at_once() -> None:
     view = ClusterView(grace_s=5)
     view.update([A, B], 100)
     view.refused("a")
@@ -47,7 +47,7 @@ def test_times_without_heartbeats_are_remembered() -> None:
     view = ClusterView(grace_s=5)
     silent = replace(A, heartbeat_age_ms=900)
     for now in (100.0, 101.0, 102.0, 103.0):
-        # The registry's answer has the same record until there is a new heartbeat.
+        # The registry returns the same record until the next heartbeat.
         view.update([silent], now)
         assert view.last_stall("a", now) == (None if now < 102 else (pytest.approx(99.1), now))
     view.update([replace(A, heartbeat_age_ms=100)], 103.5)
@@ -55,14 +55,14 @@ def test_times_without_heartbeats_are_remembered() -> None:
     assert view.last_stall("b", 104.5) is None
 
 
-def test_without_an_answer_the_last_view_stands() -> None:
+def test_without_an_answer_the_last_view_is_used() -> None:
     view = ClusterView(grace_s=5)
     view.update([A], 100)
     assert ids(view.records()) == "a"
     assert view.aged(103)[0].heartbeat_age_ms == 3000
 
 
-def test_what_is_held_stays_and_grows_old() -> None:
+def test_held_records_stay_and_age() -> None:
     view = ClusterView(grace_s=5)
     view.update([A, B], 100)
     for now in range(101, 131):
@@ -73,7 +73,7 @@ def test_what_is_held_stays_and_grows_old() -> None:
     assert not view.records()
 
 
-def test_an_old_record_says_nothing_of_load_and_fences() -> None:
+def test_the_load_and_fences_of_an_old_record_are_ignored() -> None:
     view = ClusterView(grace_s=5)
     busy = replace(A, running_requests=3, free_seqs=5, queued_tokens=900, heartbeat_age_ms=5001)
     node = replace(B, role="kvnode", fenced_components=("a",), heartbeat_age_ms=5001)
@@ -94,7 +94,7 @@ def test_suspects_are_left_out_for_a_moment() -> None:
 
 
 def test_neighbours_in_protocol_are_peers_and_others_are_not(caplog: pytest.LogCaptureFixture) -> None:
-    """Which is said once of each, however often it beats."""
+    """Logged once per component, not per heartbeat."""
     view = ClusterView(grace_s=5)
     for now in (100, 101):
         view.update([replace(A, component_id=str(n), protocol=PROTOCOL + n) for n in (-2, -1, 0, 1, 2)], now)
@@ -116,7 +116,7 @@ def test_versions_are_counted_and_those_that_are_not_used_are_named() -> None:
         (shown,) = view.foreign()
         assert (shown.component_id, shown.role) == ("far", FOREIGN)
         assert shown.trouble == f"it is not used: it speaks protocol {PROTOCOL - 2}, not {PROTOCOL}"
-    # A component that is replaced keeps its id: one that is used no more is gone from the view, and may come back.
+    # A replaced component keeps its id: one that is unused leaves the view, and may return.
     view.update([replace(new, protocol=PROTOCOL + 2), replace(far, protocol=PROTOCOL)], 102)
     assert ids(view.records()) == "farold"
     assert [one.component_id for one in view.foreign()] == ["new"]
@@ -124,7 +124,7 @@ def test_versions_are_counted_and_those_that_are_not_used_are_named() -> None:
     assert view.foreign() == ()
 
 
-def test_own_load_adds_up_to_nothing() -> None:
+def test_own_load_returns_to_zero() -> None:
     load = OwnLoad()
     load.add("a", 5)
     load.add("a", 2)
@@ -132,7 +132,7 @@ def test_own_load_adds_up_to_nothing() -> None:
     assert not load.by_component
 
 
-def test_one_prompt_is_always_let_in() -> None:
+def test_one_prompt_is_always_admitted() -> None:
     admission = Admission(max_requests=2, max_tokens=10)
     permit = admission.enter()
     admission.weigh(permit, 50)

@@ -1,4 +1,4 @@
-"""/classify over real sockets with scripted peers, the reading of config.json, and LLM.classify beside transformers."""
+"""/classify over real sockets with scripted peers, parsing of config.json, and LLM.classify beside transformers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEXTS = ["The sea", "x", "A grey cat sat"]
 
 
 def write_config(folder: pathlib.Path, **more: Any) -> pathlib.Path:
-    """A classifier's config.json: it has as many labels as a scripted worker's row has numbers."""
+    """Return a classifier's config.json with as many labels as a scripted worker's row has numbers."""
     named = {str(n): name for n, name in enumerate(NAMES)}
     config = {"architectures": ["LlamaForSequenceClassification"], "model_type": "llama", "id2label": named, **more}
     path = folder / "config.json"
@@ -58,7 +58,6 @@ async def test_each_text_gets_its_labels_in_order(tmp_path: pathlib.Path, path: 
             assert {**one, "probs": ()} == {
                 "index": n, "label": NAMES[int(wanted.argmax())], "num_classes": 4, "probs": ()
             }  # fmt: skip
-        # One text, one list of ids, and logits.
         ids = byte_tokenizer().encode("The sea").ids
         for sent in ("The sea", ids):
             raw = await call(address, path, {"input": sent, "use_activation": False})
@@ -85,7 +84,7 @@ async def test_a_wrong_field_is_named(tmp_path: pathlib.Path, body: dict[str, An
         await fakes.settled()
 
 
-async def test_a_model_that_is_no_classifier_says_so(tmp_path: pathlib.Path) -> None:
+async def test_a_model_that_is_not_a_classifier_is_an_error(tmp_path: pathlib.Path) -> None:
     config = write_config(tmp_path, architectures=["LlamaForCausalLM"])
     async with running_fake_cluster(config=config) as fakes:
         reply = await call(fakes.gateway.http_address, "/v1/classify", {"input": "x"})
@@ -135,7 +134,6 @@ def test_llm_classify_gives_the_oracles_probabilities(tmp_path: pathlib.Path) ->
         raw = llm.classify(texts, use_activation=False)
         for one, other in zip(found, raw, strict=True):
             assert torch.tensor(other.outputs.probs).softmax(0).tolist() == pytest.approx(one.outputs.probs, abs=1e-6)
-        # The bits are the same alone, from the pool, and in another order.
         assert [one.outputs.probs for one in llm.classify(texts[::-1])] == [one.outputs.probs for one in found[::-1]]
 
 

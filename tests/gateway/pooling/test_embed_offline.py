@@ -1,4 +1,4 @@
-"""LLM.embed beside transformers' own last hidden states: prompts, cuts, cached prefixes, the same bits each time."""
+"""LLM.embed beside transformers' last hidden states: prompts, truncation, cached prefixes, bitwise repeatability."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPTS = {"query": "Find a passage that answers this: ", "document": ""}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """An embedding model's checkpoint: that of the model without its head, with its sentence-transformers files."""
+    """Write an embedding model's checkpoint: the model without its head, plus sentence-transformers files."""
     plain = save_model(tmp_path_factory.mktemp("plain"))
     found = tmp_path_factory.mktemp("embedding")
     AutoModel.from_pretrained(plain).save_pretrained(found)
@@ -53,15 +53,13 @@ def expected(folder: pathlib.Path, token_ids: list[int], dimensions: int | None 
     return found
 
 
-def test_vectors_are_the_oracles_in_order_and_have_the_same_bits_cached_and_alone(
-    llm: LLM, folder: pathlib.Path
-) -> None:
+def test_vectors_equal_the_oracles_and_are_bitwise_repeatable(llm: LLM, folder: pathlib.Path) -> None:
     found = llm.embed(TEXTS, prompt_name="document")
     codec = llm.get_tokenizer()
     for text, one in zip(TEXTS, found, strict=True):
         assert one.prompt_token_ids == codec.encode(text)
         assert np.abs(expected(folder, one.prompt_token_ids) - np.array(one.outputs.embedding)).max() < 1e-5
-    # The prompts are longer than a step, and now the first one's blocks are in the pool: these steps differ.
+    # The prompts exceed a step, and now the first one's blocks are in the pool: these steps differ.
     again = [llm.embed(text, prompt_name="")[0] for text in TEXTS]
     beside = llm.embed([*reversed(TEXTS), *TEXTS], prompt_name="")
     vectors = [one.outputs.embedding for one in found]
@@ -69,7 +67,7 @@ def test_vectors_are_the_oracles_in_order_and_have_the_same_bits_cached_and_alon
     assert [one.outputs.embedding for one in beside] == [*reversed(vectors), *vectors]
 
 
-def test_the_checkpoints_prompt_stands_before_texts_and_not_before_ids(llm: LLM) -> None:
+def test_the_checkpoints_prompt_precedes_texts_but_not_ids(llm: LLM) -> None:
     codec = llm.get_tokenizer()
     for name in (None, "query"):
         (found,) = llm.embed("The sea", prompt_name=name)
@@ -99,7 +97,7 @@ def test_vectors_beside_answers(llm: LLM) -> None:
 
 
 def pooled_by(folder: pathlib.Path, own: pathlib.Path, mode: str) -> str:
-    """Copies the checkpoint to ``own``, with this pooling and nothing else of sentence-transformers' files."""
+    """Copy the checkpoint to ``own`` with this pooling and no other sentence-transformers files."""
     for path in folder.iterdir():
         if path.is_file() and path.name != "config_sentence_transformers.json":
             (own / path.name).write_bytes(path.read_bytes())
@@ -109,14 +107,12 @@ def pooled_by(folder: pathlib.Path, own: pathlib.Path, mode: str) -> str:
 
 
 @torch.inference_mode()
-def test_the_mean_of_all_rows_is_the_oracles_whole_in_chunks_cached_and_beside_others(
-    tmp_path: pathlib.Path, folder: pathlib.Path
-) -> None:
+def test_mean_pooling_equals_the_oracle(tmp_path: pathlib.Path, folder: pathlib.Path) -> None:
     own = pooled_by(folder, tmp_path, "mean_tokens")
     options = {"max_model_len": "512", "kv_pool_bytes": "32MiB", "cpu_threads": 1}
     model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     with LLM(own, dtype="float32", runner="pooling", max_num_seqs=16, max_num_batched_tokens=64, **options) as llm:
-        # Answers bring the blocks of two texts into the pool first; a vector's rows are not in them.
+        # Answers first fill the pool with the blocks of two texts, without pooled rows.
         llm.generate(TEXTS, SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
         found = llm.embed(TEXTS)
         for one in found:

@@ -1,4 +1,4 @@
-"""/v1/embeddings over real sockets with scripted peers: forms, orders, wrong items, a lost worker."""
+"""/v1/embeddings over real sockets with scripted peers: input forms, orders, invalid items, a lost worker."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def embed(fakes: FakeCluster, inputs: Any, **fields: Any) -> Reply:
 
 
 def unit(token_ids: list[int], dimensions: int | None = None) -> np.ndarray:
-    """The vector that a text of these ids has at the gateway."""
+    """Return the gateway's vector for a text of these ids."""
     vector = vector_of(token_ids)[:dimensions].astype(np.float64)
     found: np.ndarray = vector / np.linalg.norm(vector)
     return found
@@ -75,7 +75,6 @@ async def test_openais_client_reads_the_vectors() -> None:
         running_fake_cluster() as fakes,
         openai.AsyncOpenAI(base_url=f"http://{fakes.gateway.http_address}/v1", api_key="none") as client,
     ):
-        # The client asks for base64, and reads it.
         found = await client.embeddings.create(model="toy", input=TEXTS)
         assert [one.embedding for one in found.data] == [pytest.approx(unit(ids_of(text)), abs=1e-6) for text in TEXTS]
 
@@ -110,7 +109,7 @@ async def test_a_wrong_field_is_named_with_its_items_index(body: dict[str, Any],
         await fakes.settled()
 
 
-async def test_a_worker_lost_amid_a_list_is_replayed_and_every_text_answered_once() -> None:
+async def test_a_lost_worker_is_replayed_and_every_text_answered_once() -> None:
     async with running_fake_cluster() as fakes:
         lost: list[tuple[int, ...]] = []
 
@@ -127,13 +126,12 @@ async def test_a_worker_lost_amid_a_list_is_replayed_and_every_text_answered_onc
         assert [one["embedding"] for one in reply.json["data"]] == [
             pytest.approx(unit(ids_of(text)), abs=1e-6) for text in TEXTS
         ]
-        # What was under way is computed again, and nothing else is asked for.
         assert max(submit.attempt for submit in fakes.decode.submits) > 1
         assert {tuple(submit.token_ids) for submit in fakes.decode.submits} == {tuple(ids_of(text)) for text in TEXTS}
         await fakes.settled()
 
 
-async def test_a_worker_that_knows_no_vectors_is_said_to_be_the_reason() -> None:
+async def test_a_worker_without_embeddings_is_named_as_the_reason() -> None:
     async with running_fake_cluster() as fakes:
         fakes.decode.knows_vectors = False
         reply = await embed(fakes, ["x", "y"])
@@ -141,7 +139,7 @@ async def test_a_worker_that_knows_no_vectors_is_said_to_be_the_reason() -> None
         await fakes.settled()
 
 
-async def test_a_line_of_a_batch_may_be_such_a_call() -> None:
+async def test_a_batch_line_may_be_an_embeddings_call() -> None:
     async with running_fake_cluster() as fakes:
         lines = LineCalls()
         lines.take(pooling_routes(ModelCalls(fakes.gateway.gateway), GatewayVectors(fakes.gateway.gateway)))
@@ -153,7 +151,7 @@ async def test_a_line_of_a_batch_may_be_such_a_call() -> None:
 
 
 async def test_the_chat_template_makes_the_text_of_messages() -> None:
-    """As vLLM's embeddings take a conversation: one vector, of the rendered text."""
+    """One vector of the rendered conversation, as vLLM's embeddings API."""
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "x"}]},

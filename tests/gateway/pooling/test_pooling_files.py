@@ -1,4 +1,4 @@
-"""What a checkpoint's sentence-transformers files say, in the forms of several versions, and what is refused."""
+"""A checkpoint's sentence-transformers files, in the forms of several versions, and refused ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAST = {"word_embedding_dimension": 64, "pooling_mode_cls_token": False, "poolin
 
 
 def written(folder: pathlib.Path, kinds: list[str], pooling: Any = LAST, **files: Any) -> pathlib.Path:
-    """Writes the files of a model of these modules, of which the second one pools; ``files`` are further ones."""
+    """Write the files of a model of these modules, the second of which pools, and further ``files``."""
     paths = ["", "1_Pooling", "2_Normalize"]
     modules = [{"idx": n, "name": str(n), "path": paths[n], "type": kind} for n, kind in enumerate(kinds)]
     (folder / "modules.json").write_text(json.dumps(modules))
@@ -55,7 +55,7 @@ def test_the_last_token_in_every_form(tmp_path: pathlib.Path, kinds: list[str], 
 )
 def test_the_mean_and_the_first_token(tmp_path: pathlib.Path, pooling: Any, wanted: str) -> None:
     assert read_vector_form(written(tmp_path, three(), pooling)) == VectorForm(pooling=Pooling(wanted))
-    # Without prompts no text has rows of one.
+    # Without prompts no text contains prompt rows.
     without = {**pooling, "include_prompt": False}
     assert read_vector_form(written(tmp_path, three(), without)) == VectorForm(pooling=Pooling(wanted))
 
@@ -86,10 +86,8 @@ def test_texts_that_are_messages(tmp_path: pathlib.Path, kinds: dict[str, Any], 
         ({"tokenizer_config": {}}, None),
     ],
 )
-def test_the_longest_text_wherever_sentence_transformers_keeps_it(
-    tmp_path: pathlib.Path, files: dict[str, Any], wanted: int | None
-) -> None:
-    """Its sixth version keeps the length with the tokenizer, and older ones in a file named after the model."""
+def test_the_max_length_in_every_form(tmp_path: pathlib.Path, files: dict[str, Any], wanted: int | None) -> None:
+    """Version 6 stores the length with the tokenizer, older ones in a file named after the model."""
     assert read_vector_form(written(tmp_path, three(), **files)).max_tokens == wanted
 
 
@@ -131,7 +129,7 @@ def test_the_longest_text_wherever_sentence_transformers_keeps_it(
         (three(), LAST, {"modules": {}}, "is not a JSON list"),
     ],
 )
-def test_what_is_not_supported_is_named(
+def test_unsupported_options_are_named(
     tmp_path: pathlib.Path, kinds: list[str], pooling: Any, files: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

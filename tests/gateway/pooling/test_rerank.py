@@ -1,4 +1,4 @@
-"""/rerank and /score over real sockets with scripted peers: the forms of vLLM, Jina and Cohere, and wrong fields."""
+"""/rerank and /score over real sockets with scripted peers: the forms of vLLM, Jina and Cohere, and invalid fields."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ids_of(text: str) -> list[int]:
 
 
 def cosine(one: str, other: str) -> float:
-    """The cosine of the vectors of two texts, of numpy."""
+    """Return the cosine of two texts' vectors, by numpy."""
     left, right = (vector_of(ids_of(text)).astype(np.float64) for text in (one, other))
     return float(left @ right / np.linalg.norm(left) / np.linalg.norm(right))
 
@@ -39,7 +39,7 @@ async def ask(fakes: FakeCluster, path: str, **body: Any) -> Reply:
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
-async def test_documents_come_the_best_first_in_the_form_of_the_page(path: str) -> None:
+async def test_documents_are_sorted_in_the_form_of_each_page(path: str) -> None:
     async with running_fake_cluster() as fakes:
         scores = [cosine(QUERY, text) for text in TEXTS]
         order = sorted(range(len(TEXTS)), key=lambda n: -scores[n])
@@ -76,7 +76,6 @@ async def test_pairs_one_to_one_one_to_many_and_many_to_many(path: str) -> None:
             ]
             for one, pair in zip(reply.json["data"], pairs, strict=True):
                 assert one["score"] == pytest.approx(cosine(*pair), abs=1e-6)
-            # A text that several pairs have is computed once.
             assert reply.json["usage"]["prompt_tokens"] == sum(len(ids_of(text)) for text in {*left, *right})
         await fakes.settled()
 
@@ -128,29 +127,27 @@ async def test_a_wrong_field_is_named_by_the_clients_name(path: str, body: dict[
     async with running_fake_cluster() as fakes:
         reply = await call(fakes.gateway.http_address, path, body)
         assert (reply.status, reply.error["param"]) == (400, param)
-        # Nothing of a call with a wrong text is computed.
         assert not fakes.decode.submits
         await fakes.settled()
 
 
-async def test_texts_are_cut_to_the_tokens_that_are_wanted() -> None:
+async def test_texts_are_truncated_as_requested() -> None:
     async with running_fake_cluster() as fakes:
         body = {"query": "What", "documents": ["The sea", "x"]}
         reply = await ask(fakes, "/v1/rerank", **body, truncate_prompt_tokens=5)
         scores = {one["index"]: one["relevance_score"] for one in reply.json["results"]}
-        # A token of this tokenizer is a byte.
         assert scores == {0: pytest.approx(cosine("What", "The s")), 1: pytest.approx(cosine("What", "x"))}
         reply = await ask(fakes, "/v1/rerank", **body, max_tokens_per_doc=3)
         scores = {one["index"]: one["relevance_score"] for one in reply.json["results"]}
         assert scores == {0: pytest.approx(cosine("What", "The")), 1: pytest.approx(cosine("What", "x"))}
-        # What the model takes is longer than the texts, but not than this one.
+        # -1 truncates to the model's context, which exceeds the other texts but not this one.
         whole = await ask(fakes, "/v1/rerank", query="What", documents=["y" * 100_000], truncate_prompt_tokens=-1)
         most = fakes.gateway.gateway.entry("toy").limits.max_prompt_tokens
         assert whole.json["usage"]["prompt_tokens"] == 4 + most
         await fakes.settled()
 
 
-async def test_lines_of_batches_may_be_such_calls() -> None:
+async def test_batch_lines_may_be_rerank_calls() -> None:
     async with running_fake_cluster() as fakes:
         lines = LineCalls()
         lines.take(pooling_routes(ModelCalls(fakes.gateway.gateway), GatewayVectors(fakes.gateway.gateway)))

@@ -1,5 +1,5 @@
-"""LLM.score beside transformers: the logits of two tokens, in the form of sentence-transformers, of vLLM and of
-Qwen3-Reranker's model card; a query before many documents is computed once."""
+"""LLM.score beside transformers: logits of two tokens in the forms of sentence-transformers, vLLM and Qwen3-Reranker's
+model card; a query before many documents is computed once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pair_text(query: str, document: str, told: str = "Find") -> str:
 
 @torch.inference_mode()
 def log_odds(llm: LLM, folder: pathlib.Path, text: str, true: int, false: int) -> float:
-    """How much larger the logit of one token after a text is than that of another, of transformers."""
+    """Return the difference of two tokens' logits after a text, by transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = llm.get_tokenizer().encode(text, add_special_tokens=False)
     logits = model(torch.tensor([ids])).logits[0, -1].double()
@@ -53,7 +53,7 @@ def sigmoid(logit: float) -> float:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A causal reranker with the files of sentence-transformers, whose template knows the roles of a pair."""
+    """Write a causal reranker with sentence-transformers files, whose template has the roles of a pair."""
     found = save_model(tmp_path_factory.mktemp("reranker"), template=PAIR_TEMPLATE)
     base = "sentence_transformers"
     modules = [
@@ -76,7 +76,6 @@ def test_scores_are_the_probabilities_of_two_tokens(llm: LLM, folder: pathlib.Pa
     found = [one.outputs.score for one in llm.score(QUERY, DOCUMENTS)]
     wanted = [sigmoid(log_odds(llm, folder, pair_text(QUERY, one), YES, NO)) for one in DOCUMENTS]
     assert found == pytest.approx(wanted, abs=1e-5)
-    # A score has the same bits alone and found in the pool, in another order, and with a query for each pair.
     assert [llm.score(QUERY, one)[0].outputs.score for one in DOCUMENTS] == found
     turned = llm.score([QUERY] * len(DOCUMENTS), DOCUMENTS[::-1])
     assert [one.outputs.score for one in turned] == found[::-1]
@@ -91,7 +90,7 @@ def test_the_query_is_computed_once_for_all_documents(llm: LLM, monkeypatch: pyt
     begin = TextCall._start
 
     async def begin_after_commits(call: TextCall, *text: Any) -> RequestRunner:
-        """A score is given while its text's last blocks are still committed, so another text may begin before that."""
+        """A score is returned while its text's last blocks are being committed, so another text may start earlier."""
         [node] = call.gateway.cluster.view.of("kvnode")
 
         async def committed() -> bool:
@@ -101,7 +100,6 @@ def test_the_query_is_computed_once_for_all_documents(llm: LLM, monkeypatch: pyt
         return await begin(call, *text)
 
     monkeypatch.setattr(TextCall, "_start", begin_after_commits)
-    # Nobody has asked this before.
     query, documents = "Who was it that " * 20, [f"{n} of them" for n in range(12)]
     before = llm.status()
     llm.score(query, documents)
@@ -110,13 +108,13 @@ def test_the_query_is_computed_once_for_all_documents(llm: LLM, monkeypatch: pyt
     lengths = [len(llm.get_tokenizer().encode(pair_text(query, one), add_special_tokens=False)) for one in documents]
     assert asked == sum(lengths)
     block = llm.flags.block_size
-    # The first pair is computed whole, and the others from the last whole block on that they share with it.
+    # The first pair is computed whole, the others from the last whole block that they share with it.
     shared = (lengths[0] - len("0 of them") - 1) // block * block
     assert shared > 0.8 * lengths[0]
     assert asked - (after.cached_tokens - before.cached_tokens) == lengths[0] + sum(lengths[1:]) - shared * 11
 
 
-def test_a_long_document_is_cut_and_what_stands_after_it_stays(llm: LLM, folder: pathlib.Path) -> None:
+def test_a_long_document_is_cut_and_the_template_kept(llm: LLM, folder: pathlib.Path) -> None:
     document = "The land lies beside it. " * 100
     with pytest.raises(InvalidRequest, match=r"inputs\[0\]: This model's maximum context length is 1024 tokens"):
         llm.score("q", document)
@@ -132,7 +130,7 @@ def test_a_long_document_is_cut_and_what_stands_after_it_stays(llm: LLM, folder:
         llm.score("q", document, truncate_prompt_tokens=5)
 
 
-def test_such_a_checkpoint_gives_no_vectors(llm: LLM) -> None:
+def test_a_reranker_has_no_vectors(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match=r"has no vectors of texts: .* the modules Transformer, LogitScore; only"):
         llm.embed("x")
 
@@ -154,7 +152,7 @@ def test_a_qwen3_reranker_without_such_files_reads_the_text_of_its_card(tmp_path
             assert found.outputs.score == pytest.approx(wanted, abs=1e-5)
 
 
-def test_a_checkpoint_of_two_names_is_a_reranker_under_one_of_them(tmp_path: pathlib.Path) -> None:
+def test_one_of_two_model_names_may_be_a_reranker(tmp_path: pathlib.Path) -> None:
     folder = save_model(tmp_path / "model", model_type="qwen3", marks=("yes", "no"))
     tokenizer = ModelTokenizer.load(folder)
     kinds = [read_pair_form(folder, tokenizer, is_reranker_name(name)).kind for name in ("chat", "My-Reranker", "chat")]

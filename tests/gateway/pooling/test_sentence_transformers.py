@@ -1,4 +1,4 @@
-"""Vectors and scores beside sentence-transformers, with checkpoints that it has written itself."""
+"""Vectors and scores equal those of sentence-transformers, with checkpoints that it wrote itself."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ pytestmark = [
 
 
 def with_padding(folder: pathlib.Path, token: str) -> None:
-    """Names the token by which texts of a batch get one length, which sentence-transformers needs, and says
-    that BERT's marks the second text of a pair."""
+    """Set the padding token, which sentence-transformers needs, and BERT's mark for the second text of a pair."""
     path = folder / "tokenizer_config.json"
     own = {"pad_token": token}
     if folder.name == "bert scores":
@@ -46,7 +45,7 @@ def with_padding(folder: pathlib.Path, token: str) -> None:
 
 
 def embedder(folder: pathlib.Path, name: str, pooling: str, normalized: bool, **more: Any) -> dict[str, Any]:
-    """What is asked of a checkpoint that gives vectors."""
+    """Check a checkpoint of vectors."""
     (folder / name).mkdir(parents=True)
     if name.startswith("qwen3"):
         save_model(folder / name, model_type="qwen3")
@@ -61,7 +60,7 @@ def embedder(folder: pathlib.Path, name: str, pooling: str, normalized: bool, **
 
 
 def check_cuts(llm: LLM, whole: list[int]) -> None:
-    """A text that is a message loses its own last tokens, and keeps what the chat template has after it."""
+    """A message that is too long loses its own last tokens, and keeps the template's text after it."""
     (cut,) = llm.embed(TEXTS[-1], truncate_prompt_tokens=len(whole) - 4)
     ends = llm.get_tokenizer().encode("<|im_end|>\n")
     assert cut.prompt_token_ids == [*whole[: -len(ends) - 4], *ends]

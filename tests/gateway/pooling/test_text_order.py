@@ -1,4 +1,4 @@
-"""Which texts of a call wait for which: a property over lists of ids."""
+"""Dependencies between the texts of a call: a property over lists of ids."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TEXTS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), max_size=1
 
 
 def found_blocks(ids: list[int], other: list[int], block: int) -> int:
-    """How many whole blocks of a text, but for its last token, another text has too, where it commits them."""
+    """Count the whole blocks of a text, without its last token, that another text commits."""
     count = 0
     while (end := (count + 1) * block) < min(len(ids), len(other)) and ids[:end] == other[:end]:
         count += 1
@@ -26,7 +26,7 @@ def test_a_text_waits_for_the_earliest_of_those_that_share_most(texts: list[list
         assert leader == (shared.index(most) if most else None)
 
 
-def test_documents_of_one_query_follow_the_first_and_not_each_other() -> None:
+def test_documents_of_one_query_wait_for_the_first_only() -> None:
     query, other = [1, 2, 3, 4], [1, 2, 9, 9]
     pairs = [[*query, 5], [*query, 6], [*query, 7], [*other, 5], [*other, 6]]
     assert leaders(pairs, 2) == [None, 0, 0, 0, 3]

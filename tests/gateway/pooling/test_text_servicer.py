@@ -1,4 +1,4 @@
-"""Embed and Score over real gRPC with scripted peers, by both clients; wrong texts, a deadline, a call that ends."""
+"""Embed and Score over real gRPC with scripted peers, by both clients; invalid texts, a deadline, a cancelled call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.fake_components import FINGERPRINT, record, running_fake_clus
 
 
 def unit(token_ids: list[int], dimensions: int | None = None) -> list[float]:
-    """The vector that a text of these ids has at the gateway."""
+    """Return the gateway's vector for a text of these ids."""
     vector = vector_of(token_ids)[:dimensions].astype(np.float64)
     found: list[float] = (vector / np.linalg.norm(vector)).tolist()
     return found
@@ -89,7 +89,7 @@ async def test_a_long_list_has_few_texts_under_way_and_its_end_cancels_them() ->
         assert len(fakes.decode.submits) == MAX_TEXTS_AT_ONCE
 
 
-async def test_a_lists_texts_keep_to_the_bounds_of_the_gateway_and_of_a_tenant(tmp_path: pathlib.Path) -> None:
+async def test_a_lists_texts_obey_the_limits_of_gateway_and_tenant(tmp_path: pathlib.Path) -> None:
     tenants = "[tenant.acme]\nmax_inflight_requests = 3\n[tenant.small]\nrequests_per_minute = 4\n[tenant.friend]\n"
     file = write_keys(tmp_path / "keys.toml", tenants, ["acme", "small", "friend"])
     texts = [[5, 6, n] for n in range(1, 9)]
@@ -98,7 +98,7 @@ async def test_a_lists_texts_keep_to_the_bounds_of_the_gateway_and_of_a_tenant(t
             assert [one.prompt_token_ids for one in await client.embed(texts)] == texts
             assert fakes.decode.most_streams <= 3
         async with client_of(fakes, "small") as client:
-            # Each text counts as a request, and a list that meets a quota costs nothing.
+            # Each text counts as a request, and a list that exceeds a quota costs nothing.
             with pytest.raises(InvalidRequest, match=r"inputs\[4\]: the call has 8 prompts"):
                 await client.embed(texts)
             await client.embed(texts[:3])
@@ -118,7 +118,7 @@ async def test_a_lists_texts_keep_to_the_bounds_of_the_gateway_and_of_a_tenant(t
 
 
 @pytest.mark.parametrize("workers", ["decode-0", "decode-0 decode-1"])
-async def test_long_texts_under_way_fill_a_few_steps_of_each_worker(workers: str) -> None:
+async def test_long_texts_in_flight_are_limited_to_a_few_steps(workers: str) -> None:
     async with running_fake_cluster() as fakes:
         cluster, names = fakes.gateway.cluster, workers.split()
         for name in names:
@@ -138,19 +138,19 @@ async def test_long_texts_under_way_fill_a_few_steps_of_each_worker(workers: str
         await fakes.settled()
 
 
-async def test_the_deadline_is_that_of_all_texts_together() -> None:
+async def test_the_deadline_covers_all_texts() -> None:
     async with running_fake_cluster() as fakes:
         fakes.decode.gate.clear()
         with pytest.raises(DeadlineExceeded):
             await fakes.client.embed([[5, n] for n in range(2 * MAX_TEXTS_AT_ONCE)], timeout_s=1.0)
         await until("the texts to be cancelled", lambda: not fakes.gateway.gateway.active_requests)
-        # Those that would have begun after the deadline were never sent, nor, on a busy machine, some before them.
+        # Texts due after the deadline were never sent; nor, on a busy machine, some before it.
         assert len(fakes.decode.submits) <= MAX_TEXTS_AT_ONCE
         fakes.decode.go_on()
         await fakes.settled()
 
 
-async def test_priority_and_salt_are_those_of_every_text() -> None:
+async def test_priority_and_salt_apply_to_every_text() -> None:
     async with running_fake_cluster() as fakes:
         await fakes.client.embed([[5, 6], [7]], priority=7, cache_salt="one")
         await fakes.client.score("q", ["d", "e"], priority=7, cache_salt="two")
@@ -162,7 +162,7 @@ async def test_priority_and_salt_are_those_of_every_text() -> None:
 
 
 async def test_a_document_waits_for_the_first_one_whose_beginning_it_shares() -> None:
-    """A block of these fakes has BLOCK tokens; the pairs of a reranker would share a query in the same way."""
+    """Shared whole blocks of BLOCK tokens, as the pairs of a reranker share a query."""
     async with running_fake_cluster() as fakes:
         fakes.decode.gate.clear()
         shared = list(range(1, 33))

@@ -1,4 +1,4 @@
-"""Drops of pins where a KV node cannot say what it has."""
+"""Drops of pins if a KV node cannot answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pillion.gateway.prefix_pins.prefix_pins import PrefixPins
 
 
 def pins_of(*answers: bool | Unavailable) -> PrefixPins:
-    """Pins over KV nodes that answer a drop like this."""
+    """Return pins over KV nodes that answer a drop this way."""
 
     def link(answer: bool | Unavailable) -> Any:
         async def unpin_prefix(epoch: int, owner: str, name: str) -> bool:
@@ -28,7 +28,7 @@ def pins_of(*answers: bool | Unavailable) -> PrefixPins:
     return PrefixPins(cast("Gateway", SimpleNamespace(caches_prefixes=True, needs_keys=False, cluster=cluster)))
 
 
-async def test_a_drop_that_nobody_can_answer_is_not_said_to_be_of_no_pin() -> None:
+async def test_an_unanswered_drop_is_not_reported_as_a_missing_pin() -> None:
     silent = Unavailable("not read yet")
     await pins_of(False, silent, True).drop("x", None)
     with pytest.raises(NotFound):

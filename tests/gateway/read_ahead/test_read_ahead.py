@@ -1,4 +1,4 @@
-"""Reading ahead in the real components: what waits for its turn finds its KV in the pool, and nothing else changes."""
+"""Read-ahead in real components: a queued request finds its KV in the pool, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from pillion.kvstore.transfer import fetch
 from pillion.v1.kvnode_pb2 import PrefetchReply
 from tests.support.components import Components, running_components
 
-# Half of the slots that are free when blocks above the watermarks have left holds a whole prompt.
+# Half of the slots that the watermarks leave free hold a whole prompt.
 SLOTS = 128
-# Prompts of 20 whole blocks.
 TOKENS = 325
 BLOCKS = 20
 ASKED: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
@@ -29,17 +28,17 @@ ASKED: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True
 
 @contextlib.asynccontextmanager
 async def line(tmp_path: pathlib.Path, **gateway: Any) -> AsyncIterator[Components]:
-    """One line with a disk below its pool of SLOTS blocks, whose gateway gives its workers one request at a time."""
+    """Run one line with a disk below a pool of SLOTS blocks; the gateway sends its workers one request at a time."""
     model = {"model": str(save_model(tmp_path / "tiny")), "dtype": "float32", "max_model_len": 512}
     block_bytes = 16 * 2 * 2 * 2 * 16 * 4
     node = {
         "kv_pool_bytes": SLOTS * block_bytes,
         "disk_path": str(tmp_path / "disk"),
         "disk_bytes": 64 * 2**20,
-        # What is computed next needs no slot of a block that is not on the disk yet.
+        # The next prompts then need no slot of a block that is not on disk yet.
         "low_watermark_percent": 50,
         "high_watermark_percent": 60,
-        # A machine that stands still does not end a fetch.
+        # A stalled machine must not end a fetch.
         "fetch_timeout_s": 60.0,
     }
     options = {"split_policy": "colocated", "max_running_requests": 1, **gateway}
@@ -54,10 +53,10 @@ async def ask(components: Components, tokens: list[int], **options: Any) -> Delt
 
 
 async def evicted(components: Components) -> list[int]:
-    """Computes a prompt and others after it until it has left the pool for the disk; returns it."""
+    """Compute a prompt, and others until it has left the pool for the disk; return it."""
     pool, first = components.kvnode.pool, byte_prompt(1, TOKENS)
     await ask(components, first)
-    # A worker commits what nobody waits for together, so some blocks may come after the answer's end.
+    # A worker batches commits that nothing waits for, so blocks may follow the answer's end.
     await until("the prompt's blocks", lambda: len(pool.ledger.tree.by_hash) >= BLOCKS)
     hashes = list(pool.ledger.tree.by_hash)
     for number in range(2, 12):
@@ -65,7 +64,7 @@ async def evicted(components: Components) -> list[int]:
         await until("free slots", lambda: len(pool.ledger.free) * 2 >= SLOTS)
         if not any(block in pool.ledger.tree.by_hash for block in hashes[:BLOCKS]):
             break
-    # Else what is read ahead would have to leave for blocks that tickets still hold.
+    # Otherwise read-ahead competes with blocks still held by tickets.
     await components.proven()
     view = components.gateway.gateway.cluster.view
     await until("the gateway to know of the disk", lambda: view.of("kvnode")[0].disk_blocks)
@@ -74,7 +73,7 @@ async def evicted(components: Components) -> list[int]:
 
 @contextlib.asynccontextmanager
 async def busy(components: Components) -> AsyncIterator[None]:
-    """Takes the only slot at the workers until the block ends."""
+    """Occupy the only slot at the workers until the block exits."""
     admission = components.gateway.gateway.admission
     (model,) = {entry.name for entry in components.gateway.gateway._models.values()}
     permit = admission.enter()
@@ -86,7 +85,7 @@ async def busy(components: Components) -> AsyncIterator[None]:
 
 
 @pytest.mark.parametrize("most", [0, 2])
-async def test_what_waits_is_in_the_pool_when_its_turn_comes(most: int, tmp_path: pathlib.Path) -> None:
+async def test_a_queued_prompt_is_in_the_pool_at_its_turn(most: int, tmp_path: pathlib.Path) -> None:
     async with line(tmp_path, max_read_ahead=most) as components:
         first, pool = await evicted(components), components.kvnode.pool
         before = pool.fetcher.counts.restored_blocks
@@ -103,9 +102,7 @@ async def test_what_waits_is_in_the_pool_when_its_turn_comes(most: int, tmp_path
         await components.proven()
 
 
-async def test_a_turn_that_comes_at_once_reads_nothing_ahead(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_immediate_turn_reads_nothing_ahead(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with line(tmp_path) as components:
         first = await evicted(components)
         monkeypatch.setattr(components.gateway.gateway._read_ahead, "waits", lambda admitted: pytest.fail("it waits"))
@@ -121,7 +118,7 @@ async def test_reading_ahead_loses_nothing_and_is_bounded(
         there, free, fetch_blocks = set(ledger.tree.by_hash), [], pool.fetcher.fetch_blocks
 
         async def counted(*args: Any, **options: Any) -> PrefetchReply:
-            # Blocks that are on the disk by now may have left the pool since.
+            # Blocks on disk may have left the pool in the meantime.
             free.append(len(ledger.free))
             brought: PrefetchReply = await fetch_blocks(*args, **options)
             return brought
@@ -136,12 +133,10 @@ async def test_reading_ahead_loses_nothing_and_is_bounded(
             await until("a block", lambda: pool.fetcher.counts.restored_blocks > before)
             await until("no pin", lambda: not ledger.tickets)
             assert pool.fetcher.counts.restored_blocks - before <= free[0] // 5
-            # Where free slots ran short, what had been used least recently goes to the disk.
             await until(
                 "all blocks in the pool or on the disk",
                 lambda: there <= {*ledger.tree.by_hash, *(name for name, _ in components.kvnode._hashes())},
             )
-            # A line has a bound, and nobody stays in it who waits no more.
             part._most = 0
             waiting += [asyncio.create_task(ask(components, first)) for _ in range(3)]
             await until("all to wait", lambda: components.gateway.gateway.admission.waiting == 4)

@@ -1,4 +1,4 @@
-"""What makes a request slow is named by `pillion explain`: each cause is made in a real gateway over fake workers."""
+"""`pillion explain` names the cause of a slow request; each cause is produced in a real gateway over fake workers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from pillion.records.explanation import FETCHING, GRAMMAR, LINE, MOVING, PREFILL
 from tests.gateway.recorder.test_recorder import PROMPT, ask, recorded, recording
 from tests.support.fake_components import FakeCluster, knows
 
-# What is held up is held up for this long: all else would have to take some sixty times as long to hide it.
+# Delay of the blocked stage, some sixty times everything else.
 HELD_S = 1.5
 
 
 def told(bundle: Bundle, *parts: str) -> str:
-    """The sentence that has all these parts."""
+    """Return the sentence that contains all these parts."""
     found = [one for one in sentences(bundle) if all(part in one for part in parts)]
     assert len(found) == 1, sentences(bundle)
     return found[0]
@@ -47,7 +47,7 @@ async def explained(folder: pathlib.Path, **flags: Any) -> AsyncIterator[FakeClu
 
 
 async def held(gate: asyncio.Event, what: str, is_held: Any, asked: Any) -> None:
-    """Closes a gate for HELD_S while a request waits at it."""
+    """Close a gate for HELD_S while a request waits at it."""
     gate.clear()
     asking = asyncio.create_task(asked)
     await until(what, is_held)
@@ -56,7 +56,7 @@ async def held(gate: asyncio.Event, what: str, is_held: Any, asked: Any) -> None
     await asking
 
 
-async def test_a_line_at_the_gateway(tmp_path: pathlib.Path) -> None:
+async def test_a_queue_at_the_gateway(tmp_path: pathlib.Path) -> None:
     async with explained(tmp_path, max_running_requests=1) as fakes:
         admission = fakes.gateway.gateway.admission
         fakes.decode.gate.clear()
@@ -108,7 +108,6 @@ async def test_an_adapter_that_changed(tmp_path: pathlib.Path) -> None:
         found = await recorded(records, 7)
     changed = [bundle for bundle in found if any("This gateway last served" in one for one in sentences(bundle))]
     assert changed == [found[3]]
-    # A block of the fakes has 4 tokens.
     then = f"({digests[0][:10]} then, {digests[1][:10]} now), and KV of one adapter does not serve another."
     told(
         found[3],
@@ -152,7 +151,7 @@ async def test_a_dead_decode_worker(tmp_path: pathlib.Path, monkeypatch: pytest.
     assert bundle.timings.replays == 1
 
 
-async def test_a_decode_worker_that_stands_still(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_paused_decode_worker(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def last_stall(view: ClusterView, component_id: str, now: float) -> tuple[float, float] | None:
         return (now - HELD_S, now) if component_id == "decode-0" else None
 

@@ -1,4 +1,4 @@
-"""The story of real components: a bundle says of a request what happened, and its seed gives the same answer."""
+"""Bundles of real components: the story matches the request, and the seed reproduces the answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKENS = 200
 ASKED: dict[str, Any] = {"temperature": 1.0, "max_tokens": 6, "ignore_eos": True, "n": 2, "logprobs": 0}
 
 
-async def test_a_bundle_says_what_happened(tmp_path: pathlib.Path) -> None:
+async def test_a_bundle_matches_the_request(tmp_path: pathlib.Path) -> None:
     model = {"model": str(save_model(tmp_path / "tiny")), "dtype": "float32", "max_model_len": 512}
     folder = tmp_path / "records"
     gateway = {"record_path": str(folder), "record_share": 1.0, "record_content": "full", "chunk_size": 64}

@@ -1,4 +1,4 @@
-"""Which requests are recorded, what is kept of them, and that nobody waits for it: a real gateway, fake workers."""
+"""Selection and contents of recorded requests, without delaying any: a real gateway, fake workers."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def files(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 async def recorded(folder: pathlib.Path, count: int = 1) -> list[Bundle]:
-    """The bundles in a folder, in the order in which their requests arrived, once there are so many of them. Files that
-    are written in the same tick of the kernel's clock have the same time."""
+    """Return the bundles of a folder in order of arrival, once it has ``count``. Files written in the same tick of the
+    kernel clock have equal mtimes."""
     await until(f"{count} bundles", lambda: len(files(folder)) >= count)
     key = read_key(folder / KEY_FILE)
     found = [read(path, key) for path in files(folder)]
@@ -73,7 +73,7 @@ def ids_of(deltas: list[Delta], index: int) -> tuple[int, ...]:
     return tuple(one for delta in deltas if delta.index == index for one in delta.token_ids)
 
 
-async def test_a_whole_request_is_kept(tmp_path: pathlib.Path) -> None:
+async def test_a_whole_request_is_recorded(tmp_path: pathlib.Path) -> None:
     async with recording(tmp_path, record_share=1.0, record_content="full") as fakes:
         deltas = await ask(fakes, n=2, temperature=0.5, stop=["?!"], logprobs=0)
         (bundle,) = await recorded(tmp_path)
@@ -84,7 +84,6 @@ async def test_a_whole_request_is_kept(tmp_path: pathlib.Path) -> None:
     assert [answer.token_ids for answer in bundle.answers] == [ids_of(deltas, 0), ids_of(deltas, 1)]
     assert {answer.finish_reason for answer in bundle.answers} == {"stop"}
     assert [len(answer.logprobs) for answer in bundle.answers] == [len(answer.token_ids) for answer in bundle.answers]
-    # The seed is the one that the gateway drew.
     seeds = [fakes.decode.submits[0].sampling.seed, fakes.decode.submits[0].siblings[0].seed]
     assert seeds == [request.sampling.seed, request.sampling.seed + 1]
     assert (request.sampling.temperature, request.sampling.stop, request.sampling.n) == (0.5, ("?!",), 2)
@@ -93,7 +92,7 @@ async def test_a_whole_request_is_kept(tmp_path: pathlib.Path) -> None:
     assert {one.component_id: one.role for one in bundle.workers} == {"prefill-0": "prefill", "decode-0": "decode"}
     told = [event.what for event in bundle.story if not event.answer]
     wanted = ["arrived", "ready", "turn", "planned", "memory", "ticket", "prefill", "submitted", "chunk", "adopted"]
-    # Acknowledged chunks and tokens may come between one another.
+    # Acknowledged chunks and tokens may interleave.
     assert sorted(event.at_ms for event in bundle.story) == [event.at_ms for event in bundle.story]
     assert [what for what in wanted if what not in told] == []
     assert told.index("planned") < told.index("ticket") < told.index("chunk") < told.index("tokens")
@@ -101,7 +100,7 @@ async def test_a_whole_request_is_kept(tmp_path: pathlib.Path) -> None:
     assert [(one.decode, one.prefill, one.chosen) for one in plan.weighed] == [("decode-0", "prefill-0", True)]
 
 
-async def test_an_answer_ends_as_its_client_was_told(tmp_path: pathlib.Path) -> None:
+async def test_the_recorded_end_is_the_clients(tmp_path: pathlib.Path) -> None:
     call_of_a_tool = '<tool_call>\n{"name": "near", "arguments": {}}\n</tool_call>'
     flags = {"record_path": str(tmp_path), "record_share": 1.0}
     async with running_fake_cluster(call_of_a_tool, template=TEMPLATE, **flags) as fakes:
@@ -112,8 +111,8 @@ async def test_an_answer_ends_as_its_client_was_told(tmp_path: pathlib.Path) -> 
     assert bundle.answers[0].finish_reason == "tool_calls"
 
 
-async def test_a_stream_that_moved_here_is_whole(tmp_path: pathlib.Path) -> None:
-    """But for the log probabilities that the other gateway gave."""
+async def test_a_resumed_stream_is_recorded_whole(tmp_path: pathlib.Path) -> None:
+    """Except for the log probabilities that the other gateway returned."""
     async with recording(tmp_path, record_share=1.0, record_content="full") as fakes:
         sampling = SamplingParams(seed=7, logprobs=0)
         async with rpc.open_channel(fakes.gateway.grpc_address) as channel:
@@ -129,7 +128,7 @@ async def test_a_stream_that_moved_here_is_whole(tmp_path: pathlib.Path) -> None
 
 
 @pytest.mark.parametrize("content", ["hash", "none"])
-async def test_what_is_not_kept_is_nowhere_in_the_file(content: str, tmp_path: pathlib.Path) -> None:
+async def test_omitted_contents_are_not_in_the_file(content: str, tmp_path: pathlib.Path) -> None:
     async with recording(tmp_path, record_share=1.0, record_content=content) as fakes:
         for prompt in (PROMPT, PROMPT, "Another prompt of a client."):
             await ask(fakes, prompt, stop=["secret"], bad_words=["hidden"], logit_bias={77: -1.0})
@@ -146,7 +145,7 @@ async def test_what_is_not_kept_is_nowhere_in_the_file(content: str, tmp_path: p
     assert hmacs[0][0] == hidden(read_key(tmp_path / KEY_FILE), "token_ids", script_of(PROMPT)[:-1])
 
 
-async def test_a_client_asks_by_a_header(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_requests_a_record_by_a_header(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorders, "TENANT_RECORDS_PER_MINUTE", 1)
     monkeypatch.setattr(recorders, "MINUTE_S", 10**9)
     async with recording(tmp_path, record_slow_ms=0) as fakes:
@@ -157,14 +156,12 @@ async def test_a_client_asks_by_a_header(tmp_path: pathlib.Path, monkeypatch: py
         assert plain.status == 200
         kept = await call(address, "/v1/completions", asked, {RECORD_HEADER: "1", **label})
         (bundle,) = await recorded(tmp_path)
-        # The file has the server's id, whatever the client calls its request.
+        # The file is named after the server's id, not the client's label.
         assert (bundle.reason, bundle.request.label) == ("asked", kept.headers["x-request-id"])
         assert files(tmp_path) == [tmp_path / f"{read_named('../../mine', str(tmp_path), '')[0].id}.json"]
-        # A tenant has so many for each minute.
         await call(address, "/v1/completions", asked, {RECORD_HEADER: "1"})
         fakes.decode.refusals = [(13, False)]
         await call(address, "/v1/completions", asked)
-        # A bundle is counted after it was written.
         await until("a count", lambda: counts(fakes) == {"asked": 1, "over": 1})
         assert len(files(tmp_path)) == 1
 
@@ -172,7 +169,7 @@ async def test_a_client_asks_by_a_header(tmp_path: pathlib.Path, monkeypatch: py
 @pytest.mark.parametrize("retryable", [True, False])
 async def test_a_request_that_fails_is_recorded(retryable: bool, tmp_path: pathlib.Path) -> None:
     async with recording(tmp_path, max_attempts=1) as fakes:
-        # Code 13 is Internal, code 3 an error of the client, which is no failure.
+        # Code 13 is Internal; code 3 is a client error, not a failure.
         fakes.decode.refusals = [(3, False), (13, retryable)]
         for _ in range(2):
             with pytest.raises(PillionError):
@@ -204,7 +201,7 @@ async def test_a_slow_request_is_recorded_and_one_that_is_given_up(tmp_path: pat
         fakes.decode.go_on()
 
 
-def test_nobody_waits_for_a_batch(tmp_path: pathlib.Path) -> None:
+def test_batches_are_not_recorded_as_slow(tmp_path: pathlib.Path) -> None:
     recorder = recorders.Recorder(
         GatewayFlags(model="toy", record_path=str(tmp_path)), GatewayLimits(record_slow_ms=1000)
     )
@@ -216,7 +213,7 @@ def test_nobody_waits_for_a_batch(tmp_path: pathlib.Path) -> None:
     assert recorder.counts == {"slow": 1}
 
 
-async def test_nobody_waits_for_a_folder_that_takes_nothing(
+async def test_a_stuck_folder_delays_no_request(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(recorders, "MAX_WAITING_STORIES", 1)
@@ -237,7 +234,6 @@ async def test_nobody_waits_for_a_folder_that_takes_nothing(
         assert counts(fakes) == {"lost": 2}
         held.set()
         await recorded(tmp_path, 2)
-        # A disk that fails costs the bundle, and nothing else.
         monkeypatch.setattr(RecordFolder, "keep", lambda *_: os.stat(tmp_path / "nowhere"))
         assert ids_of(await ask(fakes), 0) == script_of(SCRIPT)
         await until("a count", lambda: counts(fakes) == {"lost": 2, "share": 2, "unwritten": 1})
@@ -258,7 +254,6 @@ def test_the_oldest_bundles_make_room(tmp_path: pathlib.Path) -> None:
         folder.keep(name, raw)
         os.utime(tmp_path / f"{name}.json", (at := (tmp_path / f"{name}.json").stat().st_mtime - 900 + number, at))
     assert there() == [1, 2, 3]
-    # What is too old goes with the next one that needs room, and a part that has lost its writer, too.
     aged = {"new.part": 10, "old.part": PART_AGE_S + 10, f"{ids[1]}.json": 2000, f"{ids[2]}.json": 2000}
     for name, age_s in aged.items():
         path = tmp_path / name

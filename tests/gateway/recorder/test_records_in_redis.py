@@ -1,4 +1,4 @@
-"""Bundles in a real Redis: gateways share them, commands find them, and a Redis that is lost costs records alone."""
+"""Bundles in a real Redis: shared by gateways, found by commands; a lost Redis costs records alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ IDS = [f"{number:024x}" for number in range(6)]
 
 @contextlib.contextmanager
 def place(kind: str) -> Iterator[str]:
-    """The URL of a Redis of this kind."""
+    """Return the URL of a Redis of this kind."""
     if kind == "cluster":
         with running_cluster() as servers:
             yield "redis+cluster://" + ",".join(f"127.0.0.1:{server.port}" for server in servers)
@@ -46,7 +46,7 @@ def there(records: RecordStore) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["server", "cluster"])
 def test_bundles_are_kept_within_bounds(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # One call removes two bundles and lists three at the most, so that there are several calls.
+    # Two bundles removed and three listed per call, so that several calls are needed.
     monkeypatch.setattr(record_redis, "BUNDLES_AT_ONCE", 2)
     monkeypatch.setattr(record_redis, "RECORDS_DEADLINE_MS", 60_000)
     with place(kind) as url, open_records(REDIS, url, 3000, 1000.0) as records:
@@ -55,13 +55,11 @@ def test_bundles_are_kept_within_bounds(kind: str, monkeypatch: pytest.MonkeyPat
             records.keep(bundle_id, b"x" * 1000)
         assert sorted(there(records)) == [1, 2, 3]
         assert [records.read(bundle_id) for bundle_id in IDS[:2]] == [b"", b"x" * 1000]
-        # What is too large for the rest makes room by several calls.
         records.keep(IDS[4], b"y" * 3000)
         assert (list(records.listed()), records.read(IDS[4])) == ([(IDS[4], 3000)], b"y" * 3000)
         with pytest.raises(ConfigError, match="that Redis may get"):
             records.keep(IDS[5], b"x" * 3001)
         with open_records(REDIS, url, 3000, -1.0) as hasty:
-            # What is too old goes with the next bundle.
             hasty.keep(IDS[5], b"x")
         assert IDS[4] not in [bundle_id for bundle_id, _ in records.listed()]
 
@@ -81,7 +79,6 @@ async def test_a_gateway_keeps_its_bundles_in_redis(tmp_path: pathlib.Path, monk
         bundle, verified = await asyncio.to_thread(read_named, label, REDIS, str(key_file), url)
         assert (bundle.request.label, verified, bundle.content) == (label, True, "full")
         told = await asyncio.to_thread(CliRunner().invoke, explain, [bundle.id, "--json"])
-        # The key is in no Redis.
         assert not json.loads(told.output)["verified"]
         stories = json.loads(await asyncio.to_thread(newest_stories, REDIS, str(key_file), url))["stories"]
         assert [story["verified"] for story in stories] == [True, True]
@@ -89,7 +86,6 @@ async def test_a_gateway_keeps_its_bundles_in_redis(tmp_path: pathlib.Path, monk
         words = ["--target", fakes.gateway.grpc_address, *more]
         ended = await asyncio.to_thread(CliRunner().invoke, canary, words, standalone_mode=False)
         assert ended.return_value == 0, ended.output
-        # An emptied Redis has lost what it had, and one that is away costs what comes meanwhile: no stream waits.
         fakes.redis.command("DEL", *keys.RECORDS)
         await ask(fakes)
         await until("a bundle", lambda: fakes.redis.command("ZCARD", keys.RECORDS[1]) == 1)

@@ -1,4 +1,4 @@
-"""What a story keeps of events: all tokens up to a stop string, whoever stands in line, and bounded moments."""
+"""Contents of a story: tokens up to a stop string, requests ahead in the queue, a bounded number of moments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def sampled(story: Story, now: float, *ids: int, answer: int = 0) -> None:
     story.note(answer, ev.TokensSampled(1, ids), [(answer, ev.Emit(ids, logprobs))], now)
 
 
-def test_a_worker_that_stood_still_meanwhile_is_noted() -> None:
+def test_a_paused_worker_is_noted() -> None:
     story = story_of()
     begun = story.admitted.arrived
     story.ended(begun + 10.0)
@@ -41,7 +41,7 @@ def test_a_worker_that_stood_still_meanwhile_is_noted() -> None:
     assert (still.worker, still.at_ms, still.figures["lasts_ms"]) == ("decode-0", 5500.0, 3500.0)
 
 
-def test_tokens_after_a_stop_string_are_not_kept() -> None:
+def test_tokens_after_a_stop_string_are_not_recorded() -> None:
     story = story_of()
     begun = story.admitted.arrived
     for number, ids in enumerate([(1,), (2, 3), (4, 5, 6)]):
@@ -64,7 +64,9 @@ def test_tokens_after_a_stop_string_are_not_kept() -> None:
         ("", {"": 4}, "", 3),
     ],
 )
-def test_who_stands_in_line_before_a_request(tenant: str, waiting: dict[str, int], words: str, before: int) -> None:
+def test_requests_ahead_in_the_queue_are_recorded(
+    tenant: str, waiting: dict[str, int], words: str, before: int
+) -> None:
     story = story_of(tenant)
     story.waits(story.admitted.arrived + 1.0, 7, waiting)
     *_, waits = story.events()

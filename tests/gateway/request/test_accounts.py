@@ -1,4 +1,4 @@
-"""Where a request's prompt and time went, against plain sums over random attempts; and what further answers add."""
+"""Timings and token accounts of a request against plain sums over random attempts; accounts of further answers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GONE = Unavailable("gone")
 
 
 class AttemptSums:
-    """One request over several attempts, and what its timings should be."""
+    """One request over several attempts, and its expected timings."""
 
     def __init__(self, rng: Random) -> None:
         self.rng, self.now = rng, 10.0
@@ -45,7 +45,7 @@ class AttemptSums:
         self.cached: int | None = None
         self.reached = self.chunks = 0
         self.prefill_ms = 0.0
-        # Draft tokens of earlier attempts, and of this one: all, and the right ones.
+        # Draft tokens of earlier attempts, and of this one: all, accepted.
         self.drafted, self.drafting = [0, 0], [0, 0]
         self.machine.start()
 
@@ -60,7 +60,6 @@ class AttemptSums:
         self.pass_time()
         remote = rng.random() < 0.3
         hits, far = rng.randint(0, 9), rng.randint(0, 9)
-        # An earlier attempt may have lost its prefill worker.
         avoid = frozenset({"prefill-0"} if attempt > 1 and rng.random() < 0.3 else ())
         policy = rng.choice(["disaggregated", "fraction:0.5"])
         parts = REMOTE if remote else PARTS
@@ -96,7 +95,7 @@ class AttemptSums:
 
     def prefill(self, attempt: int, actions: list[ev.Action]) -> None:
         rng, plan, sent, before = self.rng, actions[0].plan, self.now, self.chunks
-        # Of a replay, tokens of the answer are no part of the prompt, and its last token is never prefilled.
+        # In a replay, answer tokens do not count as prompt, and the last one is never prefilled.
         limit = min(plan.split_tokens, (len(self.machine.prompt) - 1) // BLOCK * BLOCK)
         if not plan.remote:
             awaited = actions[1].awaited_blocks
@@ -118,7 +117,7 @@ class AttemptSums:
             self.happen(ev.PrefillEnded(attempt, ended))
             self.reached = max(self.reached, min(ended, limit))
         else:
-            # The stream's first token shows that all chunks are there.
+            # The stream's first token implies that all chunks are done.
             self.sample(attempt)
             self.chunks = before + len(plan.chunks)
             self.prefill_ms += (self.now - sent) * 1000
@@ -187,7 +186,7 @@ def test_a_request_that_waits_has_no_times_of_workers() -> None:
 def resumed_request(
     prompt: int, max_tokens: int, answer: tuple[int, ...], reason: FinishReason | None, scored: int = 0
 ) -> AdmittedRequest:
-    """A request that another gateway began, which wants the log probabilities of its prompt."""
+    """Return a machine for a request that another gateway began, with prompt log probabilities."""
     resume = Resume(StreamOrigin(0, bytes(32), 8), (AnswerSoFar(answer, reason),), scored)
     sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=(EOS,), prompt_logprobs=0)
     asked = GenerateRequest(resume=resume)
@@ -195,8 +194,8 @@ def resumed_request(
 
 
 @given(random_scenes())
-def test_the_prompts_tokens_are_scored_once_over_all_attempts(scenes: list[Random]) -> None:
-    """The first has no score, ``scored_tokens`` are not wanted, and a new attempt scores only the rest."""
+def test_prompt_tokens_are_scored_once_over_all_attempts(scenes: list[Random]) -> None:
+    """The first token has no score, ``scored_tokens`` are not requested, and a new attempt scores only the rest."""
     for rng in scenes:
         skipped = rng.randint(0, 9)
         m = RequestMachine(resumed_request(12, 9, (), None, skipped))
@@ -216,7 +215,7 @@ def test_the_prompts_tokens_are_scored_once_over_all_attempts(scenes: list[Rando
             scored += ahead[:wanted]
             if not wanted:
                 break
-            # Scores are progress: such attempts are not bounded.
+            # Scores are progress, so such attempts are not limited.
             look_up = m.handle(ev.DecodeLost(m.attempt, GONE, True), 1.0)[-1]
             if not isinstance(look_up, ev.LookUp):
                 break
@@ -230,7 +229,7 @@ def several(count: int = 2, max_tokens: int = 5) -> ParallelSamples:
     return ParallelSamples([machine(max_tokens=max_tokens), *(follower(max_tokens) for _ in range(count - 1))])
 
 
-def test_further_answers_add_no_prompt_even_where_one_finds_it_again() -> None:
+def test_further_answers_add_no_prompt_tokens() -> None:
     answers = several()
     leader, other = answers.machines
     answers.start()
@@ -247,7 +246,7 @@ def test_further_answers_add_no_prompt_even_where_one_finds_it_again() -> None:
     assert (found.cached_tokens, found.admission_ms, found.replays) == (8, 1000.0, 0)
 
 
-def test_a_further_answer_holds_its_tokens_from_its_first_one_on() -> None:
+def test_a_further_answer_uses_memory_from_its_first_token_on() -> None:
     parts = planned(1, 21, 2, components=[replace(one, block_bytes=40) for one in PARTS]).plan
     each = 40 / BLOCK
     for starts in ([ev.TokensSampled(1, (5,) * 4)], [ev.LeaderStarted(), ev.TokensSampled(1, (5,) * 4)]):
@@ -267,13 +266,13 @@ def test_answers_without_tokens_end_with_the_prompts_scores() -> None:
     assert m.handle(ev.LeaderStarted(), 1.0) == [ev.CancelDecode(1), ev.Finish(FinishReason.LENGTH)]
 
 
-def test_what_was_never_computed_cost_nothing() -> None:
+def test_uncomputed_tokens_cost_nothing() -> None:
     answers = several()
     answers.handle_all(ev.RequestCancelled(), 1.0)
     assert set(answers.receipt(Usage(21, 0, 0)).values()) == {0}
 
 
-def test_rounding_makes_no_answer_cheaper_than_nothing() -> None:
+def test_costs_are_never_negative_after_rounding() -> None:
     answers = several(1)
     held = answers.machines[0].held
     held.byte_s, held.token_byte_s = 1.4, 0.7
@@ -308,7 +307,7 @@ def test_an_end_without_timings_leaves_those_that_came() -> None:
         ((1, 2), FinishReason.STOP, []),
     ],
 )
-def test_a_resumed_answer_goes_on_after_its_tokens(
+def test_a_resumed_answer_continues_after_its_tokens(
     answer: tuple[int, ...], reason: FinishReason | None, actions: list[str]
 ) -> None:
     m = RequestMachine(resumed_request(21, 5, answer, reason))
@@ -343,7 +342,7 @@ def test_an_attempt_that_was_lost_at_once_has_computed_nothing() -> None:
     assert m.held.computed_tokens == 0
 
 
-def test_states_are_held_like_tokens() -> None:
+def test_states_count_like_tokens() -> None:
     parts = [replace(one, block_bytes=40) for one in PARTS]
     made = planned(1, 21, 9, components=parts)
     held = []

@@ -1,4 +1,4 @@
-"""Which streams a broken connection is blamed on, and what a lost stream waits for."""
+"""Streams blamed for a broken connection, and waits of lost streams."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WORKER = "decode-0"
 
 @dataclass
 class LosingCluster:
-    """A cluster whose node has the request's ticket, or has begun a new life."""
+    """A cluster whose node has the request's ticket, or a new epoch."""
 
     node_has_ticket: bool
     refused: list[str] = field(default_factory=list)
@@ -48,7 +48,7 @@ class LosingCluster:
 
 
 def lost_stream(cluster: LosingCluster, error: type[PillionError], deltas: list[DecodeDelta], broken: int) -> Any:
-    """The stream's calls, to which these deltas came and then an error, and the events that they posted."""
+    """Run a stream's calls with these deltas and then an error; return the posted events."""
     events: list[ev.Event] = []
 
     def broke(defect: BaseException) -> None:
@@ -76,7 +76,7 @@ async def check_scene(rng: Random) -> None:
     queued = {"queued": DecodeDelta(1, queued=2), "in step": DecodeDelta(1, queued=0)}
     deltas = [queued.get(name, DecodeDelta(1, (5,))) for name in said]
     error, broken, has_ticket = rng.choice(ERRORS), rng.choice([0, 0, 1, 2]), rng.random() < 0.7
-    # A stream with tokens was in many steps before: only where it was alone it may be the cause.
+    # A stream with tokens survived many steps, so it may be the cause only if it was alone.
     suspected = broken == 1 if "tokens" in said else broken > 0 and "in step" in said
     cluster = LosingCluster(has_ticket)
     events = lost_stream(cluster, error, deltas, broken)

@@ -1,4 +1,4 @@
-"""JSON of clients: what is made of it in one call is bounded, and what is only passed on is not made at all."""
+"""JSON of clients: parsing per call is bounded, and passed-on JSON is never parsed."""
 
 from __future__ import annotations
 
@@ -23,24 +23,23 @@ VALUES = st.recursive(
 
 
 def parts(value: object) -> int:
-    """Everything that a parser makes of a value, but its names."""
+    """Count the objects that a parser allocates for a value, without its names."""
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return 1 + sum(map(parts, inner))
 
 
 @given(VALUES)
-def test_a_text_has_no_more_parts_than_were_counted(value: object) -> None:
+def test_the_count_of_parts_is_an_upper_bound(value: object) -> None:
     for text in (json.dumps(value), json.dumps(value, ensure_ascii=False, separators=(",", ":"))):
         assert parsed(text) == json.loads(text)
         assert is_object(text) is isinstance(value, dict)
-        # A list that is not empty has a comma less than values.
         assert parts(value) <= 2 * items_in(text) + 1
 
 
 @pytest.mark.parametrize(
     "text", ["", "[]", '"{}"', "{", '{"a":}', '{"a":1,}', "{} {}", '{"\\x": 1}', "[" * 5000, "\ud800"]
 )
-def test_what_is_no_object(text: str) -> None:
+def test_values_that_are_not_objects(text: str) -> None:
     assert not is_object(text)
     assert is_object(' \n{"a": [1, {}]} ')
 
@@ -54,7 +53,7 @@ def test_more_items_than_a_call_may_make_are_refused_unread(item: str) -> None:
 
 
 def test_long_numbers_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """msgspec's own reading of them takes as long as a hundred short ones, in one call."""
+    """msgspec needs as long for one of them as for a hundred short ones, in one call."""
     long = "1.2345678901234567890123456789e-300"
     assert parsed(f"[{long}, 1.5, 1e3, 0.1]") == [float(long), 1.5, 1000.0, 0.1]
     with pytest.raises(ValueError, match="out of range"):

@@ -1,4 +1,4 @@
-"""The rules by which a request survives losses, against a plain model: retries, patience, blame and back-off."""
+"""Retries, patience, blame and back-off of a request against a plain model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_ATTEMPTS = 3
 PATIENCE_S = 10.0
 PROMPT_TOKENS = 21
 ERRORS = [Unavailable("gone"), Overloaded("full", 700)]
-# What an attempt ends that is left in these states.
+# Cancellations when an attempt is abandoned, by state.
 LEAVING = {
     RequestState.PLANNING: ["StopWork"],
     RequestState.OPENING: ["CancelDecode"],
@@ -31,10 +31,10 @@ LEAVING = {
 
 @dataclass
 class LossModel:
-    """What a request has lost since its client last got something, and how long it has waited for that."""
+    """A request's losses since its last progress, and its waiting time."""
 
     attempt: int = 1
-    # Attempts that bring nothing count unless the request waits for a component; the first one counts from the start.
+    # Attempts without progress, except waits for a component; includes the first one.
     fruitless: int = 1
     losses: int = 0
     tickets: int = 0
@@ -53,7 +53,7 @@ class LossModel:
         self.since_s = now
 
     def lose(self, loss: ev.AttemptLoss, now: float) -> tuple[Any, ...]:
-        """What follows from a loss: a look-up of the next attempt after some time, or the end."""
+        """Return the effect of a loss: a look-up after some delay, or the end."""
         if not loss.retryable:
             return "fail", loss.error
         if loss.killed:
@@ -101,7 +101,7 @@ def check_outcome(actions: list[ev.Action], expected: tuple[Any, ...]) -> None:
 
 
 class LossyRun:
-    """One request and its model. ``step`` has something happen that may in the request's state."""
+    """One request and its model. ``step`` applies a random event that is possible in the request's state."""
 
     def __init__(self, rng: Random) -> None:
         self.rng, self.now, self.model = rng, 0.0, LossModel()
@@ -123,7 +123,6 @@ class LossyRun:
         state, actions = self.machine.state, self.happen(event)
         check_outcome(actions, self.model.lose(event, self.now))
         if state in LEAVING:
-            # A stream that was lost is over.
             left = [kind for kind in LEAVING[state] if kind != "CancelDecode"]
             assert [type(action).__name__ for action in actions[:-1]] == left
 
@@ -139,7 +138,7 @@ class LossyRun:
             assert [type(action).__name__ for action in actions[:-1]] == LEAVING[before]
 
     def late(self) -> None:
-        """An event of an earlier attempt changes nothing; only a ticket that comes late is released."""
+        """Events of earlier attempts change nothing, except that a late ticket is released."""
         rng, attempt = self.rng, self.machine.attempt - 1
         kind = rng.choice([ev.PlanFailed, ev.TicketLost, ev.PrefillLost, ev.DecodeLost])
         event = rng.choice(
@@ -251,7 +250,7 @@ class LossyRun:
 
 
 @given(random_scenes())
-def test_losses_have_the_outcome_of_their_model(scenes: list[Random]) -> None:
+def test_losses_follow_the_model(scenes: list[Random]) -> None:
     for rng in scenes:
         run = LossyRun(rng)
         for _ in range(60):
@@ -269,7 +268,7 @@ def to_prefilling(pinned: int = 0) -> RequestMachine:
     return m
 
 
-def test_a_stream_that_was_lost_beside_its_prefill_range_says_no_more() -> None:
+def test_events_of_a_lost_stream_are_ignored() -> None:
     m = to_prefilling()
     assert m.handle(ev.DecodeLost(1, ERRORS[0], True), 1.0) == []
     assert m.handle(ev.DecodeLost(1, ERRORS[1], False), 1.0) == []
@@ -321,7 +320,7 @@ def test_a_prefill_range_that_has_ended_is_not_stopped_again() -> None:
     assert [type(action).__name__ for action in left] == ["CancelDecode", "ReleaseTicket", "Fail"]
 
 
-def test_a_plan_that_keeps_failing_is_not_waited_for_anew_in_each_attempt() -> None:
+def test_waiting_for_a_failing_plan_is_cumulative_over_attempts() -> None:
     m = machine(attempts=2)
     m.start()
     m.handle(ev.PlanFailed(1, ERRORS[0], True), 0.0)

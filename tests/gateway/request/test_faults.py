@@ -1,4 +1,5 @@
-"""Parts lost, clients gone, time over: an answer goes on whole or ends clearly, and nothing stays held (I1, I6, I8)."""
+"""Lost parts, disconnects and deadlines: an answer completes or ends with a clear error, and nothing leaks (I1, I6,
+I8)."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ SCRIPT = "Paris, naturally — 巴黎. " * 3
 
 @pytest.fixture(autouse=True)
 def _no_growing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pause after each loss in a row stays at its first length."""
+    """Fix the back-off at its first delay."""
     monkeypatch.setattr(request_machine, "MAX_RETRY_DELAY_MS", request_machine.FIRST_RETRY_DELAY_MS)
 
 
@@ -49,7 +50,7 @@ def text_of(deltas: list[Delta]) -> str:
 
 
 def whole(fakes: FakeCluster, deltas: list[Delta], replays: int) -> None:
-    """Every token once, in order, and the books right."""
+    """Check that each token came once, in order, and that usage adds up."""
     assert text_of(deltas) == line_text(fakes)
     assert [one for delta in deltas for one in delta.token_ids] == list(fakes.decode.script)
     last = deltas[-1]
@@ -66,11 +67,8 @@ def line_text(fakes: FakeCluster) -> str:
     return byte_tokenizer().decode(list(fakes.decode.script))
 
 
-# ---- parts lost --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("after", [1, 20, 60])
-async def test_a_stream_broken_mid_answer_goes_on_where_it_was(after: int) -> None:
+async def test_a_stream_broken_mid_answer_continues(after: int) -> None:
     async with running_fake_cluster(SCRIPT) as fakes:
         fakes.decode.break_after = after
         whole(fakes, await read(fakes.client.generate(PROMPT)), replays=1)
@@ -84,7 +82,7 @@ async def test_a_stream_broken_mid_answer_goes_on_where_it_was(after: int) -> No
 
 
 async def test_a_stream_that_is_lost_in_its_first_step_goes_on() -> None:
-    """A slow worker tells the beginning of the step, its token and the loss in one delta."""
+    """A slow worker reports the step's begin, its token and the loss in one delta."""
     async with running_fake_cluster(SCRIPT) as fakes:
         fakes.decode.refuses_in_step = True
         fakes.decode.refusals = [(Unavailable.code, True)]
@@ -93,7 +91,7 @@ async def test_a_stream_that_is_lost_in_its_first_step_goes_on() -> None:
         await fakes.settled()
 
 
-async def test_many_streams_on_a_broken_connection_all_go_on() -> None:
+async def test_all_streams_of_a_broken_connection_continue() -> None:
     async with running_fake_cluster(SCRIPT) as fakes:
         fakes.decode.break_after = 300
         answers = await asyncio.gather(*(read(fakes.client.generate(PROMPT)) for _ in range(12)))
@@ -126,7 +124,7 @@ async def test_a_decode_worker_that_dies_and_comes_back_is_waited_for(monkeypatc
 
 
 async def start_again(fakes: FakeCluster, role: str) -> None:
-    """Start the KV node or the decode worker at its old address."""
+    """Restart the KV node or the decode worker at its old address."""
     from pillion.net import rpc
     from pillion.v1 import decode_pb2_grpc, kvnode_pb2_grpc
 
@@ -145,7 +143,7 @@ async def start_again(fakes: FakeCluster, role: str) -> None:
 async def test_a_part_lost_while_a_new_request_is_planned_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, role: str
 ) -> None:
-    """The part still lives when the request looks for it, and is gone when the index has answered."""
+    """The part is alive at look-up, and gone when the index has answered."""
     async with running_fake_cluster(SCRIPT) as fakes:
         cluster = fakes.gateway.cluster
         link = cluster.node("kv-0") if role == "kvnode" else cluster.decode("decode-0")
@@ -174,7 +172,7 @@ async def test_a_part_lost_while_a_new_request_is_planned_is_waited_for(
 
 
 async def test_a_request_waits_for_workers_whose_records_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that is slow to start again outlasts its record; it is waited for as long as one that has a record."""
+    """A slow restart outlasts the worker's record; the wait is the same as with a record."""
     monkeypatch.setattr(links, "FIRST_LOOK_S", 0.1)
     async with running_fake_cluster(SCRIPT) as fakes:
         cluster = fakes.gateway.cluster
@@ -232,7 +230,7 @@ async def test_another_decode_worker_takes_over() -> None:
             await until("a connection to the other decode worker", lambda: other.connections)
             for worker in (fakes.decode, other):
                 worker.gate.clear()
-            # Ties spread: both workers get streams, and the one that lives on gets those of the other.
+            # Ties alternate: both workers get streams, and the survivor takes over those of the other.
             reading = [asyncio.create_task(read(fakes.client.generate(PROMPT))) for _ in range(6)]
             await until("six submits at both workers", lambda: len(fakes.decode.submits) + len(other.submits) == 6)
             assert (len(fakes.decode.submits), len(other.submits)) == (3, 3)
@@ -260,7 +258,7 @@ async def test_a_lost_prefill_range_is_planned_again(error: PillionError, chunks
         await fakes.settled()
 
 
-async def test_a_prefill_worker_that_is_not_there_at_all() -> None:
+async def test_an_unreachable_prefill_worker() -> None:
     async with running_fake_cluster(SCRIPT) as fakes:
         link = fakes.gateway.cluster.prefill("prefill-0")
         await fakes.servers["prefill"].stop(0)
@@ -278,7 +276,7 @@ async def test_a_ticket_that_the_worker_does_not_find_is_opened_again(code: int)
         await fakes.settled()
 
 
-async def test_a_refusal_for_good_is_told_with_its_status() -> None:
+async def test_a_final_refusal_is_returned_with_its_status() -> None:
     async with running_fake_cluster(SCRIPT) as fakes:
         fakes.decode.refusals = [(Overloaded.code, False)]
         with pytest.raises(Overloaded, match="refused by the script"):
@@ -304,8 +302,8 @@ async def test_a_node_that_refuses_a_ticket_is_asked_again(error: PillionError) 
 
 
 @pytest.mark.parametrize("error", [Unavailable("no worker"), Conflict("fenced"), NotFound("epoch"), Cancelled("over")])
-async def test_a_node_on_its_way_back_is_waited_for(error: PillionError) -> None:
-    """Neither a new request nor one under way is given up while the node that is back gives no ticket."""
+async def test_a_returning_node_is_waited_for(error: PillionError) -> None:
+    """Neither new nor running requests fail while the restarted node refuses tickets."""
     async with running_fake_cluster(SCRIPT, max_attempts=2) as fakes:
         fakes.node.failures = [error] * 5
         whole(fakes, await read(fakes.client.generate(PROMPT)), replays=1)
@@ -319,15 +317,15 @@ async def test_a_node_on_its_way_back_is_waited_for(error: PillionError) -> None
 
 
 @pytest.mark.parametrize("code", [Unavailable.code, Conflict.code])
-async def test_a_worker_on_its_way_back_is_waited_for(code: int) -> None:
-    """It stops, or takes a new epoch: it says so, and no attempt counts."""
+async def test_a_returning_worker_is_waited_for(code: int) -> None:
+    """While stopping or changing its epoch it refuses with a reason that costs no attempt."""
     async with running_fake_cluster(SCRIPT, max_attempts=2) as fakes:
         fakes.decode.refusals = [(code, True)] * 5
         whole(fakes, await read(fakes.client.generate(PROMPT)), replays=5)
         await fakes.settled()
 
 
-async def test_what_was_under_a_ticket_of_a_nodes_last_life_is_no_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_ticket_of_an_earlier_node_epoch_costs_no_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_fake_cluster(SCRIPT, max_attempts=2) as fakes:
         monkeypatch.setattr(fakes.gateway.cluster, "holds", lambda hold: False)
         fakes.decode.refusals = [(NotFound.code, True)] * 5
@@ -346,7 +344,7 @@ async def test_waiting_for_a_part_that_refuses_is_bounded(monkeypatch: pytest.Mo
         await fakes.settled()
 
 
-async def test_a_request_that_has_killed_two_workers_is_not_given_to_a_third() -> None:
+async def test_a_request_that_killed_two_workers_is_not_sent_to_a_third() -> None:
     async with running_fake_cluster(SCRIPT) as fakes:
         fakes.prefill.breaks_at = [0]
         fakes.decode.is_killed_by = lambda submit: len(fakes.decode.submits) in (2, 3)
@@ -360,7 +358,7 @@ async def test_a_request_that_has_killed_two_workers_is_not_given_to_a_third() -
 
 
 @pytest.mark.parametrize(("in_prefill", "in_decode"), [(1, 0), (0, 5), (1, 5)])
-async def test_a_request_that_only_waited_in_line_has_used_up_no_attempt(in_prefill: int, in_decode: int) -> None:
+async def test_waiting_in_a_queue_costs_no_attempt(in_prefill: int, in_decode: int) -> None:
     async with running_fake_cluster(SCRIPT, max_attempts=1) as fakes:
         fakes.prefill.breaks_at, fakes.decode.breaks_in_line = [2] * in_prefill, in_decode
         answer = await within("the answer", read(fakes.client.generate(PROMPT)))
@@ -377,7 +375,7 @@ async def test_workers_that_go_with_their_node_did_not_die_of_a_request(monkeypa
 
 
 async def test_streams_beside_a_request_that_kills_workers_go_on() -> None:
-    """They had tokens of that worker, so it did not die of them."""
+    """They had tokens from that worker, so they are not suspects."""
     async with running_fake_cluster(SCRIPT) as fakes:
         fakes.decode.pace_s = 0.05
         beside = asyncio.create_task(read(fakes.client.generate(PROMPT)))
@@ -390,7 +388,7 @@ async def test_streams_beside_a_request_that_kills_workers_go_on() -> None:
         await fakes.settled()
 
 
-async def test_a_full_node_is_told() -> None:
+async def test_a_full_node_is_an_overload() -> None:
     async with running_fake_cluster(SCRIPT) as fakes:
         fakes.node.failures = [Overloaded("the prompt can never fit")]
         with pytest.raises(Overloaded, match="never fit"):
@@ -422,7 +420,7 @@ async def test_a_node_that_restarts_gets_a_new_session(monkeypatch: pytest.Monke
         await fakes.settled()
 
 
-async def test_service_goes_on_while_redis_is_away() -> None:
+async def test_requests_are_served_during_a_redis_outage() -> None:
     async with running_fake_cluster(SCRIPT) as fakes:
         with fakes.redis.stopped():
             whole(fakes, await read(fakes.client.generate(PROMPT)), replays=0)
@@ -430,9 +428,7 @@ async def test_service_goes_on_while_redis_is_away() -> None:
             await fakes.settled()
 
 
-async def test_a_worker_that_says_nothing_is_given_up(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_silent_worker_is_lost(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     clock = TurnedClock()
     monkeypatch.setattr(request_runner, "time", clock)
     monkeypatch.setattr(request_runner, "LOGGED_SILENCE_S", 0.1)
@@ -462,8 +458,8 @@ async def test_a_worker_that_says_nothing_is_given_up(
 
 
 @pytest.mark.parametrize("where", ["prefill", "decode"])
-async def test_a_long_line_is_no_silence(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """A worker that says that the request waits keeps it, however long; the request does not begin again elsewhere."""
+async def test_a_long_queue_is_not_silence(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """A worker that reports a queued request keeps it for any time; it is not restarted elsewhere."""
     monkeypatch.setattr(request_runner, "MAX_SILENCE_S", 0.2)
     told, clock = list[int](), TurnedClock()
     monkeypatch.setattr(request_runner, "time", clock)
@@ -473,7 +469,7 @@ async def test_a_long_line_is_no_silence(monkeypatch: pytest.MonkeyPatch, where:
         worker.gate.clear()
         worker.tells_queued = True
         reading = asyncio.create_task(read(fakes.client.generate(PROMPT)))
-        # Many times the longest silence by the request's clock, which is looked at again and again.
+        # Many times the max silence by the request's clock, which is read repeatedly.
         await until("signs of life", lambda: len(told) >= 8)
         worker.gate.set()
         whole(fakes, await reading, replays=0)
@@ -482,7 +478,7 @@ async def test_a_long_line_is_no_silence(monkeypatch: pytest.MonkeyPatch, where:
 
 
 class TurnedClock:
-    """A clock that the test turns."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now_s = time.monotonic()
@@ -492,7 +488,7 @@ class TurnedClock:
 
 
 def spying(handle: Callable[..., Any], told: list[int], clock: TurnedClock) -> Callable[..., Any]:
-    """``handle``, and the places in line that it was told. After each half of the longest silence goes by at once."""
+    """Call ``handle``, recording queue positions; then advance the clock by half of the max silence."""
 
     def spy(runner: RequestRunner, index: int | None, event: Any) -> Any:
         done = handle(runner, index, event)
@@ -504,11 +500,8 @@ def spying(handle: Callable[..., Any], told: list[int], clock: TurnedClock) -> C
     return spy
 
 
-# ---- clients gone, time over --------------------------------------------------------------------------------------
-
-
 async def stuck(fakes: FakeCluster, stage: str) -> None:
-    """Lets the next request get as far as ``stage`` and no further."""
+    """Block the next request at ``stage``."""
     {"ticket": fakes.node, "prefill": fakes.prefill, "decode": fakes.decode}[stage].gate.clear()
 
 
@@ -525,9 +518,9 @@ async def test_cancelling_frees_everything_at_every_stage(stage: str) -> None:
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
         await fakes.settled()
-        # A stream that waits for its prompt's blocks is one, too.
+        # A stream that waits for its prompt's blocks counts as well.
         assert len(fakes.decode.cancelled) == (stage != "ticket")
-        # Nobody waits for the call that takes back a ticket which was not granted yet.
+        # Withdrawing a ticket that was not granted yet is asynchronous.
         await until("the node to be told", lambda: bool(fakes.node.forgotten) == (stage == "ticket"))
 
 
@@ -543,7 +536,7 @@ async def test_leaving_the_iteration_mid_stream_cancels() -> None:
         assert len(fakes.decode.cancelled) == 1
 
 
-async def test_a_client_that_vanishes_cancels() -> None:
+async def test_a_client_disconnect_cancels() -> None:
     async with running_fake_cluster(SCRIPT) as fakes:
         fakes.decode.gate.clear()
         readings = [asyncio.create_task(read(fakes.client.generate(PROMPT))) for _ in range(5)]
@@ -554,7 +547,7 @@ async def test_a_client_that_vanishes_cancels() -> None:
         await fakes.settled()
 
 
-# A machine that stands still may let a deadline pass before a request is where it shall meet it: then it gets more.
+# Retry with longer deadlines: on a stalled machine one may pass before the request reaches its stage.
 MORE_AND_MORE_TIME_S = (0.2, 2.0, 8.0, 32.0)
 
 
@@ -624,8 +617,8 @@ async def test_a_defect_ends_one_request_and_frees_it(monkeypatch: pytest.Monkey
         await fakes.settled()
 
 
-async def test_work_that_is_cancelled_by_nobody_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a cancel looks like the request's own, which nobody waits for; its reader would wait for ever."""
+async def test_an_unexpected_cancel_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a cancel looks like the request's own, so its reader would wait forever."""
     async with running_fake_cluster(SCRIPT) as fakes:
 
         async def cancelled(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Blocks that the index knows and the ticket lacks are fetched first; the answer is the same however that ends (I1)."""
+"""Blocks that the index lists and the ticket lacks are fetched first; every outcome gives the same answer (I1)."""
 
 from __future__ import annotations
 
@@ -24,11 +24,9 @@ from tests.gateway.request.test_request import hold, kinds, machine, planned
 from tests.support.fake_components import FakeCluster, knows, running_fake_cluster
 
 BOTH = "kvnode prefill decode far-kvnode"
-# A call that a node does not answer ends so long after the fetch should have. A busy machine may need a part of it
-# before the node has the call.
+# Delay after the fetch's timeout at which an unanswered call ends. A busy machine may use part of it before the node
+# has the call.
 GRACE_S = 1.0
-
-# ---- the machine -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("brought", "cached"), [(5, 20), (4, 16), (2, 8), (0, 8), (99, 20)])
@@ -48,7 +46,7 @@ def test_a_fetch_moves_the_split_and_never_back(brought: int, cached: int) -> No
     assert m.handle(ev.BlocksFetched(1, 5), 2.0) == []
 
 
-def test_what_an_older_attempt_fetched_counts_for_nothing() -> None:
+def test_fetches_of_an_older_attempt_do_not_count() -> None:
     m = machine()
     m.handle(planned(1, 21, far=5), 1.0)
     m.handle(ev.TicketGranted(1, hold(), 0), 1.0)
@@ -60,11 +58,8 @@ def test_what_an_older_attempt_fetched_counts_for_nothing() -> None:
     assert m.usage().cached_tokens == 4
 
 
-# ---- the service -------------------------------------------------------------------------------------------------
-
-
 def cached_of(fakes: FakeCluster, deltas: list) -> int:
-    """Return the number of tokens found in the cache, after a check that all counts add up."""
+    """Return the number of cached tokens, after checking that all counts add up."""
     last = deltas[-1]
     assert last.usage.cached_tokens == last.timings.cached_tokens
     started = [prefill_range.start_tokens for prefill_range in fakes.prefill.prefill_ranges] or [28]
@@ -77,7 +72,7 @@ def cached_of(fakes: FakeCluster, deltas: list) -> int:
     [(6, 24), (4, 16), (2, 8), (0, 8), (99, 24), (Unavailable("the source is gone"), 8), (Conflict("fenced"), 8),
      (NotFound("no such ticket"), 8), (Overloaded("too many fetches"), 8)],
 )  # fmt: skip
-async def test_whatever_a_fetch_brings_the_answer_is_the_same(brings: int | PillionError, cached: int) -> None:
+async def test_the_answer_does_not_depend_on_the_fetch(brings: int | PillionError, cached: int) -> None:
     async with running_fake_cluster(SCRIPT, BOTH) as fakes:
         fakes.node.pinned, fakes.node.brings = 2, [brings]
         knows(fakes, kv_0=2, kv_1=6)
@@ -93,7 +88,7 @@ async def test_whatever_a_fetch_brings_the_answer_is_the_same(brings: int | Pill
         await fakes.settled()
 
 
-async def test_when_all_is_fetched_nobody_prefills() -> None:
+async def test_a_complete_fetch_needs_no_prefill() -> None:
     async with running_fake_cluster(SCRIPT, BOTH) as fakes:
         knows(fakes, kv_1=9)
         deltas = await read(fakes.client.generate(PROMPT))
@@ -106,7 +101,6 @@ async def test_when_all_is_fetched_nobody_prefills() -> None:
 async def test_the_nodes_own_disk_is_asked_without_a_source() -> None:
     async with running_fake_cluster(SCRIPT) as fakes:
         fakes.node.pinned = 1
-        # A node that nobody sees is no source either.
         knows(fakes, kv_0=5, kv_7=7)
         deltas = await read(fakes.client.generate(PROMPT))
         assert cached_of(fakes, deltas) == 20
@@ -115,7 +109,7 @@ async def test_the_nodes_own_disk_is_asked_without_a_source() -> None:
         await fakes.settled()
 
 
-async def test_what_is_pinned_already_is_not_fetched() -> None:
+async def test_pinned_blocks_are_not_fetched() -> None:
     async with running_fake_cluster(SCRIPT, BOTH) as fakes:
         fakes.node.pinned = 3
         knows(fakes, kv_0=3, kv_1=2)
@@ -139,12 +133,12 @@ async def test_a_fetch_that_hangs_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("end", ["cancel", "deadline"])
-async def test_nobody_waits_for_a_fetch_that_is_not_wanted_any_more(end: str) -> None:
+async def test_a_cancelled_request_does_not_wait_for_its_fetch(end: str) -> None:
     async with running_fake_cluster(SCRIPT, BOTH) as fakes:
         fakes.node.fetch_gate.clear()
         knows(fakes, kv_1=6)
         reading = asyncio.create_task(read(fakes.client.generate(PROMPT, timeout_s=0.5 if end == "deadline" else None)))
-        # On a machine that stands still the deadline may pass before.
+        # On a stalled machine the deadline may pass earlier.
         await until("a fetch under way", lambda: fakes.node.fetching or reading.done())
         if end == "cancel":
             reading.cancel()
@@ -208,7 +202,7 @@ async def test_a_fetch_is_in_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bad.attributes["error.type"] == "Unavailable"
 
 
-async def test_the_planner_learns_of_each_fetch_between_which_nodes_it_went() -> None:
+async def test_fetches_are_observed_per_pair_of_nodes() -> None:
     async with running_fake_cluster(SCRIPT, BOTH) as fakes:
         fakes.node.brings = [3]
         knows(fakes, kv_1=6)
@@ -220,7 +214,7 @@ async def test_the_planner_learns_of_each_fetch_between_which_nodes_it_went() ->
 
 
 async def test_a_fetch_gets_no_more_time_than_computing_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The policy ``auto`` knows what a worker's tokens cost: a source that hangs costs no more than that again."""
+    """With policy ``auto``, from the worker's cost per token: a hanging source costs at most that time again."""
     monkeypatch.setattr(client, "PREFETCH_GRACE_S", GRACE_S)
     async with running_fake_cluster(SCRIPT, BOTH, split_policy="auto") as fakes:
         fakes.node.fetch_gate.clear()

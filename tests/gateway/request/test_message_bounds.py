@@ -1,4 +1,4 @@
-"""What a request holds is counted in its bytes: never too strict for a good one, never too mild for a bad one."""
+"""Requests are limited by bytes: no valid one is refused, no oversized one passes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VALUES = st.recursive(
 
 
 def strings_of(value: Any) -> int:
-    """The strings of a JSON value, names of fields included."""
+    """Yield the strings of a JSON value, field names included."""
     if isinstance(value, dict):
         return sum(1 + strings_of(item) for item in value.values())
     if isinstance(value, list):
@@ -36,7 +36,7 @@ def strings_of(value: Any) -> int:
 
 @given(VALUES, st.integers(0, 12), st.booleans())
 @settings(max_examples=examples(400))
-def test_strings_are_counted_wherever_they_stand(value: Any, most: int, escaped: bool) -> None:
+def test_strings_are_counted_at_any_depth(value: Any, most: int, escaped: bool) -> None:
     body, count = json.dumps(value, ensure_ascii=escaped).encode(), strings_of(value)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bounds, "MAX_STRINGS", most)
@@ -44,7 +44,7 @@ def test_strings_are_counted_wherever_they_stand(value: Any, most: int, escaped:
     assert count > most if too_many else count <= 2 * most
 
 
-def test_a_name_in_escapes_is_a_string_as_well() -> None:
+def test_an_escaped_name_is_a_string() -> None:
     message = b'{"\\u0072ole":"user","content":""}'
     assert bounds.holds_too_many_strings(b",".join([message] * (bounds.MAX_STRINGS // 4 + 1)))
     assert not bounds.holds_too_many_strings(b",".join([message] * MAX_MESSAGES))
@@ -58,7 +58,7 @@ def refused(raw: bytes) -> str:
 
 
 def field(number: int, content: bytes) -> bytes:
-    """A field of bytes on the wire."""
+    """Encode a bytes field in protobuf wire format."""
     size, head = len(content), bytearray([number << 3 | 2])
     while size > 127:
         head.append(size & 127 | 128)
@@ -78,7 +78,6 @@ LARGE = max(LOOP_BYTES, bounds.MAX_FIELDS) + 1
         (b"\x12\x00" * LARGE, "messages"),
         (b"\x2a\x00" * LARGE, "messages"),
         (b"\xf8\x01\x01" * LARGE, "messages"),
-        # A group, empty, and what is after it.
         (b"\x7b\x7c" + b"\x22\x00" * LARGE, "messages"),
         (b"\x79" + bytes(8) + b"\x7d" + bytes(4) + b"\x22\x00" * LARGE, "messages"),
         (field(9, field(2, b"") * LARGE), "messages"),
@@ -113,14 +112,14 @@ def test_the_largest_good_messages_pass() -> None:
 @given(st.binary(max_size=200), st.integers(0, 200))
 @settings(max_examples=examples(300))
 def test_noise_is_counted_to_its_end(noise: bytes, cut: int) -> None:
-    """Whatever the bytes are, and wherever a good message is cut, counting ends."""
+    """Counting ends for any bytes, and for a valid message cut anywhere."""
     good = gateway_pb2.GenerateRequest(text="x" * LARGE, messages=[gateway_pb2.ChatMessage(role="a")])
     for raw in (noise + bytes(LARGE), good.SerializeToString()[:-1] + noise, good.SerializeToString()[: LARGE + cut]):
         with contextlib.suppress(InvalidRequest):
             bounds.check_generate_message(raw)
 
 
-def test_a_prompt_that_is_to_be_warmed_is_counted_like_one_that_is_to_be_answered() -> None:
+def test_a_prompt_to_warm_is_counted_like_one_to_answer() -> None:
     ids = gateway_pb2.GenerateRequest(token_ids=[1] * (MAX_PROMPT_IDS + 1))
     fields = gateway_pb2.GenerateRequest(messages=[gateway_pb2.ChatMessage(role="r", content="c")] * bounds.MAX_FIELDS)
     for prompt in (ids, fields):

@@ -1,4 +1,4 @@
-"""Several answers to a prompt as pure decisions: nothing begun is left, no token lost or repeated, one failure told."""
+"""Parallel samples as pure decisions: no leaks, each token exactly once, one failure reported."""
 
 from __future__ import annotations
 
@@ -51,9 +51,6 @@ def submitted(c: ParallelSamples, attempt: int = 1) -> ev.SubmitDecode:
     return submit
 
 
-# ---- the rules ---------------------------------------------------------------------------------------------------
-
-
 def test_one_submit_begins_all() -> None:
     c = choices()
     assert actions_of(c.start()) == [(0, "LookUp")]
@@ -70,7 +67,7 @@ def test_one_submit_begins_all() -> None:
     assert (c.timings(99.0).guessed_tokens, c.timings(99.0).accepted_tokens) == (12, 3)
 
 
-def test_before_the_first_token_only_the_first_answer_tries_again_and_parallel_samples_those_without_a_token() -> None:
+def test_before_the_first_token_the_first_answer_retries_for_all() -> None:
     c = choices()
     c.start()
     submitted(c)
@@ -86,7 +83,7 @@ def test_before_the_first_token_only_the_first_answer_tries_again_and_parallel_s
     assert c.handle(1, ev.TokensSampled(2, (7,)), 3.0) == [(1, ev.Emit((7,)))]
 
 
-def test_after_the_first_token_each_tries_again_by_itself() -> None:
+def test_after_the_first_token_each_sample_retries_by_itself() -> None:
     c = choices()
     c.start()
     submitted(c)
@@ -97,7 +94,7 @@ def test_after_the_first_token_each_tries_again_by_itself() -> None:
         assert (at, c.machines[index].tokens(), look_up.attempt) == (index, PROMPT + emitted, 2)
 
 
-def test_one_failure_ends_all_and_is_told_once() -> None:
+def test_one_failure_ends_all_and_is_reported_once() -> None:
     c = choices()
     c.start()
     submitted(c)
@@ -110,7 +107,7 @@ def test_one_failure_ends_all_and_is_told_once() -> None:
     assert c.handle_all(ev.RequestCancelled(), 3.0) == []
 
 
-def test_where_less_is_pinned_the_gateways_submit_begins_all_anew() -> None:
+def test_with_fewer_pinned_blocks_a_new_submit_restarts_all() -> None:
     c = choices()
     c.start()
     assert actions_of(c.handle(0, planned(1, len(PROMPT), 5), 1.0)) == [(0, "SubmitDecode")]
@@ -121,7 +118,7 @@ def test_where_less_is_pinned_the_gateways_submit_begins_all_anew() -> None:
     assert c.handle(1, ev.TokensSampled(1, (5,)), 2.0) == [(1, ev.Emit((5,)))]
 
 
-def test_what_happens_to_the_request_happens_to_all() -> None:
+def test_events_of_the_request_apply_to_all_samples() -> None:
     c = choices()
     c.start()
     submitted(c)
@@ -138,17 +135,14 @@ def test_seeds_wrap_around() -> None:
     assert [answer_seed(top, 0), answer_seed(top, 1), answer_seed(-(2**63), 1)] == [top, -(2**63), -(2**63) + 1]
 
 
-# ---- any order ---------------------------------------------------------------------------------------------------
-
-
 def token_at(index: int, position: int) -> int:
-    """Each answer has a seed of its own; the same seed and position give the same token on every worker (I6)."""
+    """Return the token of a sample, whose own seed and position determine it on every worker (I6)."""
     return 1000 * (index + 1) + position
 
 
 @dataclass
 class AnswersWorld:
-    """Parts that answer in any order, late or not at all; and an account of what they were told."""
+    """Parts that answer in any order, late or never, with a log of the commands that they got."""
 
     choices: ParallelSamples
     opened: set[ev.TicketHold] = field(default_factory=set)
@@ -249,7 +243,7 @@ def test_any_order_of_events(data) -> None:
     c = choices(count, data.draw(st.integers(1, 9)), attempts=6, prompt=tuple(range(length)))
     world = AnswersWorld(c)
     world.perform(c.start())
-    # Most histories begin well, so that most of what is drawn is about several streams.
+    # Most histories begin well, to reach cases with several streams.
     if data.draw(st.booleans()):
         world.opened.add(hold(1))
         world.perform(c.handle(0, planned(1, length, data.draw(st.sampled_from([0, 99]))), 0.0))
@@ -266,11 +260,8 @@ def test_any_order_of_events(data) -> None:
     assert sorted(world.released, key=lambda one: one.ticket_id) == sorted(world.opened, key=lambda one: one.ticket_id)
 
 
-# ---- text --------------------------------------------------------------------------------------------------------
-
-
 def by_hand(text: str, stops: list[str], min_tokens: int) -> tuple[str, int]:
-    """The text and the number of tokens, one per letter, of an answer: looked for from the front, letter by letter."""
+    """Return text and number of tokens (one per letter) of an answer, by a search from the front."""
     for end in range(min_tokens + 1, len(text) + 1):
         matches = [len(stop) for stop in stops if text[:end].endswith(stop)]
         if matches:
@@ -313,15 +304,11 @@ def test_a_stop_string_may_begin_in_the_first_tokens_and_end_after_them() -> Non
     assert answer.completion_tokens == 5
 
 
-# ---- ranking and merging -----------------------------------------------------------------------------------------
-
-
 def probs(*values: float) -> list[TokenLogprob]:
     return [TokenLogprob(n, value) for n, value in enumerate(values)]
 
 
 def test_the_best_answers_have_the_highest_mean() -> None:
-    # The sum alone would favour the short ones.
     answers = [
         probs(-1.0, -1.0, -1.0),
         probs(-2.0),
@@ -336,7 +323,7 @@ def test_the_best_answers_have_the_highest_mean() -> None:
 TIMES, USED = Timings(), Usage(3, 0, 9)
 
 
-def test_what_is_not_taken_is_merged_per_answer() -> None:
+def test_unread_deltas_are_merged_per_answer() -> None:
     box = outbox(2, 2, logprobs=0)
     box.add(1, AnswerDelta("a", (1,), tuple(probs(-1.0))))
     box.add(0, AnswerDelta("b", (2,), tuple(probs(-1.0))))
@@ -356,7 +343,7 @@ def test_what_is_not_taken_is_merged_per_answer() -> None:
     assert box.over
 
 
-def test_of_best_of_nothing_is_given_before_the_end() -> None:
+def test_best_of_emits_nothing_before_the_end() -> None:
     box = outbox(3, 2)
     for index, value in enumerate((-3.0, -1.0, -2.0)):
         box.add(index, AnswerDelta(f"text {index}", (index,), tuple(probs(value))))
@@ -385,7 +372,7 @@ def test_a_failure_comes_after_what_is_pending(given_: int) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.booleans()), max_size=40))
-def test_whatever_the_reader_does_nothing_is_lost(steps: list[tuple[int, int, bool]]) -> None:
+def test_any_reader_gets_every_token(steps: list[tuple[int, int, bool]]) -> None:
     box, counter = outbox(3, 3, logprobs=0), itertools.count()
     put: dict[int, list[int]] = {0: [], 1: [], 2: []}
     got: dict[int, list[int]] = {0: [], 1: [], 2: []}

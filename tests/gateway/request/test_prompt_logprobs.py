@@ -1,4 +1,4 @@
-"""Log probabilities of prompts over real gRPC with scripted peers: once for all answers, with parts lost, bounded."""
+"""Prompt log probabilities over real gRPC with scripted peers: once for all answers, after losses, bounded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def ask(fakes: FakeCluster, **fields) -> list[Delta]:
 
 
 def check_scores(deltas: list[Delta]) -> None:
-    """Every token but the first once, in order, and before all tokens."""
+    """Check that each token but the first is scored once, in order, before all answer tokens."""
     scores = [one for delta in deltas for one in delta.prompt_logprobs]
     assert [(one.token_id, one.logprob, one.rank) for one in scores] == [
         (token, -place / 64, 2) for place, token in enumerate(PROMPT) if place
@@ -43,7 +43,6 @@ async def test_a_prompt_is_scored_once_for_all_answers(fields) -> None:
         tokens = [one for delta in deltas for one in delta.token_ids]
         assert len(tokens) == answers * most
         (submit,) = fakes.decode.submits
-        # What the index knows is no use, and no prefill worker computes anything.
         assert (submit.scored_tokens, submit.awaited_blocks) == (0, 0)
         assert deltas[-1].usage.completion_tokens == fields.get("best_of", answers) * most
         assert (deltas[-1].usage.cached_tokens, deltas[-1].timings.tail_tokens) == (0, len(PROMPT))
@@ -58,7 +57,6 @@ async def test_a_worker_lost_amid_a_prompt_is_replayed_from_there() -> None:
         assert [submit.scored_tokens for submit in fakes.decode.submits] == [0, 8, 16]
         assert [len(submit.siblings) for submit in fakes.decode.submits] == [1, 1, 1]
         assert deltas[-1].timings.replays == 2
-        # After the first token an answer is replayed without a score.
         fakes.decode.submits.clear()
         fakes.decode.break_after = 3
         deltas = await ask(fakes, n=2)
@@ -78,7 +76,7 @@ async def test_too_many_log_probabilities_are_refused_by_name() -> None:
         await fakes.settled()
 
 
-def test_scores_weigh_in_admission() -> None:
+def test_scores_count_in_admission() -> None:
     admission = Admission(10, 1000)
     first, second = admission.enter(), admission.enter()
     admission.weigh(first, 100, 800)

@@ -1,4 +1,4 @@
-"""What a receipt counts, attempt by attempt, and the sums of tenants."""
+"""Receipts by attempt, and sums per tenant."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ GONE = Unavailable("gone")
 
 
 class AttemptDriver:
-    """Drives a machine of 20 prompt tokens through an attempt after the other."""
+    """Drives a machine with 20 prompt tokens through attempts."""
 
     def __init__(self) -> None:
         self.machine = RequestMachine(admitted_request(tuple(range(100, 120)), 50))
         self.machine.start()
 
     def begin(self, cached: int, at_s: float) -> None:
-        """Has the attempt planned and granted, with so many cached tokens."""
+        """Plan and grant the attempt, with this number of cached tokens."""
         machine, attempt = self.machine, self.machine.attempt
         snapshot = ClusterSnapshot(
             model="toy", prompt_tokens=len(machine.tokens()), hits={"kv-0": cached // BLOCK}, components=PARTS,
             policy=parse_policy("disaggregated"), block_size=BLOCK, chunk_tokens=8,
         )  # fmt: skip
         machine.handle(ev.PlanMade(attempt, make_plan(snapshot)), at_s)
-        # What is neither split nor fetched is opened by the decode worker.
+        # Without a split or fetch the decode worker opens the ticket.
         machine.handle(ev.TicketAdopted(attempt, cached // BLOCK), at_s)
         machine.handle(ev.TicketGranted(attempt, ev.TicketHold("kv-0", 5, attempt), cached // BLOCK), at_s)
 
@@ -66,12 +66,12 @@ def test_one_attempt() -> None:
     assert held.token_byte_s == pytest.approx(4 * TOKEN_BYTES)
 
 
-def test_what_a_loss_costs_is_computed_again() -> None:
+def test_a_loss_is_charged_as_recomputation() -> None:
     driver = AttemptDriver()
     driver.begin(cached=8, at_s=1.0)
     driver.tokens(10, 2.0)
     driver.lose(3.0)
-    # The prompt and 8 tokens of the answer are found, 2 are not. Between the attempts nothing is held.
+    # The prompt and 8 tokens of the answer are cached, 2 are not. Between attempts nothing is held.
     driver.begin(cached=28, at_s=4.0)
     driver.tokens(10, 5.0)
     driver.finish(6.0)
@@ -80,7 +80,7 @@ def test_what_a_loss_costs_is_computed_again() -> None:
     assert held.byte_s == pytest.approx((2 * 25 + 2 * 35) * TOKEN_BYTES)
 
 
-def test_a_prefill_range_counts_as_far_as_it_came() -> None:
+def test_a_prefill_range_counts_up_to_its_last_chunk() -> None:
     driver = AttemptDriver()
     driver.begin(cached=0, at_s=1.0)
     ack = ChunkAck(chunk_index=0, end_tokens=8, queue_ms=0, compute_ms=1)
@@ -101,7 +101,7 @@ def test_no_memory_costs_nothing() -> None:
 
 
 def test_tiers_and_further_answers() -> None:
-    """Found tokens stand under their tier; all else, with the answers behind the same prompt, was computed."""
+    """Cached tokens count under their tier; all others, with further answers to the same prompt, as computed."""
     driver = AttemptDriver()
     driver.begin(cached=16, at_s=0.0)
     driver.tokens(2, 1.0)
@@ -119,7 +119,7 @@ def test_tiers_and_further_answers() -> None:
         "kv_fetched_byte_seconds": each,
         "kv_restored_byte_seconds": each,
         "kv_bucket_byte_seconds": each,
-        # 21 tokens for 2 s and 3 for 1 s, without those that were found.
+        # 21 tokens for 2 s and 3 for 1 s, without cached ones.
         "kv_computed_byte_seconds": 42 * TOKEN_BYTES + 3 * TOKEN_BYTES - 4 * each,
     }
 

@@ -1,4 +1,4 @@
-"""The table and the log of what clients send in vain, in a memory that no client can fill."""
+"""Table and log of clients' rejected requests, in bounded memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pillion.gateway.request import refusals
 from pillion.gateway.request.refusals import MAX_LINES_PER_S, MAX_ROWS, MAX_TENANTS, Caller, Refusals
 
 
-def test_nobody_fills_the_table_or_pushes_out_others() -> None:
+def test_no_tenant_fills_the_table_or_evicts_others() -> None:
     found = Refusals()
     found.without_effect(Caller("/v1/a", "quiet", "one"), ["field"])
     for number in range(2 * MAX_ROWS):
@@ -25,7 +25,7 @@ def test_nobody_fills_the_table_or_pushes_out_others() -> None:
     assert len({row["tenant"] for row in found.rows()}) == MAX_TENANTS
 
 
-def test_lines_of_a_second_are_bounded_and_counted(
+def test_log_lines_per_second_are_bounded_and_counted(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.monotonic()

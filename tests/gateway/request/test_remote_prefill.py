@@ -1,4 +1,4 @@
-"""A prefill worker on another node: its blocks flow to the decode worker's, and both tickets end with the attempt."""
+"""Prefill on another node: its blocks are sent to the decode worker's node, and both tickets end with the attempt."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ HASHES = chain_hashes(request_root(bytes.fromhex(NAMESPACE)), IDS[:28], BLOCK)
 
 
 def blocks_of(fetches: list) -> list[int]:
-    """How far each fetch was to reach."""
+    """Return the end of each fetch."""
     return [len(fetch.block_hashes) // 32 for fetch in fetches]
 
 
 async def finished(fakes: FakeCluster, deltas: list, replays: int = 0) -> tuple[int, int, int]:
-    """The three parts of the prompt, once the answer is right and everything is freed."""
+    """Return the three parts of the prompt, after checking the answer and that everything is freed."""
     whole(fakes, deltas, replays)
     await fakes.settled()
     timings = deltas[-1].timings
@@ -87,7 +87,7 @@ async def test_one_fetch_at_a_time_and_the_newest_end_wins() -> None:
         (2, 7, [], 28, []),
     ],
 )
-async def test_the_cached_prefix_is_lent_to_the_prefill_workers_node(here, there, brings, start, fetches) -> None:
+async def test_the_cached_prefix_is_shared_with_the_prefill_workers_node(here, there, brings, start, fetches) -> None:
     async with running_fake_cluster(SCRIPT, APART) as fakes:
         fakes.node.pinned, fakes.far_node.pinned, fakes.far_node.brings = here, there, brings
         deltas = await read(fakes.client.generate(PROMPT))
@@ -100,16 +100,13 @@ async def test_the_cached_prefix_is_lent_to_the_prefill_workers_node(here, there
         assert blocks_of(fakes.node.fetches)[-1] == 7
 
 
-async def test_a_prefix_that_is_only_there_is_fetched_first_and_counts_as_cached() -> None:
+async def test_a_remote_prefix_is_fetched_first_and_counts_as_cached() -> None:
     async with running_fake_cluster(SCRIPT, APART) as fakes:
         fakes.far_node.pinned = 4
         knows(fakes, kv_1=4)
         assert await finished(fakes, await read(fakes.client.generate(PROMPT))) == (16, 12, 2)
         assert blocks_of(fakes.node.fetches)[0] == 4
         assert [prefill_range.start_tokens for prefill_range in fakes.far_prefill.prefill_ranges] == [16]
-
-
-# ---- what does not come over is the decode worker's ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -126,14 +123,14 @@ async def test_a_short_fetch_makes_a_longer_prompt_tail(brings: list, prefilled:
         assert {tuple(fetch.source_node_ids) for fetch in fakes.node.fetches} == {("kv-1",)}
 
 
-async def test_nothing_more_is_computed_that_does_not_come_over() -> None:
+async def test_a_failed_transfer_stops_the_prefill_range() -> None:
     async with running_fake_cluster(SCRIPT, APART) as fakes:
         fakes.node.brings, fakes.far_prefill.hang_at = [1, 1], 1
         assert await finished(fakes, await read(fakes.client.generate(PROMPT))) == (0, 4, 26)
 
 
 async def test_a_source_lost_between_chunks() -> None:
-    """Its worker goes with it. What came over counts, and the rest is planned anew, without both."""
+    """Its worker is lost with it. Fetched blocks count, and the rest is planned again without both."""
     async with running_fake_cluster(SCRIPT, APART) as fakes:
         fakes.node.brings, fakes.far_prefill.hang_at = [2, 2], 1
         reading = asyncio.create_task(read(fakes.client.generate(PROMPT)))
@@ -151,7 +148,7 @@ async def test_a_source_lost_between_chunks() -> None:
 
 @pytest.mark.parametrize("wait", [False, True])
 async def test_no_memory_at_the_prefill_workers_node(wait: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two requests that hold one node each and wait for the other must both go on."""
+    """Two requests that each hold one node and wait for the other must not deadlock."""
     monkeypatch.setattr(events, "MAX_REMOTE_ADMISSION_WAIT_S", 0.1)
     async with running_fake_cluster(SCRIPT, APART) as fakes:
         if wait:
@@ -165,9 +162,6 @@ async def test_no_memory_at_the_prefill_workers_node(wait: bool, monkeypatch: py
             await until("the ticket at kv-1 to be forgotten", lambda: fakes.far_node.forgotten)
 
 
-# ---- parts lost ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("error", "chunks"),
     [(Unavailable("gone"), 2), (NotFound("no such ticket"), 0), (Overloaded("queue full"), 2), (Internal("bug"), 0)],
@@ -176,7 +170,6 @@ async def test_a_lost_worker_is_planned_again(error: PillionError, chunks: int) 
     async with running_fake_cluster(SCRIPT, APART) as fakes:
         fakes.far_prefill.failures = [(chunks, error)]
         deltas = await read(fakes.client.generate(PROMPT))
-        # What was committed before the loss still came over.
         assert await finished(fakes, deltas, replays=1) == (0, 8 * chunks, 30 - 8 * chunks)
         assert deltas[-1].timings.plan_reason.startswith("disaggregated: co-located, no prefill worker")
 
@@ -225,7 +218,7 @@ async def test_both_tickets_end_with_the_request(stage: str, end: str) -> None:
         }[stage]
         gate.clear()
         reading = asyncio.create_task(read(fakes.client.generate(PROMPT, timeout_s=0.6 if end == "deadline" else None)))
-        # On a machine that stands still the deadline may pass before.
+        # On a stalled machine the deadline may pass earlier.
         await until("the stage to be reached", lambda: reached() or reading.done())
         assert fakes.node.held or reading.done()
         if end == "cancel":

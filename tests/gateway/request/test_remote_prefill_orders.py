@@ -1,5 +1,4 @@
-"""A remote prefill range against two random nodes and a random worker, in memory: what it says is true, and it holds
-nothing."""
+"""A remote prefill range with two random nodes and a random worker, in memory: correct events, no leaks."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ ERRORS = (Unavailable("gone"), NotFound("ticket"), Overloaded("full"), Conflict(
 
 @dataclass
 class PrefillWorld:
-    """Both nodes and the worker. ``draw`` draws what happens; ``blocks`` is what each node has under its ticket."""
+    """Both nodes and the worker. ``draw`` draws events; ``blocks`` is the number of blocks under each node's ticket."""
 
     draw: Callable[[Any], Any]
     blocks: dict[str, int]
@@ -42,12 +41,11 @@ class PrefillWorld:
     fetching: set[str] = field(default_factory=set)
     numbers: Any = field(default_factory=lambda: itertools.count(10))
     routes: RoutePlanner = field(default_factory=RoutePlanner)
-    # The real fetch, which uses node and the planner's paces alone.
+    # The real fetch, which uses only the node and the planner's paces.
     fetch_blocks = Cluster.fetch_blocks
 
     def node(self, node_id: str) -> ModelNode:
         if self.draw(st.integers(0, 20)) == 0:
-            # Its end lets go of everything.
             self.held = {hold for hold in self.held if hold[0] != node_id}
             raise Unavailable(f"KV node {node_id} is gone")
         return ModelNode(self, node_id)
@@ -57,7 +55,7 @@ class PrefillWorld:
         return self
 
     async def pause(self) -> None:
-        """Some turns of the loop; then maybe an error."""
+        """Yield to the loop some times, then maybe raise."""
         await loop_turns(self.draw(st.integers(0, 4)))
         if self.draw(st.integers(0, 12)) == 0:
             raise self.draw(st.sampled_from(ERRORS))
@@ -85,7 +83,7 @@ class PrefillWorld:
 
 @dataclass
 class ModelNode:
-    """One node as the gateway's link and client of it."""
+    """One node, as the gateway's link and its client."""
 
     world: PrefillWorld
     node_id: str
@@ -148,7 +146,7 @@ JOB = admitted_request(options=OPTIONS)
 
 @given(st.data())
 @settings(max_examples=examples(300))
-def test_any_course_of_a_remote_prefill_range(data: st.DataObject) -> None:
+def test_any_order_of_a_remote_prefill_range(data: st.DataObject) -> None:
     def draw(strategy: Any) -> Any:
         return data.draw(strategy)
 

@@ -1,4 +1,4 @@
-"""The request state machine, event by event: what each state does, and what every end frees."""
+"""The request state machine, event by event: behaviour of each state, and cleanup at every end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GONE = Unavailable("gone")
 
 
 def what(look_up: ev.Action) -> tuple[int, frozenset[str], int, int | None]:
-    """What a look-up asks for."""
+    """Return the arguments of a look-up."""
     assert isinstance(look_up, ev.LookUp)
     return look_up.attempt, look_up.avoid, look_up.after_ms, look_up.unscored_from
 
@@ -42,14 +42,13 @@ def planned(
     far: int = 0,
     components=PARTS,
 ) -> ev.PlanMade:
-    """Plan the request on kv-0, whatever the index knows of kv-1."""
+    """Return a plan on kv-0, with optional hits on kv-1."""
     snapshot = ClusterSnapshot(model="toy", prompt_tokens=tokens, hits={"kv-0": hits, "kv-1": far},
                       components=(*components, FAR),
                       policy=parse_policy(policy), block_size=4, chunk_tokens=8, avoid=avoid)  # fmt: skip
     return ev.PlanMade(attempt, make_plan(snapshot))
 
 
-# How long a request waits for what it has lost.
 PATIENCE_S = 40.0
 
 
@@ -72,17 +71,14 @@ def kinds(actions) -> list[str]:
 
 
 def to_decoding(m: RequestMachine, attempt: int = 1, now: float = 1.0) -> ev.SubmitDecode:
-    """Through plan and ticket, everything cached."""
+    """Return a machine after plan and ticket, with everything cached."""
     m.handle(planned(attempt, len(m.tokens())), now)
     (submit,) = m.handle(ev.TicketGranted(attempt, hold(attempt), 99), now)
     assert isinstance(submit, ev.SubmitDecode)
     return submit
 
 
-# ---- the ordinary way --------------------------------------------------------------------------------------------
-
-
-def test_a_whole_life() -> None:
+def test_a_whole_request() -> None:
     m = machine(arrived=10.0)
     (look_up,) = m.start()
     assert what(look_up) == (1, frozenset(), 0, None)
@@ -118,7 +114,7 @@ def test_a_whole_life() -> None:
     assert (timings.prefill_worker, timings.decode_worker, timings.replays) == ("prefill-0", "decode-0", 0)
 
 
-def test_the_ticket_is_handed_over_once() -> None:
+def test_the_ticket_is_transferred_once() -> None:
     m = machine()
     to_decoding(m)
     assert m.handle(ev.TicketAdopted(1), 2.0) == [ev.ReleaseTicket(hold())]
@@ -133,7 +129,7 @@ def test_everything_cached_needs_no_prefill() -> None:
 
 
 def opening(hits: int = 5) -> RequestMachine:
-    """All whole blocks are believed to be there, so the decode worker opens the ticket."""
+    """The index reports all whole blocks, so the decode worker opens the ticket."""
     m = machine(arrived=1.0)
     (submit,) = m.handle(planned(1, 21, hits), 1.0)
     assert isinstance(submit, ev.SubmitDecode)
@@ -141,7 +137,7 @@ def opening(hits: int = 5) -> RequestMachine:
     return m
 
 
-def test_where_nothing_is_split_or_fetched_the_decode_worker_opens_the_ticket() -> None:
+def test_without_split_or_fetch_the_decode_worker_opens_the_ticket() -> None:
     m = opening()
     assert m.handle(ev.StillQueued(1, 3), 1.5) == []
     assert m.handle(ev.TicketAdopted(1, 5), 2.0) == []
@@ -153,32 +149,29 @@ def test_where_nothing_is_split_or_fetched_the_decode_worker_opens_the_ticket() 
     assert kinds(machine().handle(planned(1, 21, 4, "colocated"), 1.0)) == ["SubmitDecode"]
 
 
-def test_where_less_is_pinned_the_gateway_opens_the_ticket_in_the_same_attempt() -> None:
+def test_with_fewer_pinned_blocks_the_gateway_opens_the_ticket() -> None:
     m = opening()
     lost = ev.DecodeLost(1, NotFound("2 of 5 blocks are here"), True)
-    # Its turn in the node's line for memory has come before.
+    # Its turn in the node's memory queue has passed.
     assert m.handle(lost, 2.0) == [ev.OpenTicket(1, m.plan, resume=True)]
     assert m.handle(ev.TicketAdopted(1, 5), 2.0) == []
     assert kinds(m.handle(ev.TicketGranted(1, hold(), 2), 2.5)) == ["Fetch"]
     assert kinds(m.handle(ev.BlocksFetched(1, 2), 2.5)) == ["RunPrefill", "SubmitDecode"]
     assert (m.attempt, m.usage().cached_tokens) == (1, 8)
-    # It is too late for it where the worker has kept the ticket.
+    # Too late if the worker has kept the ticket.
     m = opening()
     assert m.handle(ev.TicketAdopted(1, 2), 2.0) == []
     assert m.timings(2.0).plan_reason.endswith("not split any more, for the decode worker has the ticket")
     assert (m.state, m.timings(2.0).tail_tokens, m.timings(2.0).prefill_chunks) == (RequestState.DECODING, 13, 0)
 
 
-def test_a_ticket_that_the_decode_worker_does_not_get() -> None:
+def test_a_ticket_refused_to_the_decode_worker() -> None:
     m, full = opening(), Overloaded("no KV memory came free", 1000)
     assert m.handle(ev.DecodeLost(1, full, False), 2.0) == [ev.Fail(full)]
     m = opening()
     (look_up,) = m.handle(ev.DecodeLost(1, GONE, True), 2.0)
     assert (look_up.attempt, look_up.avoid) == (2, frozenset({"decode-0"}))
     assert kinds(opening().handle(ev.AttemptSilent(1), 400.0)) == ["CancelDecode", "LookUp"]
-
-
-# ---- losses ------------------------------------------------------------------------------------------------------
 
 
 def test_draft_tokens_of_all_attempts_are_counted() -> None:
@@ -208,7 +201,7 @@ def test_a_lost_stream_is_replayed_with_what_was_emitted() -> None:
     to_decoding(m, 2, 4.0)
     assert m.tokens() == (*m.prompt, 1, 2)
     assert m.handle(ev.TokensSampled(2, (3, 4, 5, 6)), 5.0) == [ev.Emit((3, 4, 5))]
-    # Usage and timings speak of the client's prompt, whatever the replay found.
+    # Usage and timings refer to the client's prompt, whatever the replay found.
     m.handle(ev.DecodeFinished(2, FinishReason.LENGTH, None), 6.0)
     timings = m.timings(6.0)
     assert (timings.replays, m.usage().completion_tokens, m.usage().cached_tokens) == (1, 5, 20)
@@ -216,7 +209,7 @@ def test_a_lost_stream_is_replayed_with_what_was_emitted() -> None:
 
 
 @pytest.mark.parametrize(("last", "reason"), [((1, EOS), FinishReason.STOP), ((1, 2, 3, 4, 5), FinishReason.LENGTH)])
-def test_a_worker_lost_after_its_last_token_is_no_loss(last: tuple[int, ...], reason: FinishReason) -> None:
+def test_losing_a_worker_after_its_last_token_is_harmless(last: tuple[int, ...], reason: FinishReason) -> None:
     m = machine()
     to_decoding(m)
     m.handle(ev.TokensSampled(1, last), 2.0)
@@ -241,7 +234,7 @@ def plan_is_colocated(m: RequestMachine, look_up: ev.LookUp) -> bool:
 
 
 @pytest.mark.parametrize(("ended", "split"), [(0, 4), (12, 12), (15, 12), (20, 20), (99, 20)])
-def test_what_a_prefill_range_leaves_is_the_decode_workers(ended: int, split: int) -> None:
+def test_the_decode_worker_computes_the_rest_of_a_prefill_range(ended: int, split: int) -> None:
     m = machine()
     m.handle(planned(1, 21, components=REMOTE), 1.0)
     assert kinds(m.handle(ev.TicketGranted(1, hold(), 1), 1.0)) == ["RunPrefill"]
@@ -253,7 +246,7 @@ def test_what_a_prefill_range_leaves_is_the_decode_workers(ended: int, split: in
 
 
 def prefilling() -> RequestMachine:
-    """A prefill range of two chunks and its stream are under way, the first chunk is acknowledged."""
+    """Return a machine with a prefill range of two chunks and its stream, the first chunk acknowledged."""
     m = machine()
     m.handle(planned(1, 21), 1.0)
     assert kinds(m.handle(ev.TicketGranted(1, hold(), 1), 1.0)) == ["RunPrefill", "SubmitDecode"]
@@ -266,9 +259,7 @@ def prefilling() -> RequestMachine:
     [(ev.ChunkAcked(1, ack(1, 20)), ["CancelDecode", "StopWork"]), (ev.PrefillEnded(1, 20), ["CancelDecode"]),
      (ev.PrefillLost(1, GONE, True), ["CancelDecode"])],
 )  # fmt: skip
-def test_a_stream_that_speaks_before_the_prefill_ranges_last_word_has_all_its_chunks(
-    late: ev.Event, left: list[str]
-) -> None:
+def test_a_streams_first_token_implies_all_chunks(late: ev.Event, left: list[str]) -> None:
     m = prefilling()
     assert m.handle(ev.TicketAdopted(1), 2.0) == [ev.ReleaseTicket(hold())]
     assert m.state is RequestState.DECODING
@@ -278,7 +269,7 @@ def test_a_stream_that_speaks_before_the_prefill_ranges_last_word_has_all_its_ch
     assert kinds(m.handle(ev.RequestCancelled(), 3.0)) == [*left, "Fail"]
 
 
-def test_an_answer_that_ends_before_the_prefill_ranges_last_acknowledgement_leaves_it_a_moment() -> None:
+def test_an_answer_waits_briefly_for_its_last_acknowledgement() -> None:
     m = prefilling()
     m.handle(ev.TokensSampled(1, (7,)), 2.0)
     finished = m.handle(ev.DecodeFinished(1, FinishReason.LENGTH, None), 2.0)
@@ -286,8 +277,8 @@ def test_an_answer_that_ends_before_the_prefill_ranges_last_acknowledgement_leav
     assert m.handle(ev.ChunkAcked(1, ack(1, 20)), 2.1) == []
 
 
-def test_a_stream_lost_before_its_chain_is_there_lets_the_prefill_range_go_on() -> None:
-    """Its blocks are computed once: the next attempt, which begins when they are there, finds them."""
+def test_a_prefill_range_survives_an_early_loss_of_its_stream() -> None:
+    """Blocks are computed once: the next attempt starts when they are committed, and finds them."""
     m = prefilling()
     assert m.handle(ev.DecodeLost(1, GONE, True), 2.0) == []
     assert m.handle(ev.ChunkAcked(1, ack(1, 20)), 3.0) == []
@@ -300,7 +291,7 @@ def test_a_stream_lost_before_its_chain_is_there_lets_the_prefill_range_go_on() 
     assert (timings.prefilled_tokens, timings.replays) == (16, 1)
 
 
-def test_a_prefill_range_that_goes_on_without_its_stream_can_be_lost_or_cancelled_too() -> None:
+def test_a_prefill_range_without_its_stream_can_be_lost_or_cancelled() -> None:
     m = prefilling()
     m.handle(ev.DecodeLost(1, GONE, True), 2.0)
     *_, look_up = m.handle(ev.PrefillLost(1, GONE, True), 3.0)
@@ -312,7 +303,7 @@ def test_a_prefill_range_that_goes_on_without_its_stream_can_be_lost_or_cancelle
     assert kinds(m.handle(ev.DecodeLost(1, InvalidRequest("defect"), False), 2.0))[-1] == "Fail"
 
 
-def test_a_prefill_range_that_ends_early_leaves_nobody_waiting() -> None:
+def test_a_prefill_range_that_ends_early_blocks_no_stream() -> None:
     m = prefilling()
     assert kinds(m.handle(ev.PrefillEnded(1, 12), 2.0)) == ["CancelDecode", "ReleaseTicket", "LookUp"]
 
@@ -327,8 +318,8 @@ def test_attempts_are_bounded() -> None:
     assert last.error.message == "given up after 2 attempts; the last one: no such ticket"
 
 
-def test_a_stream_that_gets_on_is_not_given_up() -> None:
-    """Only attempts that bring nothing are bounded."""
+def test_a_stream_with_progress_is_always_retried() -> None:
+    """Only attempts without progress are limited."""
     m = machine(attempts=2, max_tokens=9)
     for attempt in range(1, 6):
         to_decoding(m, attempt)
@@ -345,13 +336,13 @@ def test_a_stream_that_gets_on_is_not_given_up() -> None:
 
 
 @pytest.mark.parametrize("error", [Overloaded("line is full"), InvalidRequest("defect")])
-def test_what_cannot_help_is_not_tried_again(error: PillionError) -> None:
+def test_final_errors_are_not_retried(error: PillionError) -> None:
     m = machine()
     m.handle(planned(1, 21), 1.0)
     assert m.handle(ev.TicketLost(1, error, False), 1.0) == [ev.StopWork(1), ev.Fail(error)]
 
 
-def test_only_a_request_under_way_waits_for_a_part_to_come_back() -> None:
+def test_only_a_running_request_waits_for_a_lost_part() -> None:
     fresh = machine()
     fresh.start()
     assert fresh.handle(ev.PlanFailed(1, GONE, False), 0.0) == [ev.StopWork(1), ev.Fail(GONE)]
@@ -365,7 +356,7 @@ def test_only_a_request_under_way_waits_for_a_part_to_come_back() -> None:
     assert last == [ev.StopWork(2), ev.Fail(GONE)]
 
 
-def test_a_request_whose_part_was_lost_while_it_was_planned_is_under_way() -> None:
+def test_a_request_whose_part_was_lost_during_planning_waits() -> None:
     m = machine()
     m.start()
     leaving, again = m.handle(ev.PlanFailed(1, GONE, True), 10.0)
@@ -374,7 +365,7 @@ def test_a_request_whose_part_was_lost_while_it_was_planned_is_under_way() -> No
     assert what(again) == (2, frozenset(), module.COMPONENT_POLL_MS, None)
 
 
-def test_waiting_for_the_workers_of_a_node_that_is_back_is_no_attempt() -> None:
+def test_waiting_for_workers_of_a_restarted_node_costs_no_attempt() -> None:
     m = machine(attempts=2)
     to_decoding(m)
     m.handle(ev.DecodeLost(1, GONE, True), 10.0)
@@ -393,7 +384,7 @@ def test_waiting_for_the_workers_of_a_node_that_is_back_is_no_attempt() -> None:
     assert last.error.message == "given up after 40 s without the components that it needs; the last loss: gone"
 
 
-def test_a_new_request_waits_for_the_workers_of_a_node_that_is_back() -> None:
+def test_a_new_request_waits_for_workers_of_a_restarted_node() -> None:
     m = machine(attempts=1)
     m.start()
     m.handle(planned(1, 21), 30.0)
@@ -403,8 +394,8 @@ def test_a_new_request_waits_for_the_workers_of_a_node_that_is_back() -> None:
 
 
 @pytest.mark.parametrize("lost", [ev.DecodeLost, ev.PrefillLost])
-def test_a_worker_on_its_way_back_costs_time_and_no_attempt(lost: type[ev.AttemptLoss]) -> None:
-    """Only the time in which the request looks for components counts: what was computed between took its own."""
+def test_a_returning_worker_costs_time_but_no_attempt(lost: type[ev.AttemptLoss]) -> None:
+    """Only the time spent looking for components counts, not that of computing in between."""
     m, now = machine(attempts=2), 0.0
 
     def lose() -> ev.Action:
@@ -420,7 +411,7 @@ def test_a_worker_on_its_way_back_costs_time_and_no_attempt(lost: type[ev.Attemp
     assert last.error.message.startswith("given up after 40 s without the components that it needs")
 
 
-def test_a_stream_that_gets_on_may_wait_again() -> None:
+def test_progress_resets_the_waiting_time() -> None:
     m = machine(attempts=1, max_tokens=99)
     for attempt in range(1, 7):
         to_decoding(m, attempt, 30.0 * attempt)
@@ -433,10 +424,9 @@ def lose_worker(m: RequestMachine, name: str) -> ev.Action:
     return m.handle(ev.DecodeLost(m.attempt, GONE, True, killed=name), 2.0)[-1]
 
 
-def test_a_request_that_two_workers_died_of_ends() -> None:
+def test_a_request_that_killed_two_workers_ends() -> None:
     m = machine()
     assert isinstance(lose_worker(m, "decode-0"), ev.LookUp)
-    # A loss that shows nothing changes nothing.
     assert isinstance(lose_worker(m, ""), ev.LookUp)
     last = lose_worker(m, "decode-1")
     assert isinstance(last, ev.Fail)
@@ -444,7 +434,7 @@ def test_a_request_that_two_workers_died_of_ends() -> None:
     assert "(decode-0, decode-1)" in last.error.message
 
 
-def test_a_stream_that_gets_on_between_deaths_goes_on() -> None:
+def test_progress_between_deaths_clears_the_blame() -> None:
     m = machine(max_tokens=99)
     for _ in range(6):
         assert isinstance(lose_worker(m, "decode-0"), ev.LookUp)
@@ -458,9 +448,6 @@ def test_silence_counts_as_loss() -> None:
     to_decoding(m)
     assert kinds(m.handle(ev.AttemptSilent(1), 9.0)) == ["CancelDecode", "ReleaseTicket", "LookUp"]
     assert m.handle(ev.AttemptSilent(1), 9.0) == []
-
-
-# ---- further answers ---------------------------------------------------------------------------------------------
 
 
 def follower(max_tokens: int = 5) -> RequestMachine:
@@ -479,12 +466,12 @@ def test_a_follower_has_no_work_of_its_own_until_it_is_lost_after_the_first_toke
     assert m.tokens() == (*m.prompt, 1, 2)
 
 
-def test_a_loss_before_the_first_token_is_not_the_followers_business() -> None:
+def test_a_follower_ignores_losses_before_the_first_token() -> None:
     m = follower()
     m.handle(ev.LeaderSubmitted(1, planned(1, 21).plan), 1.0)
     assert m.handle(ev.DecodeLost(1, GONE, True), 1.0) == []
     assert m.handle(ev.AttemptSilent(1), 1.0) == []
-    # The stream of an attempt that came to nothing is cancelled, and what it still says is dropped.
+    # The failed attempt's stream is cancelled, and its late events are dropped.
     assert m.handle(ev.LeaderRetried(2), 1.0) == [ev.CancelDecode(1)]
     assert m.handle(ev.LeaderRetried(2), 1.0) == []
     assert m.handle(ev.TokensSampled(1, (8,)), 1.0) == m.handle(ev.TokensSampled(2, (8,)), 1.0) == []
@@ -494,7 +481,6 @@ def test_a_loss_before_the_first_token_is_not_the_followers_business() -> None:
         [ev.Emit((9,))],
         RequestState.DECODING,
     )
-    # From now on the first answer's fate is not its own.
     assert m.handle(ev.LeaderRetried(3), 1.0) == m.handle(ev.LeaderSubmitted(3, planned(3, 21).plan), 1.0) == []
     assert m.attempt == 2
 
@@ -511,14 +497,11 @@ def test_a_parallel_sample_that_was_lost_alone_is_tried_again_once_the_first_ans
     assert other.handle(ev.LeaderStarted(), 2.0)[-1] == ev.Fail(full)
 
 
-def test_log_probabilities_go_with_their_tokens() -> None:
+def test_log_probabilities_are_sent_with_their_tokens() -> None:
     m = machine(max_tokens=2)
     to_decoding(m)
     logprobs = tuple(TokenLogprob(n, -n / 4) for n in (1, 2, 3))
     assert m.handle(ev.TokensSampled(1, (1, 2, 3), None, logprobs), 1.0) == [ev.Emit((1, 2), logprobs[:2])]
-
-
-# ---- ends --------------------------------------------------------------------------------------------------------
 
 
 def test_a_stop_string_ends_the_stream_on_the_worker_too() -> None:
@@ -531,7 +514,7 @@ def test_a_stop_string_ends_the_stream_on_the_worker_too() -> None:
 
 @pytest.mark.parametrize("event", [ev.RequestCancelled(), ev.DeadlinePassed()])
 @pytest.mark.parametrize("state", RequestState)
-def test_ending_frees_everything_in_every_state(event: ev.Event, state: RequestState) -> None:
+def test_every_end_frees_everything_in_every_state(event: ev.Event, state: RequestState) -> None:
     m = machine()
     m.start()
     expected = {RequestState.FOLLOWING: ["CancelDecode", "Fail"], RequestState.PLANNING: ["StopWork", "Fail"],
@@ -552,5 +535,4 @@ def test_ending_frees_everything_in_every_state(event: ev.Event, state: RequestS
         m.handle(ev.StopStringFound(0), 1.0)
     assert m.state is state
     assert kinds(m.handle(event, 2.0)) == expected[state]
-    # A ticket on its way when the request ended is let go of when it arrives.
     assert m.handle(ev.TicketGranted(1, hold(9), 3), 3.0) == [ev.ReleaseTicket(hold(9))]

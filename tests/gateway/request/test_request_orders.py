@@ -1,4 +1,4 @@
-"""The request state machine against a random world: no ticket leaks, no token lost or repeated, one end."""
+"""The request state machine against a random world: no ticket leaks, each token exactly once, one end."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tests.support.examples import examples
 
 
 def token_at(position: int) -> int:
-    """The same logits, seed and position give the same token on every worker (I6)."""
+    """Return the token that logits, seed and position determine on every worker (I6)."""
     return 1000 + position
 
 
 @dataclass
 class RequestWorld:
-    """Parts that answer late, twice, for old attempts, or not at all; and an account of what they were told."""
+    """Parts that answer late, twice, for old attempts or never, with a log of their commands."""
 
     machine: RequestMachine
     opened: set[ev.TicketHold] = field(default_factory=set)
@@ -71,7 +71,7 @@ class RequestWorld:
             case "acked":
                 return ev.ChunkAcked(attempt, ack(0, draw(st.integers(0, 40))))
             case "tokens":
-                # A worker counts on from what it was given; one that was never asked says anything.
+                # A worker continues its own count; without a submit it may send anything.
                 at = self.sent.get(attempt, 0)
                 count = draw(st.integers(1, 3))
                 self.sent[attempt] = at + count

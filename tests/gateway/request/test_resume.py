@@ -1,4 +1,4 @@
-"""Streams whose connection breaks at any message go on after it, and say what undisturbed ones say."""
+"""Streams whose connection breaks at any message resume, and equal undisturbed ones."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Cutter(gateway_pb2_grpc.GatewayServicer):
-    """A gateway's connection that breaks: call by call after as many messages as ``cuts`` says, then never again.
+    """A gateway connection that breaks after ``cuts`` messages, call by call, then no more.
 
-    A request called "once-3" breaks after three messages and then no more, one called "each-3" breaks every time, and
-    one called "end" after its last message. ``interrupted``: requests that broke before their last message.
+    Request "once-3" breaks once after three messages, "each-3" every three, and "end" after its last message.
+    ``interrupted``: requests that broke before their last message.
     """
 
     def __init__(self, gateway: grpc.aio.Channel) -> None:
@@ -96,7 +96,7 @@ async def cut_gateway() -> AsyncIterator[tuple[FakeCluster, Cutter, str]]:
 
 
 def whole(deltas: Iterable[Delta]) -> RequestOutput:
-    """The output of a stream, without what differs from run to run."""
+    """Return a stream's output, without values that vary between runs."""
     collector = OutputCollector(None, None, True)
     for delta in deltas:
         collector.add(delta)
@@ -108,14 +108,14 @@ async def read(client: AsyncClient, **fields: Any) -> list[Delta]:
 
 
 @pytest.mark.long
-async def test_a_stream_goes_on_wherever_it_is_cut() -> None:
+async def test_a_stream_cut_anywhere_resumes() -> None:
     async with cut_gateway() as (fakes, cutter, address), AsyncClient(address) as client:
         for name, fields in CASES.items():
             undisturbed = await read(client, **fields)
             wanted, messages = whole(undisturbed), len(undisturbed)
             assert wanted.finished
-            # After each message, the last one too; and again and again after one message. How many messages a stream
-            # has depends on what comes while the reader is busy.
+            # Cut after each message, the last included; and repeatedly after one message. The number of messages
+            # depends on merging while the reader is busy.
             labels = [*(f"once-{cut}" for cut in range(1, messages)), "end", "each-1"]
             cutter.requests.clear()
             cutter.interrupted.clear()
@@ -125,7 +125,6 @@ async def test_a_stream_goes_on_wherever_it_is_cut() -> None:
                 assert {delta.request_id for delta in deltas} == {label}
                 calls = sum(request.request_id == label for request in cutter.requests)
                 if label != "each-1":
-                    # Nothing is asked for after the last message.
                     assert calls == 1 + (label in cutter.interrupted)
                 assert deltas[-1].timings is not None
                 assert deltas[-1].timings.replays == calls - 1
@@ -133,7 +132,7 @@ async def test_a_stream_goes_on_wherever_it_is_cut() -> None:
         await fakes.settled()
 
 
-async def test_the_blocking_client_resumes_too_and_a_drawn_seed_stays() -> None:
+async def test_the_blocking_client_resumes_with_the_drawn_seed() -> None:
     async with cut_gateway() as (fakes, cutter, address):
         with Client(address) as client:
 
@@ -142,7 +141,7 @@ async def test_the_blocking_client_resumes_too_and_a_drawn_seed_stays() -> None:
 
             fields = {"n": 3, "seed": 70, "logprobs": 1, "stop": "THE"}
             wanted = whole(await asyncio.to_thread(ask, **fields))
-            # What is found when the prompt is computed again is no matter of this request.
+            # Cache hits of the replay do not change this request's usage.
             cutter.cuts, cutter.edit = iter([3, 1, 4]), lambda _: setattr(fakes.node, "pinned", 3)
             assert wanted.num_cached_tokens == 8
             assert whole(await asyncio.to_thread(ask, **fields)) == wanted
@@ -157,7 +156,7 @@ async def test_the_blocking_client_resumes_too_and_a_drawn_seed_stays() -> None:
         await fakes.settled()
 
 
-async def test_what_a_resumed_stream_is_refused_for_a_moment_is_tried_again() -> None:
+async def test_a_temporary_refusal_of_a_resume_is_retried() -> None:
     async with cut_gateway() as (_, cutter, address), AsyncClient(address) as client:
         cutter.cuts = iter([3])
 
@@ -167,13 +166,13 @@ async def test_what_a_resumed_stream_is_refused_for_a_moment_is_tried_again() ->
 
         cutter.edit = refuse_the_next
         assert whole(await read(client)).outputs[0].text == TEXT
-        # What a gateway says to a stream that is not resumed is final.
+        # For a stream that is not being resumed a refusal is final.
         cutter.edit, cutter.refusals = lambda _: None, [Overloaded("full", 1)]
         with pytest.raises(Overloaded):
             await read(client)
 
 
-async def test_what_is_not_resumed() -> None:
+async def test_streams_that_are_not_resumed() -> None:
     async with cut_gateway() as (fakes, cutter, address), AsyncClient(address) as client:
         async with AsyncClient(address, resume_timeout_s=0) as plain:
             cutter.cuts = iter([3])
@@ -184,7 +183,7 @@ async def test_what_is_not_resumed() -> None:
         with pytest.raises(DeadlineExceeded):
             await read(client, timeout_s=1.0)
         fakes.decode.pace_s = 0.001
-        # A gateway of an older release knows no Resume and begins anew.
+        # A gateway of an older release ignores Resume and restarts the answer.
         cutter.cuts, cutter.requests = iter([3]), []
 
         def forget(message: gateway_pb2.GenerateResponse) -> None:
@@ -230,7 +229,6 @@ async def test_bad_resumes_are_refused_by_field() -> None:
             await ask(Resume(origin, (one, one)), SamplingParams(n=2, best_of=3))
         with pytest.raises(Conflict, match="other weights"):
             await ask(Resume(replace(origin, digest=bytes(32)), (one, one)))
-        # An answer that is whole, and one that goes on.
         (*_, last) = await ask(Resume(origin, (AnswerSoFar((3, 4, 5, 6)), one)))
         assert last.usage.completion_tokens == 8
         await fakes.settled()

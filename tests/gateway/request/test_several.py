@@ -1,4 +1,4 @@
-"""Several answers, log probabilities and priority over real gRPC with scripted peers: in order, and with parts lost."""
+"""Several answers, log probabilities and priority over real gRPC with scripted peers: in order, and after losses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SEED = 40
 
 
 def tell(fakes: FakeCluster, *texts: str) -> None:
-    """Answer ``n`` to a request with SEED is text ``n``, on every worker (I6)."""
+    """Return answer ``n`` to a request with SEED, which is text ``n`` on every worker (I6)."""
     fakes.decode.scripts = {SEED + n: script_of(text) for n, text in enumerate(texts)}
 
 
@@ -44,7 +44,7 @@ def texts_of(deltas: list[Delta]) -> list[str]:
 
 
 def whole(deltas: list[Delta], *texts: str) -> None:
-    """Every token of every answer once, in order, each with one end; the books in the very last delta."""
+    """Check that each answer's tokens come once, in order, with one end each, and usage in the very last delta."""
     assert texts_of(deltas) == list(texts)
     for index, text in enumerate(texts):
         mine = [delta for delta in deltas if delta.index == index]
@@ -57,9 +57,6 @@ def whole(deltas: list[Delta], *texts: str) -> None:
     timings = last.timings
     assert timings.cached_tokens + timings.prefilled_tokens + timings.tail_tokens == 30
     assert timings.total_ms >= timings.time_to_first_token_ms > 0
-
-
-# ---- the ordinary way --------------------------------------------------------------------------------------------
 
 
 async def test_one_prompt_one_prefill_three_streams() -> None:
@@ -78,7 +75,7 @@ async def test_one_prompt_one_prefill_three_streams() -> None:
         assert (status.prompt_tokens, status.completion_tokens) == (30, deltas[-1].usage.completion_tokens)
 
 
-async def test_one_answer_parallel_samples_nothing() -> None:
+async def test_one_answer_has_no_parallel_samples() -> None:
     async with running_fake_cluster() as fakes:
         await read(fakes.client.generate(PROMPT))
         await read(fakes.client.generate(PROMPT, n=1, best_of=1))
@@ -134,10 +131,7 @@ async def test_each_answer_counts_as_a_request() -> None:
         await fakes.settled()
 
 
-# ---- parts lost --------------------------------------------------------------------------------------------------
-
-
-async def test_a_worker_lost_before_the_first_token_is_the_first_answers_business() -> None:
+async def test_a_loss_before_the_first_token_concerns_the_first_answer() -> None:
     async with running_fake_cluster() as fakes:
         tell(fakes, *TEXTS)
         fakes.decode.break_after = 1
@@ -165,13 +159,12 @@ async def test_every_submit_carries_the_grammar(after: int) -> None:
         assert others
         assert all(text in first.grammar for text in map(json.dumps, TEXTS))
         assert {submit.grammar for submit in others} == {first.grammar}
-        # The worker learns nothing else of the shape.
         assert not any(submit.sampling.HasField("structured_outputs") for submit in fakes.decode.submits)
         assert len({submit.root_hash for submit in fakes.decode.submits}) == 1
         await fakes.settled()
 
 
-async def test_what_a_worker_says_of_the_grammar_names_the_clients_field() -> None:
+async def test_a_workers_grammar_error_names_the_clients_field() -> None:
     async with running_fake_cluster() as fakes:
         tell(fakes, *TEXTS)
         fakes.decode.refusals = [(InvalidRequest.code, False)]
@@ -185,7 +178,7 @@ async def test_what_a_worker_says_of_the_grammar_names_the_clients_field() -> No
 
 
 async def test_an_answer_that_cannot_go_on_in_its_grammar_is_the_servers_fault() -> None:
-    """The grammar had been admitted, so no field of the client's is at fault, and no other worker is asked."""
+    """The grammar was accepted, so it is no client error, and no other worker is tried."""
     async with running_fake_cluster() as fakes:
         tell(fakes, *TEXTS)
         fakes.decode.refusals = [(BrokenGrammar.code, False)]
@@ -197,13 +190,13 @@ async def test_an_answer_that_cannot_go_on_in_its_grammar_is_the_servers_fault()
 
 
 @pytest.mark.parametrize("after", [2, 3, 4, 9, 60])
-async def test_a_worker_lost_after_the_first_token_is_everybodys(after: int) -> None:
+async def test_a_loss_after_the_first_token_concerns_all_answers(after: int) -> None:
     async with running_fake_cluster() as fakes:
         tell(fakes, *TEXTS)
         fakes.decode.break_after = after
         whole(await read(ask(fakes)), *TEXTS)
         _, *others = fakes.decode.submits
-        # Those that had not begun go on like those that had: from the prompt, each with its own seed.
+        # Answers without tokens are replayed like the others: from the prompt, each with its own seed.
         assert sorted(submit.sampling.seed for submit in others) == [SEED, SEED + 1, SEED + 2]
         assert {submit.attempt for submit in others} == {2}
         assert not any(submit.siblings for submit in others)
@@ -227,7 +220,6 @@ async def test_a_lost_prefill_range_costs_one_more_plan() -> None:
         tell(fakes, *TEXTS)
         fakes.prefill.failures = [(1, Unavailable("gone"))]
         whole(await read(ask(fakes)), *TEXTS)
-        # The first plan's streams, which wait for the prefill range's blocks, are cancelled.
         assert [submit.attempt for submit in fakes.decode.submits] == [1, 2]
         assert len(fakes.decode.cancelled) == 1 + len(fakes.decode.submits[0].siblings)
         await fakes.settled()
@@ -248,7 +240,6 @@ async def test_one_answer_that_fails_for_good_ends_the_request() -> None:
         fakes.decode.break_after = 20
         reading = asyncio.create_task(read(ask(fakes)))
         await until("the ticket to be released", lambda: fakes.node.opened and not fakes.node.held)
-        # Of the three that are replayed, one is refused.
         fakes.decode.refusals = [(Overloaded.code, False)]
         fakes.decode.gate.set()
         with pytest.raises(Overloaded, match="refused by the script"):
@@ -257,14 +248,14 @@ async def test_one_answer_that_fails_for_good_ends_the_request() -> None:
         await fakes.settled()
 
 
-async def test_an_answer_that_hangs_is_not_excused_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_answer_is_detected_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_runner, "MAX_SILENCE_S", 0.3)
     async with running_fake_cluster("x" * 200) as fakes:
         fakes.decode.pace_s = 0.02
         now_s, handle = time.monotonic(), RequestRunner._handle
 
         def counted(runner: RequestRunner, index: int | None, event: Any) -> Any:
-            """Ten words of the answers are the longest silence, however long they take."""
+            """The max silence is ten deltas of the answers, in time."""
             nonlocal now_s
             done = handle(runner, index, event)
             now_s += request_runner.MAX_SILENCE_S / 10
@@ -276,7 +267,7 @@ async def test_an_answer_that_hangs_is_not_excused_by_the_others(monkeypatch: py
         runner = await fakes.gateway.gateway.generate(GenerateRequest(text=PROMPT, sampling=asked))
         while not ((delta := await anext(runner)).index == 1 and delta.token_ids):
             pass
-        # The second answer's stream goes silent: as if its worker had forgotten it.
+        # The second answer's stream goes silent, as if its worker had forgotten it.
         second = fakes.decode.submits[0].siblings[0].key
         fakes.decode.silent.add(second)
         await until("two submits", lambda: len(fakes.decode.submits) == 2)
@@ -284,9 +275,6 @@ async def test_an_answer_that_hangs_is_not_excused_by_the_others(monkeypatch: py
         assert fakes.decode.cancelled == [second], "the first answer goes on"
         runner.cancel()
         await fakes.settled()
-
-
-# ---- clients gone, time over -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokens", [0, 10])
@@ -337,9 +325,6 @@ async def test_a_defect_at_an_answers_end_ends_the_request(monkeypatch: pytest.M
         await fakes.settled()
 
 
-# ---- log probabilities -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("per_delta", [1, 4, 50])
 async def test_log_probabilities_are_those_of_the_tokens(per_delta: int) -> None:
     async with running_fake_cluster("one two three four") as fakes:
@@ -355,7 +340,7 @@ async def test_log_probabilities_are_those_of_the_tokens(per_delta: int) -> None
         await fakes.settled()
 
 
-async def test_log_probabilities_go_on_after_a_loss() -> None:
+async def test_log_probabilities_continue_after_a_loss() -> None:
     async with running_fake_cluster() as fakes:
         tell(fakes, *TEXTS)
         fakes.decode.break_after = 30
@@ -368,7 +353,7 @@ async def test_log_probabilities_go_on_after_a_loss() -> None:
         await fakes.settled()
 
 
-async def test_nobody_is_told_what_they_did_not_ask_for() -> None:
+async def test_log_probabilities_are_sent_only_on_request() -> None:
     async with running_fake_cluster() as fakes:
         deltas = await read(fakes.client.generate(PROMPT))
         assert not any(delta.logprobs for delta in deltas)
@@ -384,7 +369,6 @@ async def test_the_best_of_several() -> None:
         assert [(delta.index, delta.finish_reason) for delta in deltas] == [(n, FinishReason.STOP) for n in (0, 1)]
         assert not any(delta.logprobs for delta in deltas), "asked of the worker only to rank"
         assert deltas[0].usage is None
-        # All that was generated was work, and is told.
         assert deltas[1].usage.completion_tokens == sum(len(script_of(text)) for text in TEXTS)
         deltas = await read(fakes.client.generate(PROMPT, seed=SEED, best_of=3, logprobs=1))
         assert texts_of(deltas) == [TEXTS[1]]

@@ -1,4 +1,4 @@
-"""Bad requests: every wrong field named, all at once, with the proto's paths."""
+"""Invalid requests: every invalid field is named, all at once, with the proto's paths."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_bad_requests(request_: GenerateRequest, fields: list[str]) -> None:
     assert fields_of(request_) == fields
 
 
-def test_all_violations_at_once_and_not_without_end() -> None:
+def test_violations_are_reported_together_up_to_a_limit() -> None:
     request = replace(sampled(temperature=-1, top_p=2, max_tokens=-1), token_ids=(999,), priority=1000)
     assert fields_of(request) == [
         "text", "token_ids", "token_ids[0]",
@@ -172,7 +172,7 @@ def test_all_violations_at_once_and_not_without_end() -> None:
     assert len(fields_of(GenerateRequest(token_ids=(999,) * 63))) == v.MAX_VIOLATIONS
 
 
-def test_lists_without_end_are_refused_unread() -> None:
+def test_long_lists_are_refused_unread() -> None:
     v.check_counts({"token_ids": v.MAX_PROMPT_IDS, "messages": v.MAX_ITEMS, "sampling.logit_bias": v.MAX_ITEMS})
     with pytest.raises(InvalidRequest) as failure:
         v.check_counts({"token_ids": v.MAX_PROMPT_IDS + 1, "messages": 0, "sampling.logit_bias": v.MAX_ITEMS + 1})
@@ -234,7 +234,7 @@ def test_every_default_is_decided() -> None:
     )
 
 
-def test_what_the_client_said_stands() -> None:
+def test_the_clients_values_are_kept() -> None:
     asked = SamplingParams(
         temperature=0.0,
         top_p=0.5,
@@ -255,7 +255,6 @@ def test_what_the_client_said_stands() -> None:
     )
     sampling, _ = v.resolve(asked, 60, (2, 7), LIMITS, drawn_seed=5)
     assert sampling == replace(asked, top_k=0)
-    # The context ends before max_tokens does; a stop id given twice is one.
     longer, _ = v.resolve(replace(asked, max_tokens=50, min_tokens=50, ignore_eos=False), 60, (2,), LIMITS, 0)
     assert (longer.max_tokens, longer.min_tokens, longer.stop_token_ids) == (4, 4, (9, 2))
 
@@ -266,17 +265,17 @@ def test_no_mass_leaves_the_likeliest_token_and_no_seed_is_minus_one() -> None:
     v.check_request(sampled(top_p=0, seed=-1), LIMITS)
 
 
-def test_the_model_s_own_values_hold_where_the_client_gave_none() -> None:
+def test_the_models_values_are_defaults() -> None:
     own = SamplingParams(temperature=0.6, top_k=20, repetition_penalty=1.0)
     sampling, recommended = v.resolve(SamplingParams(top_p=0.5), 10, (), LIMITS, 0, own)
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty) == (0.6, 0.5, 20, 1.0)
-    # What is neither the client's nor everybody's default is named, for other gateways.
+    # The model's recommended values are listed, so that other gateways use the same.
     assert recommended == (("temperature", 0.6), ("top_k", 20))
     sampling, recommended = v.resolve(SamplingParams(temperature=1.0, top_k=0), 10, (), LIMITS, 0, own)
     assert (sampling.temperature, sampling.top_k, recommended) == (1.0, 0, ())
 
 
-def test_an_answer_ends_where_the_context_or_the_model_s_own_bound_does() -> None:
+def test_max_tokens_is_limited_by_the_context_and_the_model() -> None:
     def most(asked: int | None, own: int | None = None) -> tuple[int, bool]:
         sampling, _ = v.resolve(SamplingParams(max_tokens=asked), 60, (), LIMITS, 0, SamplingParams(max_tokens=own))
         request = GenerateRequest(sampling=SamplingParams(max_tokens=asked))

@@ -1,5 +1,5 @@
-"""Answers of /v1/responses against the models of the OpenResponses specification, which demand fields that OpenAI's own
-client does without."""
+"""Answers of /v1/responses match the OpenResponses specification's models, which require fields that OpenAI's client
+does not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCRIPTS: list[list[Delta]] = [
     thought_said_and_called("t1", "t2"),
     [ended()],
 ]
-# The models that the events are checked by, by the events' types.
+# Models that validate the events, by event type.
 EVENTS = {
     name.value: kind
     for kind in vars(types).values()

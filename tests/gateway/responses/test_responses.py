@@ -1,4 +1,4 @@
-"""The real `openai` client's Responses against the HTTP port: whole answers, streams, functions, shapes, failures."""
+"""The real `openai` client's Responses over HTTP: whole answers, streams, functions, structured outputs, failures."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def client_of(fakes: FakeCluster) -> openai.AsyncOpenAI:
 
 
 async def streamed(client: openai.AsyncOpenAI, **asked: Any) -> tuple[list[Any], Any]:
-    """Return the events of a stream and the response that the last one brings."""
+    """Return the events of a stream, and the response of the last one."""
     events = [event async for event in await client.responses.create(**asked, stream=True)]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     return events, events[-1].response
@@ -66,10 +66,10 @@ def without_ids(response: Any) -> dict[str, Any]:
     ],
     ids=str,
 )
-async def test_a_response_and_its_stream_say_the_same(
+async def test_a_response_equals_its_stream(
     fakes: FakeCluster, more: dict[str, Any], text: str, status: str, per_delta: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many tokens come at once."""
+    """For any number of tokens per delta."""
     monkeypatch.setattr(fakes.decode, "per_delta", per_delta)
     fakes.node.pinned = 2
     async with client_of(fakes) as client:
@@ -131,7 +131,6 @@ async def test_reasoning_text_and_calls_are_items(
         assert [event.arguments for event in done] == ['{"city": "Rome"}', "{}"]
         added = [event.item.type for event in events if event.type == "response.output_item.added"]
         assert added == ["reasoning", "message", "function_call", "function_call"]
-        # The client's own reading of a stream, and an answer that is sent back as it was received.
         async with client.responses.stream(**ASKED, tools=[tool]) as stream:
             final = await stream.get_final_response()
         assert [item.type for item in final.output] == added
@@ -143,9 +142,7 @@ async def test_reasoning_text_and_calls_are_items(
         assert [one.id for one in messages[1].tool_calls] == ["c1", "c2"]
 
 
-async def test_calls_of_custom_tools_and_of_namespaces_are_items_of_their_own(
-    fakes: FakeCluster, scripted: ScriptedGateway
-) -> None:
+async def test_custom_and_namespaced_calls_are_separate_items(fakes: FakeCluster, scripted: ScriptedGateway) -> None:
     scripted.script = [
         called(0, id="c1", name="patch"),
         called(0, '{"inp'),
@@ -184,7 +181,6 @@ async def test_calls_of_custom_tools_and_of_namespaces_are_items_of_their_own(
         deltas = [event.delta for event in inputs if event.type.endswith(".delta")]
         assert (deltas, inputs[len(deltas)].input) == (["a", '\n"b', "\U0001f600"], patch.input)
         assert {event.item_id for event in inputs[: len(deltas) + 1]} == {last.output[0].id}
-        # The answer is sent back as it was received, with the tools' results.
         result = {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"}
         image = {"type": "input_image", "image_url": "data:image/png;base64,x", "detail": "auto"}
         picture = {
@@ -213,7 +209,7 @@ async def test_calls_of_custom_tools_and_of_namespaces_are_items_of_their_own(
 
 
 async def test_text_after_a_call_does_not_cut_it(fakes: FakeCluster, scripted: ScriptedGateway) -> None:
-    """A delta that waited may hold a call's end, text after it, and the next call."""
+    """A merged delta may contain a call's end, text after it, and the next call."""
     parts = (ToolCallDelta(0, arguments="}"), ToolCallDelta(1, "c2", "time", "{}"))
     scripted.script = [
         called(0, '{"a": 1', id="c1", name="weather"),
@@ -261,7 +257,7 @@ async def test_log_probabilities_wait_for_their_text_or_the_end(fakes: FakeClust
         assert [[one.logprob for one in event.logprobs] for event in deltas] == [shown[:2], shown[2:3], shown[3:]]
 
 
-async def test_a_stream_that_fails_brings_what_there_is(fakes: FakeCluster, scripted: ScriptedGateway) -> None:
+async def test_a_failing_stream_returns_its_partial_answer(fakes: FakeCluster, scripted: ScriptedGateway) -> None:
     async with client_of(fakes) as client:
         for error, code in ((Unavailable("lost"), "server_error"), (Overloaded("full"), "rate_limit_exceeded")):
             scripted.script = [said("a"), said("b"), error]

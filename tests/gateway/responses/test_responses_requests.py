@@ -1,4 +1,4 @@
-"""Bodies of /v1/responses become requests of the gateway, field by field; what is not supported is refused by name."""
+"""Bodies of /v1/responses become gateway requests, field by field; unsupported fields are refused by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pillion.types import ChatMessage, GenerateRequest, SamplingParams, Structur
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 TOOL = {"type": "function", "name": "weather", "description": "Tells it.", "parameters": SCHEMA, "strict": True}
-# Clients send these with values that ask for nothing.
+# No-op values that clients send.
 NOTHING = {
     "store": False,
     "background": False,
@@ -159,7 +159,7 @@ def test_items_of_a_conversation() -> None:
     ],
     ids=str,
 )
-def test_how_tools_may_be_called(choice: Any, read_as: ToolOptions) -> None:
+def test_tool_choice_is_read(choice: Any, read_as: ToolOptions) -> None:
     assert read(tool_choice=choice).requests[0].tools == read_as
 
 
@@ -209,7 +209,7 @@ def test_how_tools_may_be_called(choice: Any, read_as: ToolOptions) -> None:
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
+def test_invalid_fields_are_named(fields: dict[str, Any], param: str) -> None:
     error = refusal(**fields)
     assert (error.param, error.message.partition(": ")[0]) == (param, param)
 
@@ -242,7 +242,7 @@ def test_too_many_strings_are_refused_unread() -> None:
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_what_cannot_change_the_answer_has_no_effect_and_is_named(fields: dict[str, Any], ignored: str | None) -> None:
+def test_fields_without_effect_are_named(fields: dict[str, Any], ignored: str | None) -> None:
     reading = BodyReading()
     asked, named = (
         with_reading(reading, responses_request, json.dumps({"input": "hi", **fields}).encode(), "r"),
@@ -253,13 +253,13 @@ def test_what_cannot_change_the_answer_has_no_effect_and_is_named(fields: dict[s
     assert asked.requests == without.requests
 
 
-def test_what_there_is_of_a_call_that_was_cut_comes_back() -> None:
+def test_a_call_that_was_cut_can_be_sent_back() -> None:
     item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"at', "status": "incomplete"}
     (message,) = read(input=[item]).requests[0].messages
     assert message.tool_calls == (ToolCall("c", "f", r'{"INVALID_JSON": "{\"at"}'),)
 
 
-def test_items_that_come_back_are_taken_with_what_stood_beside_them() -> None:
+def test_items_are_accepted_back_with_their_extra_fields() -> None:
     said = {"type": "output_text", "text": "ok", "annotations": [{"type": "url_citation"}], "logprobs": [{}]}
     sent = {"type": "message", "role": "assistant", "content": [said], "id": "msg_1", "status": "completed"}
     encrypted = {"type": "reasoning", "summary": [], "encrypted_content": "x", "id": "rs_1"}
@@ -288,7 +288,7 @@ def test_items_that_come_back_are_taken_with_what_stood_beside_them() -> None:
         ({"background": True}, "/v1/batches"),
     ],
 )
-def test_what_would_need_a_store_is_refused_with_what_to_send(fields: dict[str, Any], words: str) -> None:
+def test_stateful_fields_are_refused_with_advice(fields: dict[str, Any], words: str) -> None:
     assert words in refusal(**fields).message
 
 
@@ -304,7 +304,7 @@ def part(text: str, kind: str = "output_text") -> dict[str, Any]:
 
 
 SCREEN = {"type": "computer_screenshot", "image_url": "data:image/png;base64,x"}
-# What an earlier turn may hold, with what the model is told of it and by whom, and what is named.
+# Contents of an earlier turn, with the model's text and its role, and the ignored names.
 TOLD: list[tuple[dict[str, Any], tuple[str, str] | None, str]] = [
     (
         {"type": "web_search_call", "action": {"type": "search", "query": "x"}},
@@ -337,7 +337,7 @@ TOLD: list[tuple[dict[str, Any], tuple[str, str] | None, str]] = [
 
 
 @pytest.mark.parametrize(("item", "told", "named"), TOLD, ids=lambda value: str(value)[:50])
-def test_earlier_turns_are_told_and_not_judged(item: dict[str, Any], told: tuple[str, str] | None, named: str) -> None:
+def test_earlier_turns_are_accepted_leniently(item: dict[str, Any], told: tuple[str, str] | None, named: str) -> None:
     around = [{"role": "user", "content": "a"}, item, {"role": "assistant", "content": "Done."}]
     request, ignored = noted(input=[*around, {"role": "user", "content": "c"}])
     said = [] if told is None or told == ("assistant", "") else [told]
@@ -355,14 +355,14 @@ def test_earlier_turns_are_told_and_not_judged(item: dict[str, Any], told: tuple
     [(None, ""), ({"a": 1}, '{"a": 1}'), ([1], '{"INVALID_JSON": "[1]"}'), ("null", ""), ("{}", "{}")],
     ids=str,
 )
-def test_arguments_of_earlier_calls_are_told_whatever_they_are(arguments: Any, told: str) -> None:
+def test_arguments_of_earlier_calls_may_be_anything(arguments: Any, told: str) -> None:
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": arguments}
     request, _ = noted(input=[call, {"type": "function_call_output", "call_id": "c", "output": None}])
     assert [one.arguments for one in request.messages[0].tool_calls] == [told]
     assert request.messages[1] == ChatMessage("tool", "", tool_call_id="c", name="f")
 
 
-def test_a_result_whose_call_was_only_referred_to_is_told() -> None:
+def test_a_result_of_a_referenced_call_reaches_the_model() -> None:
     reference, result = (
         {"type": "item_reference", "id": "fc"},
         {"type": "function_call_output", "call_id": "c", "output": "12"},
@@ -375,7 +375,7 @@ def test_a_result_whose_call_was_only_referred_to_is_told() -> None:
 SERVERS = ("web_search", "local_shell", "shell", "apply_patch", "mcp", "file_search", "code_interpreter", "of_2030")
 
 
-def test_the_model_is_not_told_of_tools_that_a_server_runs() -> None:
+def test_server_tools_are_hidden_from_the_model() -> None:
     dropped = [{"type": kind, "environment": {"type": "x"}} for kind in SERVERS]
     spaced = {"type": "namespace", "name": "n", "tools": [TOOL, dropped[0]]}
     request, ignored = noted(tools=[*dropped, TOOL, spaced])
@@ -383,7 +383,6 @@ def test_the_model_is_not_told_of_tools_that_a_server_runs() -> None:
     assert ignored == ", ".join(sorted(f"tools.{kind}" for kind in SERVERS))
     asked = responses_request(json.dumps({"input": "x", "tools": [*dropped, TOOL, spaced]}).encode(), "r")
     assert [tool["name"] for tool in json.loads(bytes(asked.echoed["tools"]))] == ["weather", "n"]
-    # Such a tool may be allowed, but no answer calls it.
     for named, read_as in (
         (
             [{"type": "web_search"}, {"type": "function", "name": "weather"}],
@@ -396,6 +395,6 @@ def test_the_model_is_not_told_of_tools_that_a_server_runs() -> None:
         assert (request.tools, ignored) == (read_as, f"tool_choice.tools.{named[0]['type']}")
 
 
-def test_json_may_have_a_schema_as_other_servers_have_it() -> None:
+def test_json_schemas_of_other_servers_are_accepted() -> None:
     (request,) = read(text={"format": {"type": "json_object", "schema": {"type": "object"}}}).requests
     assert request.sampling.structured_outputs == StructuredOutputs(json='{"type":"object"}')

@@ -1,4 +1,4 @@
-"""Templates run in a box: what they can do is render text, quickly, of bounded size."""
+"""Templates run in a sandbox: they can render text of bounded size in bounded time, nothing else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pillion.types import ChatMessage, ChatOptions, Tool
 from tests.support.processes import NewChildren
 
 MESSAGES = (ChatMessage("system", "Be brief."), ChatMessage("user", 'Grüße, "世界" <b>&amp;</b>'))
-# A conversation without a text that a template could leave out.
+# A conversation without text, so that a template cannot omit any.
 SILENCE = (ChatMessage("user", ""),)
 SPECIALS = {"bos_token": "<bos>", "eos_token": "<eos>"}
 
@@ -48,7 +48,6 @@ HOSTILE = {
     "no template at all": "{% if %}",
     "an endless range": "{% for a in range(10 ** 12) %}{% endfor %}",
 }
-# They meet the same bound as another one.
 SIMILAR = {"nested loops", "quiet memory", "an endless range"}
 
 
@@ -133,8 +132,8 @@ async def test_the_process_inherits_neither_secrets_nor_descriptors(
             assert sorted(os.listdir(f"/proc/{process.pid}/fd")) == ["0", "1", "2"]
 
 
-async def test_what_is_no_text_is_no_prompt(template) -> None:
-    """A lone surrogate gets through JSON, and no tokenizer takes it."""
+async def test_text_with_a_lone_surrogate_is_refused(template) -> None:
+    """A lone surrogate passes JSON parsing, but no tokenizer accepts it."""
     options = ChatOptions(chat_template_kwargs='{"a": "\\ud800"}')
     with pytest.raises(InvalidRequest, match="not valid Unicode"):
         await template("{{ a }}").render(SILENCE, options)
@@ -161,8 +160,8 @@ async def test_a_hostile_template_is_stopped_and_the_next_one_works(
     assert await template(TEMPLATE).render(MESSAGES[:1]) == "<bos>[system] Be brief.\n[assistant] "
 
 
-async def test_output_and_memory_have_bounds_of_their_own(template, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not only the time: a quick template meets them too."""
+async def test_output_and_memory_are_limited(template, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checked independently of the timeout: a fast template meets them as well."""
     monkeypatch.setattr(module, "RENDER_CPU_S", 30.0)
     with pytest.raises(InvalidRequest, match="MemoryError"):
         await template("{{ ('x' * (2 ** 30)) | length }}").render(MESSAGES)
@@ -175,31 +174,29 @@ async def test_output_and_memory_have_bounds_of_their_own(template, monkeypatch:
 @pytest.mark.parametrize(
     "strict",
     [
-        # As templates of Qwen 3.5 and of Mistral refuse.
+        # As Qwen 3.5's and Mistral's templates refuse.
         "{% if m.role == 'system' and not loop.first %}{{ raise_exception('must be at the beginning') }}{% endif %}",
         "{% if loop.previtem and m.role != 'assistant' and loop.previtem.role == m.role %}"
         "{{ raise_exception('roles must alternate') }}{% endif %}"
         "{% if m.role == 'system' and not loop.first %}{{ raise_exception('only at first') }}{% endif %}",
-        # As templates of Qwen3-VL and Yi leave out what they do not know.
+        # As Qwen3-VL's and Yi's templates skip unknown roles.
         "{% if m.role == 'system' and not loop.first %}{% continue %}{% endif %}",
     ],
 )
-async def test_what_agents_write_is_joined_where_a_template_wants_one(template, strict: str) -> None:
+async def test_messages_are_merged_for_templates_that_need_it(template, strict: str) -> None:
     source = "{% for m in messages %}" + strict + "[{{ m.role[0] }}]{{ m.content }}{% endfor %}"
     codex = [("system", "A"), ("system", "B"), ("user", "c"), ("user", "d"), ("assistant", "e"), ("tool", "f")]
     claude = [("system", "A"), ("user", "b"), ("system", "C"), ("assistant", "d"), ("user", "e"), ("system", "F")]
     for turns, text in ((codex, "[s]A\n\nB[u]c\n\nd[a]e[t]f"), (claude, "[s]A[u]b\n\nC[a]d[u]e\n\nF")):
         messages = [ChatMessage(role, content) for role, content in turns]
         assert await template(source).render(messages) == text
-        # The prompt of an earlier turn is the beginning of this one's.
         assert text.startswith(await template(source).render(messages[:5] if turns is codex else messages[:3]))
-    # A template that takes them has them as they came.
     lenient = "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% endfor %}"
     messages = [ChatMessage(role, content) for role, content in claude]
     assert await template(lenient).render(messages) == "[s]A[u]b[s]C[a]d[u]e[s]F"
 
 
-async def test_a_template_may_refuse_in_its_own_words(template) -> None:
+async def test_a_templates_own_error_is_returned(template) -> None:
     box = template("{% if messages|length > 1 %}{{ raise_exception('one at a time') }}{% endif %}ok")
     with pytest.raises(InvalidRequest, match="refuses this conversation: one at a time"):
         await box.render((ChatMessage("user", ""), ChatMessage("assistant", "")))
@@ -215,7 +212,7 @@ async def test_a_text_that_a_template_leaves_out_is_an_error(template) -> None:
 
 
 async def test_a_long_conversation_loses_no_text_either(template) -> None:
-    """It is not rendered a second time, unless a text is not found as it was sent."""
+    """Rendered only once, unless a text is not found verbatim."""
     turns = [(ChatMessage("user", f" Question {n}? "), ChatMessage("assistant", f'"{n}" is it.')) for n in range(50)]
     messages = [message for turn in turns for message in turn]
     expected = "".join(one.content for one in messages)
@@ -227,12 +224,12 @@ async def test_a_long_conversation_loses_no_text_either(template) -> None:
         await template(only_users).render(messages)
 
 
-async def test_no_template_is_said_clearly(template) -> None:
+async def test_a_missing_template_is_a_clear_error(template) -> None:
     with pytest.raises(InvalidRequest, match="no chat template"):
         await template("").render(MESSAGES)
 
 
-async def test_the_line_is_bounded(template, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_queue_is_bounded(template, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_WAITING_RENDERS", 3)
     box = template(TEMPLATE)
     answers = await asyncio.gather(*(box.render(MESSAGES) for _ in range(5)), return_exceptions=True)
@@ -240,7 +237,7 @@ async def test_the_line_is_bounded(template, monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(answers[3], Overloaded)
 
 
-async def test_a_caller_who_leaves_does_not_garble_the_next_answer(template) -> None:
+async def test_a_cancelled_caller_does_not_garble_the_next_answer(template) -> None:
     box = template(TEMPLATE)
     await box.render(MESSAGES)
     for turns in (1, 20, 200):
@@ -251,7 +248,7 @@ async def test_a_caller_who_leaves_does_not_garble_the_next_answer(template) -> 
         assert await box.render((ChatMessage("user", "stays"),)) == "<bos>[user] stays\n[assistant] "
 
 
-async def test_a_caller_who_leaves_leaves_the_process_to_the_others(template, children: NewChildren) -> None:
+async def test_a_cancelled_caller_does_not_kill_the_process(template, children: NewChildren) -> None:
     box = template(TEMPLATE)
     await box.render(MESSAGES)
     before = children()
@@ -264,10 +261,10 @@ async def test_a_caller_who_leaves_leaves_the_process_to_the_others(template, ch
     assert children() == before
 
 
-async def test_a_job_for_which_nobody_waits_has_little_time(
+async def test_an_abandoned_job_has_a_short_timeout(
     template, children: NewChildren, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But enough for the first job of a process, which waits for its start."""
+    """But enough for a process's first job, which waits for its start."""
     monkeypatch.setattr(module, "RENDER_CPU_S", 1000.0)
     monkeypatch.setattr(module, "RENDER_WALL_S", 1000.0)
     monkeypatch.setattr("pillion.gateway.boxed_process.ABANDONED_S", 0.0)
@@ -329,7 +326,7 @@ STRINGS = {
 async def test_contents_come_in_the_form_that_the_template_reads(template, source: str) -> None:
     messages = [*MESSAGES, ChatMessage("assistant", ""), ChatMessage("user", " x ")]
     box = template(source)
-    # Where a template reads the first part unasked, an empty content has one of a space.
+    # If a template indexes the first part unconditionally, an empty content becomes a space.
     assert (await box.render(messages)).replace("[ ]", "[]") == f"[{']['.join(one.content for one in messages)}]"
     begun = [*MESSAGES, ChatMessage("assistant", "So ")]
     continued = await box.render(begun, ChatOptions(continue_final_message=True))

@@ -1,5 +1,5 @@
-"""What a client writes is text: no string of a conversation becomes a special token, whatever a template does with it,
-and all that is no mark is encoded as ever."""
+"""Client text is text: no string of a conversation becomes a special token, whatever its template does, and text
+without marks is encoded as usual."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.gateway.formats import test_template_calls as call_templates
 from tests.gateway.tokens import test_tool_templates as tool_templates
 
 MOST = 2**20
-# The marks of published tokenizers; those of one kind stand in the templates of that kind.
+# Marks of published tokenizers; a template contains those of its own kind.
 MARKS = [
     *"<bos> <eos> <s> </s> <|im_start|> <|im_end|> <|endoftext|> <|eot_id|> <|start_header_id|>".split(),  # noqa: SIM905
     *"<|end_header_id|> [INST] [/INST] [TOOL_CALLS] [TOOL_RESULTS] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS]".split(),  # noqa: SIM905
@@ -41,7 +41,7 @@ CORPUS = [
 
 
 def of_bytes(*, whole: bool = False, corpus: list[str] = CORPUS) -> tokenizers.Tokenizer:
-    """Makes a tokenizer of merged bytes, as Qwen's and Llama's, that splits texts first, or does not."""
+    """Return a byte-level BPE tokenizer, as Qwen's and Llama's, with or without pre-tokenization."""
     codec = tokenizers.Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not whole)
     split = pre_tokenizers.Split(Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+"), "isolated")
@@ -55,22 +55,21 @@ def of_bytes(*, whole: bool = False, corpus: list[str] = CORPUS) -> tokenizers.T
 
 
 def of_pieces() -> tokenizers.Tokenizer:
-    """Makes a tokenizer of merged letters whose normalizer writes ▁ for spaces, as Llama 2's and Gemma's."""
+    """Return a character-level BPE tokenizer whose normalizer writes ▁ for spaces, as Llama 2's and Gemma's."""
     codec = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     codec.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     codec.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     special = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
     trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=special, show_progress=False)
     codec.train_from_iterator(CORPUS, trainer)
-    # Bytes are no special tokens.
     written = json.loads(codec.to_str())
     written["added_tokens"] = written["added_tokens"][:1]
     return tokenizers.Tokenizer.from_str(json.dumps(written))
 
 
 def of_scores() -> tokenizers.Tokenizer:
-    """Makes a tokenizer whose model itself has some marks as pieces, and whose normalizer writes letters of full width
-    as plain ones, as T5's."""
+    """Return a tokenizer whose vocabulary includes some marks, and whose normalizer maps full-width letters to plain
+    ones, as T5's."""
     pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("<|im_end|>", 0.0), ("▁", -2.0)]
     pieces += [(letter, -3.0) for letter in sorted({letter for text in CORPUS for letter in text if letter.strip()})]
     codec = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=False))
@@ -81,7 +80,7 @@ def of_scores() -> tokenizers.Tokenizer:
 
 
 def in_lower_case() -> tokenizers.Tokenizer:
-    """Makes a tokenizer that looks for its special tokens in the normalized text."""
+    """Return a tokenizer that matches special tokens in the normalized text."""
     codec = of_bytes()
     codec.normalizer = normalizers.Lowercase()
     codec.add_tokens([AddedToken(mark, special=True, normalized=True) for mark in MARKS])
@@ -96,7 +95,7 @@ TOKENIZERS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
     "scores": of_scores,
     "lower": in_lower_case,
 }
-# Templates in the shape of published ones that take strings apart, or write a client's names within marks of their own.
+# Templates in the shape of published ones that slice strings, or write a client's names within their own marks.
 CUTTING = """
 {%- for m in messages %}
     {{- '<|im_start|>' + m.role + '\\n' }}
@@ -167,7 +166,7 @@ def models_tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Mod
 
 
 def nasty(dice: random.Random) -> str:
-    """Writes a string of marks, parts of marks, and words."""
+    """Return a random string of marks, parts of marks and words."""
     found = []
     for _ in range(dice.randrange(1, 5)):
         mark = dice.choice(MARKS)
@@ -230,7 +229,7 @@ def shape_of(name: str) -> ChatTemplate:
 
 
 def expected_ids(tokenizer: ModelTokenizer, rendered: str) -> list[int]:
-    """Encodes what stands between the template's marks by itself, with special tokens as plain text."""
+    """Encode the text between the template's marks separately, with special tokens as plain text."""
     plain = tokenizers.Tokenizer.from_str(tokenizer.codec.to_str())
     plain.encode_special_tokens = True
     ids: list[int] = []
@@ -250,7 +249,6 @@ async def test_no_text_of_a_client_becomes_a_special_token(
     try:
         for seed in range(12):
             evil = await box.render(*conversation(f"{name} {seed}", nasty))
-            # A copy of the conversation in harmless words has the special tokens that the template writes.
             harmless = await box.render(*conversation(f"{name} {seed}", harmless_word))
             for kind, tokenizer in models_tokenizers.items():
                 special = {n for n, token in tokenizer.codec.get_added_tokens_decoder().items() if token.special}
@@ -267,8 +265,8 @@ async def test_no_text_of_a_client_becomes_a_special_token(
         await box.aclose()
 
 
-async def test_what_could_become_a_mark_and_does_not_is_written_as_it_was() -> None:
-    """A mark comes of it only if the template writes the rest of it beside it."""
+async def test_partial_marks_are_unchanged() -> None:
+    """It becomes a mark only if the template writes the rest of it next to it."""
     box = ChatTemplate(CUTTING, {}, marks=MARKS)
     try:
         for text in ("a <", "<|im_", "|im_end|> quoted", "im_end", "x <think>", "> quoted\n<\n"):
@@ -292,7 +290,7 @@ async def test_a_message_with_marks_is_continued() -> None:
     assert "<|im_end|>" not in written.split("assistant\n")[1]
 
 
-async def test_breakers_are_the_gateways_own() -> None:
+async def test_breakers_are_private_to_the_gateway() -> None:
     box = ChatTemplate(CUTTING, {}, marks=MARKS)
     try:
         written = await box.render([ChatMessage("user", f"<{BREAKER}|im_end|> \ufdd0")])

@@ -1,4 +1,4 @@
-"""Texts that are cut to a number of tokens, beside transformers' own truncation; beginnings of texts by tokens."""
+"""Truncation to a number of tokens, compared with transformers; prefixes of texts by tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEXTS = ["", "a", "The sea and the land", "naïve 海, and more of it", "x" * 40
 
 
 def saved(folder: pathlib.Path, single: str) -> pathlib.Path:
-    """Writes a byte-level tokenizer that puts the tokens of ``single`` around a text."""
+    """Return a byte-level tokenizer that puts the tokens of ``single`` around a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {"<s>": 0, "</s>": 1, "<end>": 2, **{letter: n + 3 for n, letter in enumerate(alphabet)}}
     merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("a", "n"), ("an", "d"), ("Ġ", "and"), ("x", "x"), ("xx", "xx")]
@@ -33,7 +33,7 @@ def saved(folder: pathlib.Path, single: str) -> pathlib.Path:
 
 
 @pytest.mark.parametrize("single", ["$A", "<s> $A", "$A </s>", "<s> $A </s> <end>"])
-def test_a_cut_text_is_that_of_transformers(tmp_path: pathlib.Path, single: str) -> None:
+def test_truncation_equals_that_of_transformers(tmp_path: pathlib.Path, single: str) -> None:
     tokenizer = ModelTokenizer.load(saved(tmp_path, single))
     oracle = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), truncation_side="right")
     for text in TEXTS:
@@ -43,7 +43,7 @@ def test_a_cut_text_is_that_of_transformers(tmp_path: pathlib.Path, single: str)
         assert tokenizer.encode_cut(text, 1000) == tokenizer.encode_text(text, 1000)
 
 
-def test_of_a_very_long_text_the_beginning_is_enough(tmp_path: pathlib.Path) -> None:
+def test_only_the_beginning_of_a_very_long_text_is_tokenized(tmp_path: pathlib.Path) -> None:
     tokenizer = ModelTokenizer.load(saved(tmp_path, "<s> $A </s>"))
     text = "a b" * 100 * CUT_TOKENS
     found = tokenizer.encode_cut(text, 10)

@@ -16,7 +16,7 @@ from pillion.gateway.tokens.tokenizer import ModelTokenizer
 from pillion.types import ChatMessage
 from tests.support.examples import examples
 
-# transformers takes many seconds to read the tokenizer of a GGUF file.
+# transformers takes many seconds to read a GGUF file's tokenizer.
 pytestmark = [pytest.mark.model, pytest.mark.long]
 
 MAX_TOKENS = 2**16

@@ -1,4 +1,4 @@
-"""Incremental text: whole characters only, and at the end the full decode's text."""
+"""Incremental detokenization: whole characters only, and in total the full decode's text."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_random_ids_equal_the_full_decode(ids: list[int]) -> None:
 
 @given(st.lists(st.lists(st.integers(0, 270), max_size=12), min_size=2, max_size=4))
 @settings(max_examples=examples(300))
-def test_answers_that_share_what_is_remembered_know_nothing_of_each_other(answers: list[list[int]]) -> None:
+def test_answers_that_share_a_cache_are_independent(answers: list[list[int]]) -> None:
     for codec in (BYTES, FALLBACK):
         shared = Spellings(codec)
         decoders, texts = [new_detokenizer(shared) for _ in answers], [""] * len(answers)
@@ -65,7 +65,6 @@ def test_text_comes_back_whole_character_by_character(text: str) -> None:
         pieces = stream(codec, ids)
         whole = full(codec, ids)
         assert "".join(pieces) == whole
-        # The codec's own text may have some where the given one has none: an added word is no bytes to it.
         if "\ufffd" not in whole:
             assert not any("\ufffd" in piece for piece in pieces)
 
@@ -88,7 +87,7 @@ def test_half_a_character_at_the_end_is_flushed_as_one_replacement() -> None:
 
 
 @pytest.mark.parametrize("codec", [BYTES, FALLBACK], ids=["bytes", "fallback"])
-def test_special_and_unknown_tokens_are_no_text(codec) -> None:
+def test_special_and_unknown_tokens_have_no_text(codec) -> None:
     special = codec.token_to_id("<bos>") or codec.token_to_id("<s>")
     ids = codec.encode("Hello", add_special_tokens=False).ids
     mixed = [special, ids[0], special, 99_999, *ids[1:], special]
@@ -108,7 +107,7 @@ def test_broken_bytes_do_not_hold_text_back_forever() -> None:
 
 @pytest.mark.parametrize("codec", [BYTES, FALLBACK], ids=["bytes", "fallback"])
 def test_each_token_is_spelled_once(codec) -> None:
-    """The library makes its table of special tokens anew for each caller, and looks each token up anew."""
+    """The library rebuilds its table of special tokens for each caller, and looks up each token again."""
     asked: Counter[str] = Counter()
 
     class Counted:
@@ -122,6 +121,6 @@ def test_each_token_is_spelled_once(codec) -> None:
     assert first[codec.token_to_id("<bos>") or codec.token_to_id("<s>")] in (b"<bos>", b"<s>")
     assert asked["get_added_tokens_decoder"] == 1
     assert asked["id_to_token"] == size
-    # Unknown ids have no bound, so nothing is kept for them.
+    # Unknown ids are unbounded, so they are not cached.
     assert [spellings.own_bytes(10**9) for _ in range(2)] == [b"", b""]
     assert asked["id_to_token"] == size + 2

@@ -1,4 +1,4 @@
-"""Rewrites of histories lose no text, and change nothing that other code holds."""
+"""Rewrites of histories lose no text, and do not mutate their input."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def words_of(value: Any) -> list[str]:
 
 
 @given(histories(), st.lists(st.sampled_from(EVERY), min_size=1, max_size=6))
-def test_no_rewrite_loses_a_text(history: History, rewrites: list[Any]) -> None:
+def test_rewrites_lose_no_text(history: History, rewrites: list[Any]) -> None:
     before = copy.deepcopy(history)
     after = history
     for rewrite in rewrites:
@@ -65,8 +65,8 @@ def test_no_rewrite_loses_a_text(history: History, rewrites: list[Any]) -> None:
 
 
 @given(histories())
-def test_ids_are_replaced_alike(history: History) -> None:
-    """Whichever calls and results had one id have one id."""
+def test_ids_are_replaced_consistently(history: History) -> None:
+    """Calls and results that shared an id still do."""
 
     def ids(messages: list[dict[str, Any]]) -> list[str]:
         results = [one.get("tool_call_id", "") for one in messages if one["role"] == "tool"]

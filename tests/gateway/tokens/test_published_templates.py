@@ -1,5 +1,5 @@
-"""Conversations of all shapes render by published chat templates: as transformers renders them where it does so without
-losing a text, and else after rewrites, with every text in the prompt."""
+"""Conversations of all shapes render by published chat templates: as by transformers if that loses no text, else after
+rewrites, with every text in the prompt."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from pillion.types import ChatOptions
 PUBLISHED = pathlib.Path(__file__).parents[2] / "support" / "chat_templates"
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
 _END = "{% if add_generation_prompt %}[assistant]{% endif %}"
-# What templates demand whose licences keep them out of this folder.
+# Behaviour of templates whose licences forbid copying them here.
 OWN = {
-    # Llama 3.1: one call a message, whose content is left out.
+    # Llama 3.1: one call per message, whose content is dropped.
     "single calls": """
 {%- for t in tools or [] %}{{- t | tojson }}{%- endfor %}
 {%- for m in messages %}
@@ -41,7 +41,7 @@ OWN = {
     {%- endif %}
 {%- endfor %}"""
     + _END,
-    # Gemma 2: no system message, and turns that alternate.
+    # Gemma 2: no system message, and alternating roles.
     "no system": """
 {%- if messages[0].role == 'system' %}{{- raise_exception('System role not supported') }}{%- endif %}
 {%- for m in messages %}
@@ -51,7 +51,6 @@ OWN = {
     {{- '[' + m.role + ']' + m.content | trim }}
 {%- endfor %}"""
     + _END,
-    # Hermes 3: tools in any case, with descriptions and parameters.
     "whole tools": """
 {%- for t in tools %}
     {{- t.function.name + ': ' + t.function.description }}
@@ -66,10 +65,9 @@ OWN = {
     {%- endfor %}
 {%- endfor %}"""
     + _END,
-    # LFM2: calls are left out.
     "no calls": "<|tool_list_start|>{{ tools | tojson }}"
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}" + _END,
-    # DeepSeek R1: arguments as text, and calls where the content is null.
+    # DeepSeek R1: arguments as strings, and calls only with null content.
     "null contents": """
 {%- for t in tools or [] %}{{- t | tojson }}{%- endfor %}
 {%- for m in messages %}
@@ -81,7 +79,7 @@ OWN = {
     {%- endif %}
 {%- endfor %}"""
     + _END,
-    # Command R+: without a tool, none is not taken for an empty list; one part of a content is read.
+    # Command R+: without tools, None instead of an empty list; reads one part of a content.
     "listed tools": "{% for t in tools %}{{ t | tojson }}{% endfor %}{% for m in messages %}[{{ m.role }}]"
     "{{ m.content[0].text if m.content }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
     "{% endfor %}" + _END,
@@ -171,7 +169,7 @@ CONVERSATIONS: dict[str, tuple[tuple[dict[str, Any], ...], tuple[dict[str, Any],
 
 
 class BoxOfThisProcess:
-    """Stands for the process that renders, which takes longer to start than all of its conversations."""
+    """Stand-in for the rendering process, whose start takes longer than all conversations."""
 
     def __init__(self, handler: pathlib.Path, setup: dict[str, Any], limits: Any) -> None:
         self._handle = template_worker.opened(json.loads(json.dumps(setup)))
@@ -202,7 +200,7 @@ def joined(content: Any) -> str:
 
 
 def written(messages: Any) -> Iterator[dict[str, Any]]:
-    """The messages as a user of transformers writes them: contents are texts, and arguments objects."""
+    """Return the messages as a user of transformers writes them: contents are strings, and arguments objects."""
     names: dict[str, str] = {}
     for message in copy.deepcopy(messages):
         message["content"] = joined(message["content"])
@@ -240,7 +238,7 @@ async def test_every_text_is_in_the_prompt_as_transformers_has_it(template: tupl
             ((oracle,), _) = render_jinja_template(
                 **given, chat_template=source, add_generation_prompt=True, **SPECIALS
             )
-        except Exception:  # whatever a template does not take
+        except Exception:
             continue
         if all(text in oracle for text in texts(messages, tools)):
             assert prompt == oracle, name
@@ -260,12 +258,12 @@ async def test_no_rewrite_is_tried_after_its_time(monkeypatch: pytest.MonkeyPatc
         await rendered(box, (BRIEF, ASKS), ())
 
 
-# What these templates write of a message depends on later ones: tools or the system message move to the last user's.
+# Templates whose output for a message depends on later ones: tools or the system message move to the last user turn.
 MOVING = {"mistral-7b-v0.3", "mistral-small-3.2", "mistral-nemo", "devstral-small", "pixtral", "phi-3.5"}
 
 
 async def test_a_turn_begins_with_the_one_before(template: tuple[str, ChatTemplate]) -> None:
-    """Also where both are rewritten, so that the prefix cache has the earlier one."""
+    """Even if both are rewritten, so that the earlier one is a prefix cache hit."""
     source, box = template
     if any(source == TEMPLATES[name] for name in MOVING):
         return

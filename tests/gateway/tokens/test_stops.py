@@ -1,4 +1,4 @@
-"""Stop strings, wherever the pieces are cut."""
+"""Stop strings, for any chunking."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ stops_strategy = st.lists(st.text("abc", min_size=1, max_size=8), max_size=8)
 
 
 def expected(text: str, stops: list[str]) -> tuple[str, str]:
-    """Reads letter by letter: the first end of any stop string ends it; of those, the longest."""
+    """Match letter by letter: the earliest end of any stop string wins; among those, the longest."""
     for end in range(1, len(text) + 1):
         starts = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
         if starts:
@@ -28,7 +28,7 @@ def expected(text: str, stops: list[str]) -> tuple[str, str]:
 
 @given(letters, stops_strategy, st.lists(st.integers(0, 6), max_size=30))
 @settings(max_examples=examples(500))
-def test_equals_the_plain_definition_however_the_text_is_cut(text: str, stops: list[str], cuts: list[int]) -> None:
+def test_matching_equals_the_plain_definition_in_any_chunks(text: str, stops: list[str], cuts: list[int]) -> None:
     matcher, got, rest = StopMatcher(StopStrings(stops)), "", text
     final, found = expected(text, stops)
     for size in [*cuts, len(text)]:
@@ -43,7 +43,7 @@ def test_equals_the_plain_definition_however_the_text_is_cut(text: str, stops: l
 
 
 class CountedLabels(list[str]):
-    """A list that counts its look-ups."""
+    """A list that counts its accesses."""
 
     looked = 0
 
@@ -55,7 +55,7 @@ class CountedLabels(list[str]):
 def test_many_long_stop_strings_cost_a_character_what_one_costs() -> None:
     one = "a" * 255 + "z"
     others = [("bcd"[n % 3] + "dcb"[n % 3]) * 127 + chr(ord("e") + n) for n in range(15)]
-    # Ends like stop strings again and again: what costs most where each of them is tried at each end.
+    # Partial matches again and again: the worst case if each stop string is tried at each position.
     text = ("a" * 255 + "y" + others[3][:200] + "ay" * 200 + "abcd") * 4
     for stops in ([], [one], [one, *others]):
         strings = StopStrings(stops)
@@ -69,7 +69,7 @@ def test_answers_with_equal_stop_strings_share_what_is_built() -> None:
     assert stop_strings(("a", "b")) is stop_strings(("a", "b"))
 
 
-def test_what_looks_like_a_stop_is_let_go() -> None:
+def test_a_partial_match_is_released() -> None:
     matcher = StopMatcher(StopStrings(["</s>"]))
     assert [matcher.push(p) for p in ("a<", "/", "b", "</s")] == ["a", "", "</b", ""]
     assert matcher.flush() == "</s"
@@ -101,7 +101,7 @@ def test_a_stop_string_that_ends_with_the_flush() -> None:
     assert (answer.stopped, answer.stop_string) == (True, "b\ufffd")
 
 
-def test_a_stop_id_is_a_token_and_no_text() -> None:
+def test_a_stop_id_has_no_text() -> None:
     dot = CODEC.encode(".").ids[0]
     assert run("one.", (), 1, frozenset({dot})) == ("one", 4, False)
 

@@ -1,4 +1,4 @@
-"""A free thread goes to the tenants in turn, and no small job waits for megabytes of another one."""
+"""Threads are assigned to tenants in turn, and small jobs do not wait for another tenant's megabytes."""
 
 from __future__ import annotations
 
@@ -47,13 +47,12 @@ def test_a_flood_waits_and_another_tenant_is_next(size_bytes: int) -> None:
     late = turns.wait(B, size_bytes)
     turns.end(first[0])
     assert turns.grant() == [late]
-    # One that leaves the line before its turn has none.
     turns.end(flood[len(first)])
     turns.end(late)
     assert turns.grant() == [flood[len(first) + 1]]
 
 
-def test_a_tenant_fills_its_share_of_the_line() -> None:
+def test_a_tenant_is_limited_to_its_share_of_the_queue() -> None:
     turns = ThreadTurns(2, 8)
     for _ in range(4):
         turns.wait(A, 1)
@@ -69,8 +68,8 @@ def test_a_tenant_fills_its_share_of_the_line() -> None:
         turns.wait(OPEN, 1)
 
 
-async def test_a_job_ends_when_its_caller_is_gone() -> None:
-    """It ends with the item at which it is, and one that waits never begins."""
+async def test_a_job_ends_with_its_caller() -> None:
+    """It stops at the current item, and a queued job never begins."""
     pool, begun, gate, seen = TokenizerPool(), threading.Event(), threading.Event(), list[object]()
 
     def job() -> None:
@@ -93,7 +92,7 @@ async def test_a_job_ends_when_its_caller_is_gone() -> None:
         gate.set()
         await until("both jobs to be over", lambda: pool.jobs == 0)
         assert [type(one) for one in seen] == [JobAbandoned]
-        # Off the pool's threads somebody always waits.
+        # Outside of the pool's threads the caller is always waiting.
         check_wanted()
         assert await pool.run(str, 5) == "5"
     finally:

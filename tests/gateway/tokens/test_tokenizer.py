@@ -1,4 +1,4 @@
-"""Text to ids: special tokens as configured, never two BOS, templates found where models keep them."""
+"""Text to ids: special tokens as configured, never two BOS, templates wherever models store them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ def test_a_tokenizer_that_adds_no_bos_adds_none(tmp_path: pathlib.Path) -> None:
     tokenizer = ModelTokenizer.load(write_tokenizer(tmp_path, byte_tokenizer()))
     assert not tokenizer.adds_bos
     assert BOS not in tokenizer.encode_text("hi", MOST)
-    # What the client or the template wrote stands.
     assert tokenizer.encode_text("<bos><bos>hi", MOST)[:2] == (BOS, BOS)
     assert tokenizer.encode_chat("<bos>hi", MOST)[0] == BOS
 
 
 @pytest.mark.parametrize("text", ["hi", "<bos>hi", "<bos><bos>hi"])
-def test_exactly_one_bos_however_it_comes(tmp_path: pathlib.Path, text: str) -> None:
+def test_exactly_one_bos(tmp_path: pathlib.Path, text: str) -> None:
     tokenizer = ModelTokenizer.load(write_tokenizer(tmp_path, with_bos(byte_tokenizer())))
     ids = tokenizer.encode_text(text, MOST)
     assert ids[0] == BOS
@@ -41,7 +40,7 @@ def test_exactly_one_bos_however_it_comes(tmp_path: pathlib.Path, text: str) -> 
 
 
 @pytest.mark.parametrize("adds", [True, False])
-def test_the_configuration_has_the_last_word_on_bos(tmp_path: pathlib.Path, adds: bool) -> None:
+def test_the_configuration_decides_on_bos(tmp_path: pathlib.Path, adds: bool) -> None:
     codec = byte_tokenizer() if adds else with_bos(byte_tokenizer())
     tokenizer = ModelTokenizer.load(write_tokenizer(tmp_path, codec, add_bos_token=adds))
     assert tokenizer.encode_text("hi", MOST).count(BOS) == adds
@@ -55,7 +54,7 @@ def test_truncation_of_the_file_is_ignored(tmp_path: pathlib.Path) -> None:
     assert len(ModelTokenizer.load(write_tokenizer(tmp_path, codec)).encode_text("0123456789", MOST)) == 10
 
 
-def test_where_templates_live(tmp_path: pathlib.Path) -> None:
+def test_template_locations(tmp_path: pathlib.Path) -> None:
     beside = write_tokenizer(tmp_path / "a", byte_tokenizer(), template="beside", chat_template="inside")
     assert ModelTokenizer.load(beside).chat_template == "beside"
     inside = write_tokenizer(tmp_path / "b", byte_tokenizer(), template="", chat_template="inside")
@@ -64,7 +63,7 @@ def test_where_templates_live(tmp_path: pathlib.Path) -> None:
     named = write_tokenizer(tmp_path / "c", byte_tokenizer(), template="", chat_template=several)
     both = "{% if tools %}t{% else %}d{% endif %}"
     assert ModelTokenizer.load(named).chat_template == both
-    # Since transformers 4.51 the further ones are files.
+    # Since transformers 4.51 further templates are files.
     more = named / "additional_chat_templates"
     more.mkdir()
     (more / "tool_use.jinja").write_text("file")
@@ -93,7 +92,7 @@ def test_a_template_of_the_flag_is_used_in_place_of_the_models(tmp_path: pathlib
         (b"x" * (MAX_TEMPLATE_BYTES + 1), f"larger than {MAX_TEMPLATE_BYTES} bytes"),
     ],
 )
-def test_a_file_that_is_no_template_is_refused(tmp_path: pathlib.Path, written: bytes | None, said: str) -> None:
+def test_an_invalid_template_file_is_refused(tmp_path: pathlib.Path, written: bytes | None, said: str) -> None:
     model, mine = write_tokenizer(tmp_path / "a", byte_tokenizer()), tmp_path / "mine.jinja"
     if written is not None:
         mine.write_bytes(written)
@@ -107,7 +106,7 @@ def test_special_tokens_are_read_in_both_spellings(tmp_path: pathlib.Path) -> No
     assert tokenizer.specials == {"bos_token": "<bos>", "eos_token": "<eos>"}
 
 
-def test_broken_folders_are_one_line(tmp_path: pathlib.Path) -> None:
+def test_broken_folders_are_a_one_line_error(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
         ModelTokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -122,7 +121,7 @@ def test_broken_folders_are_one_line(tmp_path: pathlib.Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps([1]))
 
 
-async def test_a_long_prompt_leaves_the_event_loop_alone(tmp_path: pathlib.Path) -> None:
+async def test_a_long_prompt_does_not_block_the_event_loop(tmp_path: pathlib.Path) -> None:
     tokenizer, pool = ModelTokenizer.load(write_tokenizer(tmp_path, byte_tokenizer())), TokenizerPool()
     try:
         for encode in (tokenizer.encode_text, tokenizer.encode_chat):
@@ -162,7 +161,7 @@ async def test_the_pool_is_bounded_and_counts_jobs_of_cancelled_callers(monkeypa
         pool.close()
 
 
-def test_what_is_much_too_long_is_refused_before_its_ids_are_made(tmp_path: pathlib.Path) -> None:
+def test_a_much_too_long_text_is_refused_before_encoding(tmp_path: pathlib.Path) -> None:
     tokenizer = ModelTokenizer.load(write_tokenizer(tmp_path, with_bos(byte_tokenizer())))
     for encode in (tokenizer.encode_text, tokenizer.encode_bare, tokenizer.encode_chat):
         assert len(encode("x" * 100, 10)) >= 100, "a little more is counted exactly, by the caller"
@@ -171,5 +170,4 @@ def test_what_is_much_too_long_is_refused_before_its_ids_are_made(tmp_path: path
         with pytest.raises(module.TextTooLong, match=r"^at least \d+ tokens$") as failure:
             encode("你" * 100_000, 10)
         assert 10 < failure.value.tokens < len(encode("你" * 100_000, 10**6))
-    # What it begins with does not count against it.
     assert len(tokenizer.encode_text("<bos>" * 20 + "x" * 9, 10)) == 10

@@ -1,4 +1,4 @@
-"""Conversations with tools are rendered as transformers renders them, by templates in the shape of real ones."""
+"""Tool conversations render as by transformers, with templates in the shape of published ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MESSAGES = (
     ChatMessage("assistant", "Clear, and rain."),
     ChatMessage("user", "And now?"),
 )
-# The same, as a user of transformers writes it.
+# The same as a user of transformers writes it.
 PLAIN: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Weather in Zürich and Bonn?"},
@@ -66,7 +66,7 @@ PLAIN_TOOLS: Any = [
     {"type": "function", "function": {"name": "now"}},
 ]
 
-# Qwen's: JSON between marks, results in user turns, thinking kept out of older turns.
+# Qwen's: JSON between marks, results in user turns, reasoning omitted from older turns.
 QWEN = """
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -110,7 +110,7 @@ QWEN = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
-# Llama's: tools in the first user turn, one call a turn, results of a role of their own.
+# Llama's: tools in the first user turn, one call per turn, results in a separate role.
 LLAMA = """
 {{- bos_token }}
 {%- if not tools is defined %}{%- set tools = none %}{%- endif %}
@@ -227,17 +227,16 @@ async def test_prompts_are_those_of_transformers(name: str, with_tools: bool) ->
     assert "weather" in rendered
 
 
-def test_messages_have_the_fields_that_they_were_given() -> None:
+def test_messages_have_only_their_given_fields() -> None:
     assert template_messages((ChatMessage("user", "x"),)) == [{"role": "user", "content": "x"}]
     assert template_tools(()) is None
-    # The name of a result's tool is that of its call.
     called = ChatMessage("assistant", "", tool_calls=(ToolCall("c", "weather", ""),))
     first, second = template_messages((called, ChatMessage("tool", "rain", tool_call_id="c")))
     assert bytes(first["tool_calls"][0]["function"]["arguments"]) == b"{}"
     assert second == {"role": "tool", "content": "rain", "tool_call_id": "c", "name": "weather"}
 
 
-# In the shape of gpt-oss's: messages in channels, the first call of a message, and thoughts before calls alone.
+# gpt-oss's: messages in channels, the first call of a message, and reasoning only before calls.
 HARMONY = """
 {%- for tool in tools or [] %}{{- "// " + tool.function.description + "\\ntype " + tool.function.name }}{%- endfor %}
 {%- set last = namespace(name=none) %}

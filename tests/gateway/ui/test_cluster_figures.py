@@ -1,4 +1,4 @@
-"""Figures between two readings: changes against numpy and by hand."""
+"""Figures between two readings: changes, checked by numpy and by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def reading(at_s: float, meters: Meters) -> ClusterReading:
 
 
 def counted(times: int) -> Meters:
-    """The metrics of a gateway that did the same things ``times`` times."""
+    """Return the metrics of a gateway that did the same work ``times`` times."""
     meters = Meters()
     meters.counter(names.GENERATED_TOKENS, "demo").add(100 * times)
     for source, tokens in (("pool", 60), ("fetched", 10), ("prefill", 20), ("tail", 10)):
@@ -65,7 +65,7 @@ def test_changes_are_those_of_the_window() -> None:
 
 
 @pytest.mark.parametrize("tenths", range(1, 100))
-def test_nothing_found_is_zero_not_a_little_less(tenths: int) -> None:
+def test_a_missing_value_is_zero(tenths: int) -> None:
     def computed(times: int) -> Meters:
         meters = Meters()
         for source, tokens in (("pool", 0), ("prefill", 100), ("tail", 10)):

@@ -1,4 +1,4 @@
-"""The live picture: heartbeats and the gateway's own cells, against figures that are worked out here."""
+"""The live picture: heartbeats and the gateway's own metrics, against figures computed here."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def status(*components: ComponentStatus) -> ClusterStatus:
 
 
 def worked(times: int) -> ComponentStatus:
-    """The decode worker after ``times`` times the same steps."""
+    """Return the decode worker's record after ``times`` repetitions of the same steps."""
     return replace(
         DECODE,
         steps=10 * times,
@@ -61,7 +61,6 @@ def test_rates_come_from_heartbeats_and_own_cells() -> None:
     meters.counter(names.GENERATED_TOKENS, "demo").add(100)
     meters.counter(names.PROMPT_TOKENS, "demo", "pool").add(60)
     meters.counter(names.PROMPT_TOKENS, "demo", "tail").add(20)
-    # Beyond the last bound, which has no number in JSON.
     meters.distribution(names.TTFT, "chat", "demo").observe(1000.0)
     then = picture.at(102.0, lambda: status(GATEWAY, worked(3), NODE), meters.collect)
     assert (then["rates_over_s"], then["requests_here"]) == (2.0, {"running": 2, "waiting": 3})
@@ -71,16 +70,15 @@ def test_rates_come_from_heartbeats_and_own_cells() -> None:
     found = {one["component_id"]: one for one in then["components"]}
     made = found["decode-0"]["steps"]
     assert (made["per_second"], made["mean_s"], made["busy"]) == (10.0, pytest.approx(0.04), pytest.approx(0.4))
-    # What grammars forced is with the draft tokens; all shares together are the budget.
+    # Grammar-forced tokens count as draft tokens; all shares sum to the budget.
     assert made["shares"] == {"decode": 0.3, "tail": 0.1, "prefill": 0.0, "speculative": 0.2, "idle": 0.4}
     assert found["kv-0"]["pool"] | {"disk": 0} == found["kv-0"]["pool"]
     assert sum(found["kv-0"]["pool"][kind] for kind in ("cached", "pinned", "leased", "quarantined", "free")) == 10
-    # Only its node still knows this one.
     assert (found["decode-9"]["role"], found["decode-9"]["state"]) == ("", "fenced")
     assert json.loads(json.dumps(then, allow_nan=False)) == then
 
 
-def test_viewers_share_a_reading() -> None:
+def test_viewers_share_a_snapshot() -> None:
     taken, picture = [], ClusterPicture("gateway-0")
 
     def read() -> ClusterStatus:
@@ -96,17 +94,17 @@ def test_viewers_share_a_reading() -> None:
 def test_a_late_component_and_a_new_process() -> None:
     picture = ClusterPicture("gateway-0")
     picture.at(0.0, lambda: status(GATEWAY, worked(5)), dict)
-    # Started again in between: its counters are smaller.
+    # Restarted in between: its counters are smaller.
     again = picture.at(1.0, lambda: status(GATEWAY, replace(worked(2), heartbeat_age_ms=3000)), dict)
     found = again["components"][1]
     assert (found["steps"], found["state"]) == (None, "late")
-    # The next rates are those of one process, though the window begins before it.
+    # The next rates are those of one process, though the window begins earlier.
     late = picture.at(1.0 + WINDOW_S, lambda: status(GATEWAY, worked(3)), dict)["components"][1]["steps"]
     assert late["per_second"] == pytest.approx(10 / WINDOW_S)
 
 
 def test_the_first_picture_after_a_rest_has_no_rates() -> None:
-    """A mean of minutes is not shown where one of seconds is expected."""
+    """A mean over minutes is not shown as one over seconds."""
     picture, last_s = ClusterPicture("gateway-0"), OLDEST_S + 1.0
     for at_s, over_s in ((0.0, None), (OLDEST_S, OLDEST_S), (OLDEST_S + last_s, None), (OLDEST_S + last_s + 1.0, 1.0)):
         found = picture.at(at_s, lambda at_s=at_s: status(GATEWAY, worked(1 + int(at_s))), dict)
@@ -115,5 +113,5 @@ def test_the_first_picture_after_a_rest_has_no_rates() -> None:
 
 
 def test_a_worker_without_steps_has_no_figures() -> None:
-    """As one of a version that tells none, whose zeros would be wrong."""
+    """As one of a version without these fields, whose zeros would be wrong."""
     assert steps(ClusterReading(0.0, status(DECODE), {}), ClusterReading(1.0, status(DECODE), {}), "decode-0") is None

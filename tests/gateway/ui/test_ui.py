@@ -1,5 +1,4 @@
-"""The page for people over HTTP: who gets what, and the headers that bound what it may do. Its look: test_ui.py of
-tests/cluster."""
+"""The web page over HTTP: access, and the headers that restrict it. For its look see test_ui.py of tests/cluster."""
 
 from __future__ import annotations
 
@@ -70,15 +69,14 @@ async def test_the_page_is_open_and_its_data_are_not(tmp_path: pathlib.Path, mon
         for key, status in asked.items():
             picture = await call(address, "/ui/cluster", headers=bearer(key))
             assert picture.status == status
-            # Also where an operator has just looked, so that a picture is there.
+            # Even after an operator's request, which leaves a cached picture.
             assert (b"decode-0" in picture.body) == (status == 200)
-        # Where requests are not recorded there is no page of them.
         assert (await call(address, "/ui/records", headers=bearer(KEY))).status == 404
         again = await call(address, "/ui/cluster", headers=bearer(TENANTS_KEY))
         assert (again.status, again.error["code"]) == (403, "permission_denied")
 
 
-async def test_operators_read_what_explain_tells(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_operators_see_the_output_of_explain(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, folder = tmp_path / "keys.toml", tmp_path / "records"
     keys.write_text(TWO_TENANTS)
     monkeypatch.setenv("PILLION_API_KEY", KEY)
@@ -103,9 +101,7 @@ async def test_operators_read_what_explain_tells(tmp_path: pathlib.Path, monkeyp
     assert b'"hi"' not in replies[KEY].body
 
 
-def test_stories_are_bounded_and_tell_what_cannot_be_told(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stories_are_bounded_and_name_missing_parts(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key, names = make_key(tmp_path), [f"{number:024x}" for number in range(4)]
     for number, name in enumerate(names):
         write(tmp_path, name, bundles.encode(bundle_of(id=name), b"k" * 32 if number == 1 else key))
@@ -131,35 +127,35 @@ def test_stories_are_bounded_and_tell_what_cannot_be_told(
     assert told() == [first]
 
 
-def test_the_page_has_no_scripts_and_styles_of_its_own() -> None:
-    """The policy would keep them from running, and a handler in an attribute too."""
+def test_the_page_has_no_inline_scripts_or_styles() -> None:
+    """The CSP would block them, and inline handlers as well."""
     page = (FOLDER / "page.html").read_text()
     assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son[a-z]+=", page)
     library = (FOLDER / LIBRARY).read_text()
     own = [path.read_text() for path in sorted(FOLDER.iterdir()) if not path.name.startswith("markdown-it")]
     for text in (*own, library):
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", text)
-    # What reads Markdown could make HTML of it, but the page takes its tokens alone.
+    # A Markdown renderer could create HTML, but the page uses its tokens alone.
     every = "".join(own)
     assert not re.search(r"\.render(Inline)?\(", every)
     assert set(re.findall(r"https?://[^\s\"'%)]+", every)) == {"http://www.w3.org/2000/svg"}
 
 
-def test_the_library_is_as_it_was_published() -> None:
-    """``npm pack markdown-it@15.0.3`` has the same file; its licence and those of its parts are beside it."""
+def test_the_library_is_unmodified() -> None:
+    """Same file as in ``npm pack markdown-it@15.0.3``; its licence and those of its parts are included."""
     assert hashlib.sha256((FOLDER / LIBRARY).read_bytes()).hexdigest() == LIBRARY_SHA256
     licences = (FOLDER / "markdown-it.LICENSE").read_text()
     parts = ("markdown-it", "entities", "linkify-it", "mdurl", "punycode.js", "uc.micro")
     assert all(f"---- {name} ----" in licences for name in parts)
 
 
-def test_a_page_that_strangers_reach_needs_keys() -> None:
+def test_a_public_page_needs_keys() -> None:
     flags = GatewayFlags(model="toy", redis_url="redis://127.0.0.1:1", host="0.0.0.0", ui=True)
     with pytest.raises(ConfigError, match=r"--ui at 0\.0\.0\.0 needs --api-keys"):
         check_flags(flags)
 
 
-async def test_timings_are_the_sdks() -> None:
+async def test_timings_equal_the_sdks() -> None:
     async with running_fake_cluster() as fakes:
         address = fakes.gateway.http_address
         whole = (await call(address, "/v1/chat/completions", CHAT | {"timings": True})).json
