@@ -88,17 +88,27 @@ def imported_modules(source: str) -> set[str]:
 
 
 @cache
-def callers() -> dict[str, tuple[str, ...]]:
-    """Return the core files that import each feature, by the feature's name."""
+def importers() -> dict[str, tuple[str, ...]]:
+    """Return the files of the product outside each feature that import it, by the feature's name."""
     files = product_files()
     by_module = {module_name(file): feature_of(file) for file in files}
     found: dict[str, list[str]] = defaultdict(list)
     for file in files:
-        if feature_of(file) is None:
-            modules = imported_modules((ROOT / file).read_text())
-            for name in {by_module.get(module) for module in modules} - {None}:
-                found[str(name)].append(file)
+        modules = imported_modules((ROOT / file).read_text())
+        for name in {by_module.get(module) for module in modules} - {None, feature_of(file)}:
+            found[str(name)].append(file)
     return {name: tuple(sorted(where)) for name, where in found.items()}
+
+
+def callers() -> dict[str, tuple[str, ...]]:
+    """Return the core files that import each feature, by the feature's name."""
+    core = {name: tuple(file for file in where if feature_of(file) is None) for name, where in importers().items()}
+    return {name: where for name, where in core.items() if where}
+
+
+def dependents(name: str) -> list[str]:
+    """Return the names of the features that import the feature ``name``."""
+    return sorted({str(feature_of(file)) for file in importers().get(name, ())} - {"None"})
 
 
 def calling_files() -> set[str]:
@@ -112,10 +122,14 @@ def table() -> str:
     def cell(files: Sequence[str]) -> str:
         return ", ".join(f"`{file}`" for file in files) or "none"
 
-    rows = ["| feature | purpose | where | called by | measured | never run |", "|---|---|---|---|---|---|"]
+    rows = [
+        "| feature | purpose | where | called by | needed by | measured | never run |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for one in features():
-        calls = cell(callers().get(one.name, ()))
-        rows.append(f"| {one.name} | {one.purpose} | {cell(one.where)} | {calls} | {one.measured} | {one.never_run} |")
+        calls, needed = cell(callers().get(one.name, ())), ", ".join(dependents(one.name)) or "none"
+        places = f"{cell(one.where)} | {calls} | {needed}"
+        rows.append(f"| {one.name} | {one.purpose} | {places} | {one.measured} | {one.never_run} |")
     return "\n".join(rows) + "\n"
 
 

@@ -25,5 +25,5 @@ request/            the life of one request: state machine, calls to components,
 ui/                 the web page: its files, and the data of its live picture
 links/              connections to the registry, KV nodes, prefill and decode workers
 
-A gateway computes no model and holds no KV: it never imports torch, kernels or a backend.
+A gateway computes no model and holds no KV: it imports neither torch nor a backend.
 """

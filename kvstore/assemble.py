@@ -5,7 +5,8 @@
     --keeper-socket memory that outlives the node
     --disk-path     disk tier          --object-url  bucket tier
 
-The node creates its pool when the first worker sets the block size, and its storage creates the tiers.
+The pool exists from the start; the first worker sets its shape, and then the node makes its storage, which creates the
+tiers.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class PrefillRun:
         started = await self._worker.run_sequence(
             prefill_range.adapter,
             hold=lambda epoch: epoch.tickets.adopt(
-                prefill_range.ticket_id, end + beside, start_block=start, draft_blocks=end - start + beside
+                prefill_range.ticket_id, end + beside, start_block=start, first_lease_blocks=end - start + beside
             ),
             begin=lambda ticket: (self._sequence(prefill_range, ticket), {self._seq_id: self}),
             wanted=lambda: not self._over,

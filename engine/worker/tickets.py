@@ -50,12 +50,18 @@ class Tickets:
         self._awaiting: dict[int, asyncio.Task[AwaitChainReply]] = {}
 
     async def adopt(
-        self, ticket_id: int, end_block: int, *, start_block: int = 0, awaited_blocks: int = 0, draft_blocks: int = 1
+        self,
+        ticket_id: int,
+        end_block: int,
+        *,
+        start_block: int = 0,
+        awaited_blocks: int = 0,
+        first_lease_blocks: int = 1,
     ) -> tuple[AdoptedTicket, bytes]:
         """Adopt a ticket and lease the slots that its chain lacks up to ``end_block``; the chain must reach
         ``start_block``.
 
-        The first call leases ``draft_blocks``; a second one follows only if these are too few. With ``awaited_blocks``
+        The first call leases ``first_lease_blocks``; a second one follows only if these are too few. With ``awaited_blocks``
         other workers commit the blocks before it: only those after it are leased, and :meth:`await_chain` follows.
         Return the ticket and the hash of the chain's last block, empty for none. The ticket must end in a sequence or
         in :meth:`release_ticket`, so shield this call from cancellation.
@@ -67,7 +73,7 @@ class Tickets:
         """
         await self._claim(ticket_id)
         try:
-            after = end_block - awaited_blocks if awaited_blocks else draft_blocks
+            after = end_block - awaited_blocks if awaited_blocks else first_lease_blocks
             first = await self._node.adopt(self._epoch, ticket_id, after)
             self._check_open()
         except PillionError as error:

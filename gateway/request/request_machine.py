@@ -45,7 +45,7 @@ they were lost, without progress in between, fails (``MAX_WORKERS_KILLED``).
 A plan without chunks that fetches skips PREFILLING. Events of an older attempt are dropped (I6), except a ticket, which
 is released. The gateway's ticket is released when the decode worker has adopted it, or when the attempt ends before
 that. Leaving an attempt stops its work and cancels its stream, which gives up a ticket that the worker opens (I8).
-Every request has exactly one terminal action.
+Every answer has one terminal action; a ``Fail`` ends the others without one.
 """
 
 from __future__ import annotations
@@ -674,7 +674,7 @@ class ParallelSamples:
 
         answer 0, the leader                                         answers 1, 2, ..., which follow
         SubmitDecode, with a sample for each follower           -->  LeaderSubmitted
-        LookUp, OpenTicket, after a loss before the first token  -->  LeaderRetried
+        LookUp, OpenTicket, before the first token               -->  LeaderRetried
         Emit, its first token                                    -->  LeaderStarted
 
     There is one plan, one ticket and one prefill: the leader's. From the leader's first token on, each answer is

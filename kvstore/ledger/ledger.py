@@ -544,8 +544,8 @@ class Ledger:
         self._settle(ticket)
 
     def _usable(self, ticket: TicketState) -> bool:
-        """Return whether a holder of the ticket may still lease slots for it. A decode worker never does later: it
-        leases all its slots when it adopts."""
+        """Return whether a holder of the ticket may still lease slots for it. A decode worker does so only while
+        it adopts."""
         holders = [self.holders[epoch] for epoch in ticket.holders if epoch in self.holders]
         return any(not holder.fenced and holder.role != DECODE for holder in holders)
 
