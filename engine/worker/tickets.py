@@ -61,8 +61,9 @@ class Tickets:
         """Adopt a ticket and lease the slots that its chain lacks up to ``end_block``; the chain must reach
         ``start_block``.
 
-        The first call leases ``first_lease_blocks``; a second one follows only if these are too few. With ``awaited_blocks``
-        other workers commit the blocks before it: only those after it are leased, and :meth:`await_chain` follows.
+        The first call leases ``first_lease_blocks``; a second one follows only if these are too few. With
+        ``awaited_blocks`` other workers commit the blocks before it: only those after it are leased, and
+        :meth:`await_chain` follows.
         Return the ticket and the hash of the chain's last block, empty for none. The ticket must end in a sequence or
         in :meth:`release_ticket`, so shield this call from cancellation.
 

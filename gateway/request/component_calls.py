@@ -1,5 +1,5 @@
-"""Calls to other components for one answer. Outcomes are posted as events. Whether a request is to blame for a lost worker,
-and how long a loss has patience, is judged here.
+"""Calls to other components for one answer. Outcomes are posted as events. Whether a request is to blame for a lost
+worker, and how long a loss has patience, is judged here.
 
 A prefill range may run on a prefill worker of another node. Its blocks then flow to the decode worker's node while
 later chunks are computed.
