@@ -251,10 +251,10 @@ class Gateway:
     def replace_keys(self, ring: Keyring) -> None:
         """Replace the API keys. Running requests continue, and spent quota stays spent."""
         self._ring = ring
-        self.quotas.keep(ring.tenants)
-        self.admission.keep(ring.tenants)
-        self._boxes.keep(ring.tenants)
-        self._pool.keep(ring.tenants)
+        self.quotas.retain(ring.tenants)
+        self.admission.retain(ring.tenants)
+        self._boxes.retain(ring.tenants)
+        self._pool.retain(ring.tenants)
 
     async def generate(
         self,

@@ -97,7 +97,7 @@ class Admission:
             Overloaded: a limit is met, and no request gives way.
             InvalidRequest: more answers than could ever be admitted.
         """
-        alone = self._requests.most(tenant)
+        alone = self._requests.limit(tenant)
         if answers > 1 and answers > alone:
             text = f"{answers} answers; the gateway takes {alone} requests at once, each answer counts"
             raise InvalidRequest.of(FieldViolation(field, text))
@@ -111,7 +111,7 @@ class Admission:
     def most_at_once(self, tenant: Tenant, tokens: int) -> int:
         """Return the number of requests with ``tokens`` tokens that a tenant could have in an otherwise empty gateway;
         at least 1."""
-        return max(1, min(self._requests.most(tenant), self._tokens.most(tenant) // max(tokens, 1)))
+        return max(1, min(self._requests.limit(tenant), self._tokens.limit(tenant) // max(tokens, 1)))
 
     def weigh(self, permit: AdmissionPermit, tokens: int, scores: int = 0) -> None:
         """Admit a request's prompt, with ``scores`` log probabilities of it, which count like tokens. A single prompt
@@ -172,11 +172,11 @@ class Admission:
             self._departures.left(permit.answers, self.requests > 0, self._clock())
             permit.queue.leave(permit, generated_tokens)
 
-    def keep(self, names: Collection[str]) -> None:
+    def retain(self, names: Collection[str]) -> None:
         """Drop the counters of tenants that are neither in ``names`` nor waiting."""
         for queue in self._queues.values():
-            queue.turns.waiting.keep(names)
-            queue.turns.background.keep(names)
+            queue.turns.waiting.retain(names)
+            queue.turns.background.retain(names)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if counts are inconsistent, or a running request may give way."""
@@ -291,6 +291,6 @@ class TenantSlots:
         """Return the tenant's semaphore, held while one of its jobs is in the queue."""
         return self._slots.setdefault(tenant.name, asyncio.Semaphore(self._each))
 
-    def keep(self, names: Collection[str]) -> None:
+    def retain(self, names: Collection[str]) -> None:
         """Drop the slots of tenants that are not in ``names``."""
         self._slots = {name: slots for name, slots in self._slots.items() if name in names}

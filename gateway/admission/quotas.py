@@ -93,7 +93,7 @@ class Quotas:
         if self._reporting is None or self._reporting.done():
             self._reporting = asyncio.get_running_loop().create_task(self._report_soon(), name="quotas")
 
-    def keep(self, names: Collection[str]) -> None:
+    def retain(self, names: Collection[str]) -> None:
         """Drop the quotas of tenants that are not in ``names``, once reported to Redis."""
         self._buckets = {key: bucket for key, bucket in self._buckets.items() if key[0] in names}
         left = {name for name, _ in self._unreported}

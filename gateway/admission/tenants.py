@@ -157,7 +157,7 @@ class ConcurrencyLimit:
         room."""
         freed = freed or Counter()
         total, own = self.total - freed.total(), self.of[tenant.name] - freed[tenant.name]
-        room, most = _room(tenant, self.whole), self.most(tenant, total - own)
+        room, most = _room(tenant, self.whole), self.limit(tenant, total - own)
         if total + amount > room and (total or not self.of_prompts):
             text = f"{self.name} ({room}) {self.what} are in progress"
             return BoundMet("", False, total + amount - room, text)
@@ -176,7 +176,7 @@ class ConcurrencyLimit:
         assert self.total == self.of.total(), f"{self.name}: {self.total} are held, {dict(self.of)} by tenant"
         assert all(count > 0 for count in self.of.values()), f"{self.name}: {dict(self.of)}"
 
-    def most(self, tenant: Tenant, others: int = 0) -> int:
+    def limit(self, tenant: Tenant, others: int = 0) -> int:
         """Return a tenant's limit while other tenants use ``others``. The only tenant of a gateway without keys has
         the whole limit."""
         own: int = getattr(tenant, self.name)

@@ -136,7 +136,7 @@ class FairQueue:
         """Return the number of waiting requests per tenant."""
         return {name: len(account.waiting) for name, account in self._accounts.items() if account.waiting}
 
-    def keep(self, names: Collection[str]) -> None:
+    def retain(self, names: Collection[str]) -> None:
         """Drop the counters of tenants that are neither in ``names`` nor waiting."""
         self._accounts = {name: one for name, one in self._accounts.items() if name in names or one.waiting}
 
@@ -557,10 +557,10 @@ class ThreadTurns:
         self._jobs_of[job.tenant.name] -= 1
         self._jobs_of = +self._jobs_of
 
-    def keep(self, names: Collection[str]) -> None:
+    def retain(self, names: Collection[str]) -> None:
         """Drop the counters of tenants that are neither in ``names`` nor waiting."""
         for line in self._lines.values():
-            line.keep(names)
+            line.retain(names)
 
     def _next(self) -> bool | None:
         """Return whether the next job is a large one; None if no thread is free for it."""

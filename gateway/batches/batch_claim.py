@@ -142,7 +142,7 @@ class BatchClaim:
                     out.write(first + b"\n")
                     out.writelines(line + b"\n" for line in lines)
                 filename, seconds = f"{self.record.id}{kind}.jsonl", self.record.output_seconds
-                self._folder.keep_file(file, part, name, self.record.tenant, filename, OUTPUT_PURPOSE, seconds)
+                self._folder.publish_file(file, part, name, self.record.tenant, filename, OUTPUT_PURPOSE, seconds)
             finally:
                 os.close(file)
                 part.unlink(missing_ok=True)

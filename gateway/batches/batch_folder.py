@@ -101,12 +101,12 @@ class Upload:
         with disk_full_errors():
             write_all(self._file, data)
 
-    def keep(self, filename: str, purpose: str, seconds: int | None = None) -> FileRecord:
+    def finish(self, filename: str, purpose: str, seconds: int | None = None) -> FileRecord:
         """Finish the file, which expires after ``seconds`` or ``keep_s``. Raises InvalidRequest for an empty file."""
         if not self.size:
             raise InvalidRequest.of(FieldViolation("file", "it is empty"))
         self._resize(self.size)
-        return self._folder.keep_file(self._file, self._path, self.id, self.tenant, filename, purpose, seconds)
+        return self._folder.publish_file(self._file, self._path, self.id, self.tenant, filename, purpose, seconds)
 
     def close(self) -> None:
         """Close the file, and remove it unless it was finished."""
@@ -183,15 +183,15 @@ class BatchFolder:
         """Raise FolderFull if ``more`` exceeds the folder's limit, or the share of a named tenant. ``used`` is what all
         use, ``mine`` what the tenant uses."""
         if used + more > most:
-            raise FolderFull(f"the folder of --batch-path has {most} {what} already", FULL_RETRY_MS)
+            raise FolderFull(f"the folder of --batch-path already has {most} {what}", FULL_RETRY_MS)
         share = max(1, most * self.tenant_percent // 100)
         if tenant and mine + more > share:
             text = f"the share of a tenant ({self.tenant_percent} %)"
             raise FolderFull(
-                f"this tenant has {share} {what} in the folder of --batch-path already, {text}", FULL_RETRY_MS
+                f"this tenant already has {share} {what} in the folder of --batch-path, {text}", FULL_RETRY_MS
             )
 
-    def keep_file(
+    def publish_file(
         self,
         file: int,
         part: Path,

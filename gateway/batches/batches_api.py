@@ -143,7 +143,7 @@ class BatchesApi:
             form.end()
             seconds = await self._calls.read(call, _read_fields, b"", form.fields)
             await on_disk(upload.write, waiting)
-            return await on_disk(upload.keep, form.filename or "", INPUT_PURPOSE, seconds)
+            return await on_disk(upload.finish, form.filename or "", INPUT_PURPOSE, seconds)
 
     async def files(self, call: HttpCall) -> None:
         """List files, newest first."""

@@ -39,7 +39,7 @@ class RecordFolder:
         self._keep_s = keep_s
         self._bytes, self._counted_s = 0, 0.0
 
-    def keep(self, bundle_id: str, raw: bytes) -> None:
+    def store(self, bundle_id: str, raw: bytes) -> None:
         """Write an encoded bundle. Raises ConfigError if it is too large, and OSError."""
         now = time.time()
         if len(raw) > self._max_bytes:

@@ -36,7 +36,7 @@ class RecordRedis(RedisScripts):
         self._max_bytes = max_bytes
         self._keep_ms = round(keep_s * 1000)
 
-    def keep(self, bundle_id: str, raw: bytes) -> None:
+    def store(self, bundle_id: str, raw: bytes) -> None:
         """Write an encoded bundle. Raises ConfigError if it is too large."""
         if len(raw) > (most := min(self._max_bytes, MAX_REDIS_BUNDLE_BYTES)):
             raise ConfigError(f"the bundle {bundle_id} has {len(raw)} bytes, more than the {most} that Redis may get")

@@ -174,7 +174,7 @@ class Recorder:
         label = story.admitted.request_id
         try:
             bundle = bundle_of(story, reason, self._flags, self._slow_ms, self._key)
-            self._records.keep(story.id, encode(bundle, self._key))
+            self._records.store(story.id, encode(bundle, self._key))
         except Exception as error:
             if not self.counts[UNWRITTEN]:
                 # Logged once: a full disk or an absent Redis would fill the log.

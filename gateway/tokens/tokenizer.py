@@ -279,9 +279,9 @@ class TokenizerPool:
             turn.abandoned = True
             raise
 
-    def keep(self, names: Collection[str]) -> None:
+    def retain(self, names: Collection[str]) -> None:
         """Drop tenants that are neither in ``names`` nor waiting."""
-        self._turns.keep(names)
+        self._turns.retain(names)
 
     def close(self) -> None:
         """Drop waiting jobs; running ones end by themselves, as the prompt's size bounds them."""

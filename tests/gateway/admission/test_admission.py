@@ -284,7 +284,7 @@ async def test_a_shared_queue_gives_each_tenant_its_slots() -> None:
     await asyncio.gather(*tasks)
     assert order.index("b") == 2
     kept, forgotten = slots.of(A), slots.of(B)
-    slots.keep({"a"})
+    slots.retain({"a"})
     assert slots.of(A) is kept
     assert slots.of(B) is not forgotten
 

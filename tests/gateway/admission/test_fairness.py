@@ -86,7 +86,7 @@ def test_a_removed_request_is_not_served() -> None:
     queue.remove(A, goes)
     assert (queue.first(), queue.pop()) == (stays, stays)
     assert queue.first() is None
-    queue.keep(())
+    queue.retain(())
     queue.charge(A, 5)
 
 

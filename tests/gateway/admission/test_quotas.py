@@ -68,13 +68,13 @@ def test_a_new_rate_keeps_debts() -> None:
     quotas = Quotas()
     for _ in range(4):
         quotas.take_request(Tenant(name="acme", requests_per_minute=4), 0.0)
-    quotas.keep({"acme"})
+    quotas.retain({"acme"})
     wider = Tenant(name="acme", requests_per_minute=6)
     for _ in range(2):
         quotas.take_request(wider, 0.0)
     with pytest.raises(Overloaded):
         quotas.take_request(wider, 0.0)
-    quotas.keep(())
+    quotas.retain(())
     quotas.take_request(wider, 0.0)
 
 

@@ -303,6 +303,6 @@ async def test_a_gateway_without_redis_counts_locally() -> None:
     quotas.spend(tenant, 5, 0.0)
     with pytest.raises(Overloaded):
         quotas.take_request(tenant, 0.0)
-    quotas.keep(())
+    quotas.retain(())
     quotas.take_request(tenant, 0.0)
     await quotas.aclose()

@@ -156,7 +156,7 @@ class LineModel:
         if one.tenant.name in self.counters:
             self.counters[one.tenant.name] += OUTPUT_COST * tokens / one.tenant.weight
 
-    def keep(self, names: set[str]) -> None:
+    def retain(self, names: set[str]) -> None:
         self.counters = {name: at for name, at in self.counters.items() if name in names or self.of(name)}
 
 
@@ -257,8 +257,8 @@ def test_turns_go_by_shares_and_slots(scenes: list[Random]) -> None:
                 gone.add(rng.choice(line).number)
             elif kind == "keep":
                 for queue, kept in ((turns.waiting, model.lines[False]), (turns.background, model.lines[True])):
-                    queue.keep({"a"})
-                    kept.keep({"a"})
+                    queue.retain({"a"})
+                    kept.retain({"a"})
             before = model.answers
             granted = turns.grant(owner, now_s, gone.__contains__)
             assert [one.number for one in granted] == model.grant(now_s, gone)
@@ -362,9 +362,9 @@ def test_jobs_get_threads_by_size_and_shares(scenes: list[Random]) -> None:
                 line.waiting = [one for one in line.waiting if one.number != number]
                 model.running = [(large, one) for large, one in model.running if one.number != number]
             if rng.random() < 0.1:
-                turns.keep({"a"})
+                turns.retain({"a"})
                 for line in model.lines.values():
-                    line.keep({"a"})
+                    line.retain({"a"})
             assert turns.jobs == of.total()
             assert [job.place.number for job in turns.grant()] == model.grant()
 

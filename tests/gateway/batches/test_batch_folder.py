@@ -44,7 +44,7 @@ def folder(tmp_path: pathlib.Path) -> BatchFolder:
 def uploaded(folder: BatchFolder, content: bytes, tenant: str = "") -> str:
     with contextlib.closing(folder.upload(tenant, len(content))) as upload:
         upload.write(content)
-        return upload.keep("in.jsonl", "batch").id
+        return upload.finish("in.jsonl", "batch").id
 
 
 def inputs(count: int) -> bytes:
@@ -281,16 +281,16 @@ def test_no_tenant_fills_the_folder_for_others(tmp_path: pathlib.Path, monkeypat
     folder = BatchFolder(tmp_path / "b", **SHARES)
     for _ in range(2):
         uploaded(folder, bytes(10**5), "red")
-    with pytest.raises(FolderFull, match=r"this tenant has .* 250000 bytes.*the share of a tenant .25 %"):
+    with pytest.raises(FolderFull, match=r"this tenant already has 250000 bytes in .*, the share of a tenant .25 %"):
         uploaded(folder, bytes(10**5), "red")
     small = uploaded(folder, inputs(3), "green")
     for _ in range(9):
         uploaded(folder, b"{}", "green")
-    with pytest.raises(FolderFull, match="already 10 files, the share of a tenant"):
+    with pytest.raises(FolderFull, match=r"already has 10 files in .*, the share of a tenant"):
         folder.upload("green")
     for _ in range(5):
         folder.create("green", small, CHAT, None)
-    with pytest.raises(FolderFull, match="already 5 batches, the share"):
+    with pytest.raises(FolderFull, match=r"already has 5 batches in .*, the share"):
         folder.create("green", small, CHAT, None)
     for tenant in ("blue", ""):
         created(folder, tenant=tenant)

@@ -217,15 +217,15 @@ async def test_a_stuck_folder_delays_no_request(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(recorders, "MAX_WAITING_STORIES", 1)
-    held, keep = threading.Event(), RecordFolder.keep
+    held, store = threading.Event(), RecordFolder.store
     begun = threading.Event()
 
     def held_up(folder: RecordFolder, bundle_id: str, raw: bytes) -> None:
         begun.set()
         held.wait()
-        keep(folder, bundle_id, raw)
+        store(folder, bundle_id, raw)
 
-    monkeypatch.setattr(RecordFolder, "keep", held_up)
+    monkeypatch.setattr(RecordFolder, "store", held_up)
     async with recording(tmp_path, record_share=1.0) as fakes:
         await ask(fakes)
         await until("a write", begun.is_set)
@@ -234,7 +234,7 @@ async def test_a_stuck_folder_delays_no_request(
         assert counts(fakes) == {"lost": 2}
         held.set()
         await recorded(tmp_path, 2)
-        monkeypatch.setattr(RecordFolder, "keep", lambda *_: os.stat(tmp_path / "nowhere"))
+        monkeypatch.setattr(RecordFolder, "store", lambda *_: os.stat(tmp_path / "nowhere"))
         assert ids_of(await ask(fakes), 0) == script_of(SCRIPT)
         await until("a count", lambda: counts(fakes) == {"lost": 2, "share": 2, "unwritten": 1})
         (warned,) = [one for one in caplog.records if "are not recorded" in one.message]
@@ -251,7 +251,7 @@ def test_the_oldest_bundles_make_room(tmp_path: pathlib.Path) -> None:
         return [number for number, name in enumerate(ids) if (tmp_path / f"{name}.json").exists()]
 
     for number, name in enumerate(ids[:4]):
-        folder.keep(name, raw)
+        folder.store(name, raw)
         os.utime(tmp_path / f"{name}.json", (at := (tmp_path / f"{name}.json").stat().st_mtime - 900 + number, at))
     assert there() == [1, 2, 3]
     aged = {"new.part": 10, "old.part": PART_AGE_S + 10, f"{ids[1]}.json": 2000, f"{ids[2]}.json": 2000}
@@ -259,10 +259,10 @@ def test_the_oldest_bundles_make_room(tmp_path: pathlib.Path) -> None:
         path = tmp_path / name
         path.touch()
         os.utime(path, (at := path.stat().st_mtime - age_s, at))
-    folder.keep(ids[4], raw)
+    folder.store(ids[4], raw)
     assert (there(), sorted(path.name for path in tmp_path.glob("*.part"))) == ([3, 4], ["new.part"])
     with pytest.raises(ConfigError, match="more than"):
-        RecordFolder(tmp_path, 10, 1000.0).keep(ids[5], raw)
+        RecordFolder(tmp_path, 10, 1000.0).store(ids[5], raw)
 
 
 def test_a_folder_is_made_with_its_key_before_the_start(tmp_path: pathlib.Path) -> None:

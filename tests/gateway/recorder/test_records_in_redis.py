@@ -52,15 +52,15 @@ def test_bundles_are_kept_within_bounds(kind: str, monkeypatch: pytest.MonkeyPat
     with place(kind) as url, open_records(REDIS, url, 3000, 1000.0) as records:
         assert there(records) == []
         for bundle_id in IDS[:4]:
-            records.keep(bundle_id, b"x" * 1000)
+            records.store(bundle_id, b"x" * 1000)
         assert sorted(there(records)) == [1, 2, 3]
         assert [records.read(bundle_id) for bundle_id in IDS[:2]] == [b"", b"x" * 1000]
-        records.keep(IDS[4], b"y" * 3000)
+        records.store(IDS[4], b"y" * 3000)
         assert (list(records.listed()), records.read(IDS[4])) == ([(IDS[4], 3000)], b"y" * 3000)
         with pytest.raises(ConfigError, match="that Redis may get"):
-            records.keep(IDS[5], b"x" * 3001)
+            records.store(IDS[5], b"x" * 3001)
         with open_records(REDIS, url, 3000, -1.0) as hasty:
-            hasty.keep(IDS[5], b"x")
+            hasty.store(IDS[5], b"x")
         assert IDS[4] not in [bundle_id for bundle_id, _ in records.listed()]
 
 
