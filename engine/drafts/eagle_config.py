@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pillion.engine.models.config_json import read_json, size, token_ids
-from pillion.engine.models.config_keys import refuse_unknown_head_keys
+from pillion.engine.models.config_keys import check_head_keys
 from pillion.engine.models.config_parser import parse_config
 from pillion.engine.models.families import DEFAULTS, layers_of
 from pillion.engine.models.layer_operations import Entries, Layer, Multiply
@@ -85,7 +85,7 @@ def _parts(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     if "speculators_model_type" in raw or "transformer_layer_config" in raw:
         if raw.get("speculators_model_type") != "eagle3":
             raise ConfigError(f"its speculators_model_type is {raw.get('speculators_model_type')!r}, not 'eagle3'")
-        refuse_unknown_head_keys(raw)
+        check_head_keys(raw)
         layer = raw.get("transformer_layer_config")
         if not isinstance(layer, dict):
             raise ConfigError(f"config.json: transformer_layer_config must be an object, not {layer!r}")
@@ -100,7 +100,7 @@ def _parts(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ConfigError(
             f"config.json has eagle_config = {options!r}; only heads that read three states are supported"
         )
-    refuse_unknown_head_keys(options)
+    check_head_keys(options)
     return {**head, **options}, {key: value for key, value in raw.items() if key not in _OF_HEAD}
 
 

@@ -19,7 +19,7 @@ from pillion.kvstore.client.attachment import Attachment
 from pillion.settings.speculative_config import SpeculativeConfig
 
 
-def chains_of(shape: DraftShape, passes: DraftPasses, blocks: BlockManager) -> DraftChains:
+def make_drafter(shape: DraftShape, passes: DraftPasses, blocks: BlockManager) -> DraftChains:
     """Return the drafter of one scheduler with a draft model of ``shape``, run by ``passes``."""
     kind = EagleChains if shape.reads_states else DraftChains
     return kind(shape, passes, blocks)
@@ -39,7 +39,7 @@ class WorkerDrafts:
         drafter: Drafter | None = self._drafter
         if drafter is None:
             assert self._draft is not None
-            drafter = chains_of(*self._draft, blocks)
+            drafter = make_drafter(*self._draft, blocks)
         return DraftTokens(self._control, drafter)
 
     def bind_pool(self, attachment: Attachment) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pillion.engine.models.config_json import above_zero, number, per_layer, size, vocabulary_ids
-from pillion.engine.models.config_keys import refuse_unknown_keys
+from pillion.engine.models.config_keys import check_keys
 from pillion.engine.models.encoder_config import EncoderConfig
 from pillion.engine.models.families import FAMILY_KEYS
 from pillion.engine.models.model_config import ModelConfig
@@ -47,7 +47,7 @@ def parse_encoder(raw: Mapping[str, Any], labels: int) -> ModelConfig:
     learned = kind in _LEARNED
     fixed = {"is_causal": False, **({"position_embedding_type": "absolute"} if learned else {})}
     own, ignored = (_OWN, _IGNORED) if learned else (_OWN_ROTARY, (*_IGNORED, *_IGNORED_ROTARY))
-    refuse_unknown_keys(kind, own, ignored, fixed, raw, FAMILY_KEYS)
+    check_keys(kind, own, ignored, fixed, raw, FAMILY_KEYS)
     if raw.get("is_decoder"):
         raise ConfigError(f"{kind}: config.json has is_decoder = True, which is not supported")
     hidden, heads = size(raw, "hidden_size"), size(raw, "num_attention_heads")

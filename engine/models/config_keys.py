@@ -146,18 +146,18 @@ _EAGLE_KEYS = words(
 )
 
 
-def refuse_unknown_head_keys(raw: Mapping[str, Any]) -> None:
+def check_head_keys(raw: Mapping[str, Any]) -> None:
     """Raise ConfigError for an unsupported key of an EAGLE-3 head's config."""
     _refuse("eagle3", "", raw, _EAGLE_KEYS | BOOKKEEPING, {}, "remove it only if the head is right without it")
 
 
 def known_keys(own: Set[str], ignored: Iterable[str]) -> frozenset[str]:
-    """Return the keys that a family's configs may have; arguments as in :func:`refuse_unknown_keys`."""
+    """Return the keys that a family's configs may have; arguments as in :func:`check_keys`."""
     known = _READ | BOOKKEEPING | own | set(ignored)
     return known.union(_NUM_EXPERTS) if "num_experts_per_tok" in own else known
 
 
-def refuse_unknown_keys(
+def check_keys(
     name: str, own: Set[str], ignored: Iterable[str], fixed: Mapping[str, Any], raw: Mapping[str, Any], others: Set[str]
 ) -> None:
     """Raise ConfigError for a key unknown to the family ``name``.
@@ -173,9 +173,9 @@ def refuse_unknown_keys(
     _refuse(name, "", raw, known, {**neutral, **fixed}, others=others)
 
 
-def refuse_unknown_outer_keys(name: str, raw: Mapping[str, Any], others: Set[str]) -> None:
+def check_outer_keys(name: str, raw: Mapping[str, Any], others: Set[str]) -> None:
     """Raise ConfigError for a key around a ``text_config`` that is neither about images nor bookkeeping; ``others`` as
-    in :func:`refuse_unknown_keys`."""
+    in :func:`check_keys`."""
     _refuse(name, "", raw, _READ | BOOKKEEPING | _VISION_KEYS, {}, others=others)
 
 
@@ -190,7 +190,7 @@ def without_vision_keys(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return {key: value for key, value in raw.items() if key not in _VISION_KEYS}
 
 
-def refuse_unknown_rope_keys(name: str, rope: Mapping[str, Any]) -> None:
+def check_rope_keys(name: str, rope: Mapping[str, Any]) -> None:
     """Raise ConfigError for an unsupported parameter of a rotary embedding."""
     _refuse(name, "the rope parameter ", rope, _ROPE_READ | _ROPE_BOOKKEEPING, _ROPE_NEUTRAL)
 

@@ -15,8 +15,8 @@ from typing import Any
 from pillion.engine.encoders.encoder_parser import ENCODER_KEYS, ENCODER_KINDS, parse_encoder
 from pillion.engine.models.config_json import above_zero, number, per_layer, read_json, size, token_ids, vocabulary_ids
 from pillion.engine.models.config_keys import (
-    refuse_unknown_keys,
-    refuse_unknown_outer_keys,
+    check_keys,
+    check_outer_keys,
     unread,
     without_vision_keys,
 )
@@ -136,7 +136,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
 def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
     name, family = _family_of(config)
     raw = {**family.defaults, **config}
-    refuse_unknown_keys(name, family.own, family.ignored, family.fixed, raw, FAMILY_KEYS)
+    check_keys(name, family.own, family.ignored, family.fixed, raw, FAMILY_KEYS)
     derived = _derived(raw, family)
     raw |= derived
     options = {**{key: raw[key] for key in family.defaults}, **derived}
@@ -271,7 +271,7 @@ def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if text is None:
         text = {key: value for key, value in without_vision_keys(config).items() if key != "model_type"}
     else:
-        refuse_unknown_outer_keys(outer, config, FAMILY_KEYS)
+        check_outer_keys(outer, config, FAMILY_KEYS)
     said = text.get("model_type") or known[0]
     said = SAME_AS.get(said, said)
     if said not in known:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pillion.engine.models.config_json import above_zero, number, size
-from pillion.engine.models.config_keys import refuse_unknown_rope_keys
+from pillion.engine.models.config_keys import check_rope_keys
 from pillion.errors import ConfigError
 
 PROPORTIONAL = "proportional"
@@ -158,7 +158,7 @@ def _parse(
     *,
     partial: bool,
 ) -> RopeConfig:
-    refuse_unknown_rope_keys(str(raw.get("model_type")), rope)
+    check_rope_keys(str(raw.get("model_type")), rope)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "su" or (kind == "yarn" and "short_factor" in rope):
         kind = "longrope"

@@ -135,4 +135,4 @@ def _room(chunk: ScheduledChunk) -> int:
     """Return the max draft tokens after a chunk: none after an unknown token, or after the first token of parallel
     samples."""
     sequence = chunk.sequence
-    return 0 if sequence.num_in_flight or chunk.parallel_seeds else sequence.room_for_proposals
+    return 0 if sequence.num_in_flight or chunk.parallel_seeds else sequence.draft_capacity

@@ -68,7 +68,7 @@ class Grammars:
             if grammar is None or not grammar.forced or sequence.num_in_flight:
                 continue
             self._grow(sequence, sequence.num_tokens + len(grammar.forced))
-            room = 0 if chunk.parallel_seeds else min(spare - used, sequence.room_for_proposals)
+            room = 0 if chunk.parallel_seeds else min(spare - used, sequence.draft_capacity)
             # Nothing is chosen after the last token of a complete answer.
             tokens = grammar.forced[: max(0, min(room, len(grammar.forced) - grammar.completes))]
             if tokens:

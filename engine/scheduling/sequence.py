@@ -539,7 +539,7 @@ class Sequence(BlockChain):
         return done
 
     @property
-    def room_for_proposals(self) -> int:
+    def draft_capacity(self) -> int:
         """Max tokens that a step can judge beyond the one that it runs, without growing the block table."""
         in_table = self.num_blocks * self.block_size - self.num_computed - 1
         return max(0, min(in_table, len(self._tokens) - self.num_tokens - 1))

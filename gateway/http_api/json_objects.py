@@ -45,7 +45,7 @@ def json_object(raw: Raw, field: str) -> str:
     return _checked(raw, field, (dict,)).decode()
 
 
-def called_with(arguments: str) -> str:
+def valid_arguments(arguments: str) -> str:
     """Return the arguments of an earlier call. Invalid JSON, e.g. of a truncated call, is wrapped in an object, so that
     the conversation can continue and the model sees what it wrote."""
     if not arguments or is_object(arguments):
@@ -73,7 +73,7 @@ def _checked(raw: Raw, field: str, kinds: Collection[type[Any]]) -> bytes:
 def arguments_of(raw: Raw) -> str:
     """Return the arguments of an earlier call, sent as an object, as its text, or as anything else."""
     text = bytes(raw).decode(errors="replace")
-    return called_with(str(msgspec.json.decode(text, type=str)) if text[:1] == '"' else text)
+    return valid_arguments(str(msgspec.json.decode(text, type=str)) if text[:1] == '"' else text)
 
 
 class _TextHolder(msgspec.Struct):

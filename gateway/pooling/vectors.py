@@ -326,7 +326,7 @@ def _no_room_error(most: int) -> InvalidRequest:
 
 async def _first_tokens(call: TextCall, text: str, most: int) -> str:
     """Return the longest start of a text with at most ``most`` tokens."""
-    return await call.gateway.on_thread(call.tenant or OPEN, len(text), call.model.tokenizer.first_tokens, text, most)
+    return await call.gateway.on_thread(call.tenant or OPEN, len(text), call.model.tokenizer.truncate, text, most)
 
 
 def _most(form: VectorForm | PairForm, model: ModelEntry) -> int:

@@ -445,7 +445,7 @@ class RequestMachine:
         waits = self._waits_for(loss)
         if not waits and (loss.patience_s or self._fruitless >= self._admitted.options.max_attempts):
             return self._end(ev.Fail(self._attempts_exhausted(loss)), now, stream_over)
-        leaving = self._leave(stream_over, finished=False)
+        leaving = self._stop_attempt(stream_over, finished=False)
         self._end_held_kv(False, now)
         delay_ms = min(MAX_RETRY_DELAY_MS, FIRST_RETRY_DELAY_MS * 4 ** min(self._losses, 8))
         self.attempt += 1
@@ -464,7 +464,7 @@ class RequestMachine:
         return Overloaded(text, error.retry_after_ms) if isinstance(error, Overloaded) else Unavailable(text)
 
     def _end(self, terminal: ev.Finish | ev.Fail, now: float, stream_over: bool = False) -> list[Action]:
-        leaving = self._leave(stream_over, finished=stream_over and isinstance(terminal, ev.Finish))
+        leaving = self._stop_attempt(stream_over, finished=stream_over and isinstance(terminal, ev.Finish))
         self.state = RequestState.DONE
         self._timeline.ended = now
         self._end_held_kv(isinstance(terminal, ev.Finish), now)
@@ -473,7 +473,7 @@ class RequestMachine:
     def _end_held_kv(self, whole: bool, now: float) -> None:
         self.held.end(len(self.prompt) + len(self.emitted), self._timeline.acked_tokens, whole, now)
 
-    def _leave(self, stream_over: bool, finished: bool) -> list[Action]:
+    def _stop_attempt(self, stream_over: bool, finished: bool) -> list[Action]:
         """Stop the current attempt. ``finished`` means that its stream ended by itself and the answer is complete."""
         actions: list[Action] = []
         follows = self.state is RequestState.FOLLOWING and self.plan is not None

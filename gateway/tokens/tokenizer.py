@@ -141,7 +141,7 @@ class ModelTokenizer:
         kinds: list[int] = encoding.type_ids
         return tuple(encoding.ids), kinds.index(1) if 1 in kinds else 0
 
-    def first_tokens(self, text: str, most_tokens: int) -> str:
+    def truncate(self, text: str, most_tokens: int) -> str:
         """Return the longest prefix of a text with at most ``most_tokens`` tokens."""
         check_wanted()
         offsets = self.codec.encode_batch([self._likely(text, most_tokens)], add_special_tokens=False)[0].offsets

@@ -65,7 +65,7 @@ class NodeAdapters:
         MAX_READS, and InvalidRequest for an invalid digest."""
         with self._counted(digest):
             files = await asyncio.to_thread(open_files, self.root / ADAPTERS / digest)
-            async with aclosing(pieces_of(files) if files else self._from_others(digest, ask_others)) as pieces:
+            async with aclosing(pieces_of(files) if files else self._fetch_from_nodes(digest, ask_others)) as pieces:
                 async for piece in pieces:
                     yield piece
 
@@ -122,7 +122,7 @@ class NodeAdapters:
                 if not target.is_dir():
                     raise
 
-    async def _from_others(self, digest: str, ask_others: bool) -> AsyncGenerator[AdapterPiece, None]:
+    async def _fetch_from_nodes(self, digest: str, ask_others: bool) -> AsyncGenerator[AdapterPiece, None]:
         nodes = await self.addresses() if ask_others else {}
         for node_id in sorted(nodes.keys() - {self._node_id})[:MAX_ASKED_NODES]:
             client = NodeClient(nodes[node_id], self._node_id)

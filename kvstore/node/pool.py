@@ -95,7 +95,7 @@ class Pool:
         self._timeout_s = heartbeat_timeout_s
         self._announce = announce
         self._block_bytes = 0
-        self._judged_s = time.monotonic()
+        self._checked_s = time.monotonic()
         self._waiting: dict[tuple[int, int], asyncio.Future[Grant]] = {}
         # By ticket: the waiting epoch, the blocks it waits for, and the future that wakes it.
         self._chain_waits: dict[int, list[tuple[int, int, asyncio.Future[None]]]] = {}
@@ -190,8 +190,8 @@ class Pool:
         """Fence workers that were silent for too long; return whether there were any. Called every ``interval_s``:
         after a much longer pause this process itself slept, and all silence is forgiven."""
         now = time.monotonic()
-        slept = now - self._judged_s > interval_s + self._timeout_s / 2
-        self._judged_s = now
+        slept = now - self._checked_s > interval_s + self._timeout_s / 2
+        self._checked_s = now
         if slept:
             self.ledger.forgive(now)
         overdue = tuple(self.ledger.overdue(now, self._timeout_s))

@@ -67,7 +67,7 @@ class SurvivingMemory(NodeMemory):
         if self._found and self.domain.kind == HOST and self._found.places.size_bytes != self.pool_bytes:
             size = f"{self._found.places.size_bytes} bytes, this node's {self.pool_bytes}"
             log.warning("the pool of this node's previous life is not recovered: it has %s", size)
-            await self._leave_found()
+            await self._drop_found()
 
     def unshape(self) -> None:
         super().unshape()
@@ -85,7 +85,7 @@ class SurvivingMemory(NodeMemory):
                 raise
         async with self._taking:
             log.warning("the pool of this node's previous life is given up: its memory is needed")
-            await self._leave_found()
+            await self._drop_found()
         return await super().region(size_bytes, shard)
 
     def close(self) -> None:
@@ -171,7 +171,7 @@ class SurvivingMemory(NodeMemory):
         num_slots = slots_of(self.pool_bytes, shards.block_bytes)
         if self.domain.kind == HOST and not num_slots:
             return
-        await self._leave_found()
+        await self._drop_found()
         if self.domain.kind == HOST:
             # An attempt for an earlier, refused worker may have left segments.
             self._close_segments()
@@ -222,7 +222,7 @@ class SurvivingMemory(NodeMemory):
             found.close()
             found.places.close()
 
-    async def _leave_found(self) -> None:
+    async def _drop_found(self) -> None:
         """Drop the found pool; at the keeper as well if it is on GPUs, to free their memory."""
         on_gpus = self._found is not None and bool(self._found.memory_fds)
         self._close_found()

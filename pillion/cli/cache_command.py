@@ -11,7 +11,7 @@ from pillion.cli.flags import CommandGroup, option, options
 from pillion.cli.reach import pop_reach, talks_to_gateway
 
 
-def seconds_of(ctx: click.Context, param: click.Parameter, text: str) -> int:
+def parse_seconds(ctx: click.Context, param: click.Parameter, text: str) -> int:
     """Parse a duration such as 90s, 5m, 1h or 7d; "" is 0."""
     from pillion.cli.cache import parse_duration
 
@@ -50,7 +50,7 @@ def cache_warm(file: Path, model: str, cache_salt: str, **values: Any) -> None:
 @cache.command("pin")
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @option("--name", "The pin's name, for one prompt. Default: derived from the prompt.", "")
-@option("--ttl ttl_s", "Duration, such as 5m, 1h or 7d; at most 30d. Default: a day.", "", callback=seconds_of)
+@option("--ttl ttl_s", "Duration, such as 5m, 1h or 7d; at most 30d. Default: a day.", "", callback=parse_seconds)
 @warms
 @talks_to_gateway
 def cache_pin(file: Path, name: str, ttl_s: int, model: str, cache_salt: str, **values: Any) -> None:

@@ -25,7 +25,7 @@ LATENCIES = (("TTFT", "ttft_ms"), ("ITL", "itl_ms"), ("TPOT", "tpot_ms"), ("e2e"
 COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 
 
-def result_of(run: Run, objectives: Sequence[Objective], config: dict[str, Any]) -> dict[str, Any]:
+def summarize_run(run: Run, objectives: Sequence[Objective], config: dict[str, Any]) -> dict[str, Any]:
     """Return the result of one run, ready for JSON. ``warning`` is empty if there is no reason for one."""
     summary = summarize(run.records, run.duration_s)
     if config["load"]["concurrency"]:

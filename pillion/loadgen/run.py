@@ -13,7 +13,7 @@ from pillion.loadgen.drive import LoadDriver
 from pillion.loadgen.figures import Run
 from pillion.loadgen.load import LoadConfig, LoadSession, make_sessions
 from pillion.loadgen.openai_target import OpenAITarget
-from pillion.loadgen.report import SCHEMA, result_of
+from pillion.loadgen.report import SCHEMA, summarize_run
 from pillion.loadgen.slo import Objective
 from pillion.loadgen.sweep import Tried, best_rate, next_rate
 from pillion.loadgen.target import LoadTarget, PillionTarget, TargetError
@@ -113,7 +113,7 @@ async def run_plan(
         **common,
     )
     run = await driver.run()
-    return run, {"kind": "run", **result_of(run, plan.objectives, plan.described())}
+    return run, {"kind": "run", **summarize_run(run, plan.objectives, plan.described())}
 
 
 def check_sweep(plan: BenchPlan) -> float:

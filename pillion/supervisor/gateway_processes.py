@@ -32,16 +32,16 @@ class PublicPorts:
     """Holds the two public ports, chosen and checked, until :meth:`close`, for several processes to share."""
 
     def __init__(self) -> None:
-        self._held: list[socket.socket] = []
+        self._sockets: list[socket.socket] = []
 
     def hold(self, flags: E) -> E:
         """Return ``flags`` with a free port instead of each 0. Raises ConfigError for a port that is in use."""
         for name in ("http_port", "grpc_port"):
-            self._held.append(bind_port(flags.host, "host", name, getattr(flags, name)))
-        http, grpc = (held.getsockname()[1] for held in self._held)
+            self._sockets.append(bind_port(flags.host, "host", name, getattr(flags, name)))
+        http, grpc = (held.getsockname()[1] for held in self._sockets)
         if flags.gateway_workers == 1:
             self.close()
-        for held in self._held:
+        for held in self._sockets:
             # The port stays bound, so that nobody takes it while a gateway restarts. Gateways may listen on it from now
             # on; this socket never does, so it gets no connections.
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
@@ -50,8 +50,8 @@ class PublicPorts:
 
     def close(self) -> None:
         """Free both public ports. Idempotent."""
-        while self._held:
-            self._held.pop().close()
+        while self._sockets:
+            self._sockets.pop().close()
 
 
 def component_spec(role: str, component_id: str, flags: Any, address: str, **more: Any) -> ProcessSpec:

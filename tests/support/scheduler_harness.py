@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pillion.engine.backends.batching import build_sampling, build_step_batch
 from pillion.engine.drafts.draft_chains import DraftChains, DraftPasses, DraftShape
 from pillion.engine.drafts.draft_control import DraftControl
-from pillion.engine.drafts.worker_drafts import chains_of
+from pillion.engine.drafts.worker_drafts import make_drafter
 from pillion.engine.grammars.mask_threads import MaskJob
 from pillion.engine.scheduling.adapter_slots import AdapterSlots
 from pillion.engine.scheduling.block_chain import AdoptedTicket, ChunkDone
@@ -113,7 +113,7 @@ class SchedulerHarness:
         self.control = DraftControl(MAX_SPECULATIVE_TOKENS)
         blocks = BlockManager(BLOCK)
         if draft_model is not None:
-            drafter = chains_of(*draft_model, blocks)
+            drafter = make_drafter(*draft_model, blocks)
         self.draft_tokens = None if drafter is None else DraftTokens(self.control, drafter)
         self.scheduler = Scheduler(
             blocks=blocks,

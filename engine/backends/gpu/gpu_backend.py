@@ -583,7 +583,7 @@ class GpuInFlightStep:
         return sampled if self._texts is None else replace(sampled, pooled=self._texts.rows())
 
 
-class _AnyToken:
+class _AllowAllMask:
     """A mask for row 0 that allows every token."""
 
     def __init__(self, vocab_size: int) -> None:
@@ -605,4 +605,4 @@ def _one_row(vocab_size: int, *, drawn: bool) -> SamplingRows:
         name: 1 if SAMPLING_OPTIONS[name].whole else (one.low + one.high) / 2 for name, one in ranges.items()
     }
     edits = (RowEdit(row=0, banned=np.zeros(1, np.int64)),)
-    return SamplingRows.of([SamplingParams(**params)], [0], [0], edits=edits, masks=_AnyToken(vocab_size))
+    return SamplingRows.of([SamplingParams(**params)], [0], [0], edits=edits, masks=_AllowAllMask(vocab_size))

@@ -186,6 +186,6 @@ class Eager(OracleDrafter):
 def test_drafts_are_bounded() -> None:
     sequence = sequence_of([1, 2, 3])
     sequence.num_computed = 2
-    assert sequence.room_for_proposals > 5
+    assert sequence.draft_capacity > 5
     (chunk,) = speculate(Eager(), DraftControl(5), StepCost(), [ScheduledChunk(sequence, 2, 1, 1)], 100)
     assert chunk.count == chunk.samples == 1 + 5

@@ -48,7 +48,7 @@ def test_only_the_beginning_of_a_very_long_text_is_tokenized(tmp_path: pathlib.P
     text = "a b" * 100 * CUT_TOKENS
     found = tokenizer.encode_cut(text, 10)
     assert found == (0, *tokenizer.encode_bare("a b" * 4, 100)[:8], 1)
-    assert tokenizer.first_tokens(text, 7) == text[:7]
+    assert tokenizer.truncate(text, 7) == text[:7]
 
 
 def test_the_beginning_of_a_text_has_no_more_tokens_than_wanted(tmp_path: pathlib.Path) -> None:
@@ -56,7 +56,7 @@ def test_the_beginning_of_a_text_has_no_more_tokens_than_wanted(tmp_path: pathli
     for text in TEXTS:
         count = len(tokenizer.encode_bare(text, 1000))
         for most in range(1, 30):
-            begins = tokenizer.first_tokens(text, most)
+            begins = tokenizer.truncate(text, most)
             assert text.startswith(begins)
             assert len(tokenizer.encode_bare(begins, 1000)) <= most
             assert (begins == text) is (count <= most), (text, most)

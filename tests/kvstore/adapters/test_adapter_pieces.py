@@ -52,7 +52,7 @@ async def receive(sender: SilentSender, room: RoomLeft) -> None:
         await receive_files(await next_piece(pieces), pieces, room)
 
 
-async def test_a_silent_sender_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_sender_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_pieces, "PIECE_TIMEOUT_S", 0.05)
     sender, room = SilentSender(), RoomLeft(tmp_path)
     with pytest.raises(Unavailable, match="silent"):
@@ -72,7 +72,7 @@ async def test_a_receiver_that_is_cancelled_ends_its_thread_and_its_stream(tmp_p
     await until("the end of the thread", lambda: room.left)
 
 
-async def test_a_sender_that_never_begins_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sender_that_never_starts_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_pieces, "PIECE_TIMEOUT_S", 0.05)
 
     async def pieces() -> AsyncGenerator[AdapterPiece, None]:

@@ -133,7 +133,7 @@ def stored(block_hash: bytes, parent: bytes = b"") -> IndexEvent:
     return IndexEvent(block_hash, here=True, parent=parent)
 
 
-def test_a_log_forgets_the_oldest() -> None:
+def test_a_log_drops_its_oldest_events() -> None:
     log = BlockLog(9, 3)
     assert (log.first, log.last) == (1, 0)
     assert log.after(0, 5) == []
@@ -166,7 +166,7 @@ def test_a_snapshot_ends_with_the_changes_that_would_follow_it(monkeypatch: pyte
         stream.next_message()
 
 
-def test_a_log_that_lost_an_event_is_found() -> None:
+def test_a_missing_event_is_detected() -> None:
     ledger_tree, log = BlockTree(LruEviction()), BlockLog(1, 9)
     ledger_tree.add(0, A, None)
     with pytest.raises(Internal, match="0 blocks, the pool has 1"):

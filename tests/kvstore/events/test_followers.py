@@ -150,7 +150,7 @@ def followers_of(node: KVNode) -> Followers:
     return node.pool.followers
 
 
-async def test_a_follower_has_the_pool_over_its_lives(lives: Lives) -> None:
+async def test_a_follower_mirrors_the_pool_across_restarts(lives: Lives) -> None:
     node = await lives.begin()
     async with routing(lives.flags.node_listen) as router:
         mirror = router.follower.mirror
@@ -179,7 +179,7 @@ async def test_a_follower_has_the_pool_over_its_lives(lives: Lives) -> None:
         assert router.follower.snapshots == 3
 
 
-async def test_a_follower_goes_on_where_its_connection_broke(lives: Lives) -> None:
+async def test_a_follower_resumes_where_its_connection_broke(lives: Lives) -> None:
     node = await lives.begin()
     worker = await lives.worker()
     async with relayed(lives) as (relay, router):
@@ -192,7 +192,7 @@ async def test_a_follower_goes_on_where_its_connection_broke(lives: Lives) -> No
         assert router.follower.resumed >= 3
 
 
-async def test_what_the_log_has_forgotten_comes_as_a_snapshot(lives: Lives) -> None:
+async def test_events_dropped_from_the_log_come_as_a_snapshot(lives: Lives) -> None:
     node = await lives.begin()
     node.pool.followers.log.max_changes = CHAIN_BLOCKS
     worker = await lives.worker()
@@ -224,7 +224,7 @@ async def test_a_message_that_does_not_fit_is_followed_by_a_snapshot(lives: Live
         await router.has(blocks_of(node))
 
 
-async def test_places_are_few(lives: Lives, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_followers_is_limited(lives: Lives, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(followers_module, "MAX_FOLLOWERS", 1)
     node = await lives.begin()
     async with routing(lives.flags.node_listen) as router:
@@ -308,7 +308,7 @@ async def test_a_follower_that_the_log_leaves_behind_is_dropped() -> None:
     assert (followers.dropped, len(followers)) == (1, 0)
 
 
-async def test_a_follower_that_takes_nothing_loses_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_follower_that_reads_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(followers_module, "STALL_S", 0.01)
     followers = Followers(BlockTree(LruEviction()), BlockLog(1, 99))
     with pytest.raises(Overloaded, match="has read nothing"):
@@ -316,7 +316,7 @@ async def test_a_follower_that_takes_nothing_loses_its_place(monkeypatch: pytest
     assert (followers.dropped, len(followers)) == (1, 0)
 
 
-async def test_changes_of_a_moment_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_simultaneous_changes_share_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """So followers cost a node nothing per commit."""
     monkeypatch.setattr(followers_module, "GATHER_S", 0.2)
     followers = Followers(BlockTree(LruEviction()), BlockLog(1, 99))

@@ -109,14 +109,14 @@ async def test_the_hottest_chains_find_room_and_leave_last(short_folder: str, re
         await b.check()
 
 
-async def test_nobody_is_asked_who_leaves_too(short_folder: str, redis: RedisServer) -> None:
+async def test_leaving_nodes_get_no_blocks(short_folder: str, redis: RedisServer) -> None:
     async with hosts(short_folder, redis, "a", "b", **LEAVING) as (a, b):
         await seen(a, "b", blocks=0)
         node_of(b)._leaving = True
         await seen(a, blocks=0)
 
 
-async def test_what_finds_no_other_node_is_on_the_disk(
+async def test_blocks_that_no_node_accepts_go_to_the_disk(
     short_folder: str, redis: RedisServer, tmp_path: pathlib.Path
 ) -> None:
     flags = {**LEAVING, "disk_path": str(tmp_path / "disk"), "disk_bytes": 2**24}
@@ -160,7 +160,7 @@ async def test_a_reader_that_connects_finds_the_data_plane_open(
         await b.idle()
 
 
-async def test_a_hand_over_ends_in_its_time(short_folder: str, redis: RedisServer) -> None:
+async def test_a_hand_over_ends_by_its_timeout(short_folder: str, redis: RedisServer) -> None:
     slow = {"hand_over_timeout_s": 0.2, "hand_over_bytes_per_s": BLOCK_BYTES}
     async with hosts(short_folder, redis, "a", "b", **slow) as (a, b):
         cold, warm = prompt(*range(10)), prompt(*range(20, 30))

@@ -63,7 +63,7 @@ async def test_a_chain_goes_from_one_node_to_another(short_folder: str, redis: R
             await host.check()
 
 
-async def test_a_pin_takes_what_is_not_there_out_of_the_index(short_folder: str, redis: RedisServer) -> None:
+async def test_a_failed_pin_removes_missing_blocks_from_the_index(short_folder: str, redis: RedisServer) -> None:
     async with hosts(short_folder, redis, "a", disk_path=f"{short_folder}/disk", **EAGER) as (a,):
         held, chain = prompt(*range(20)), Chain(range(30))
         await a.serve(held)
@@ -84,7 +84,7 @@ async def test_a_pin_takes_what_is_not_there_out_of_the_index(short_folder: str,
         await a.check()
 
 
-async def test_only_what_is_missing_comes(short_folder: str, redis: RedisServer, transport: str) -> None:
+async def test_only_missing_blocks_are_fetched(short_folder: str, redis: RedisServer, transport: str) -> None:
     async with hosts(short_folder, redis, "a", "b", kv_transport=transport) as (a, b):
         await a.serve(prompt(*range(20)))
         await b.serve(prompt(*range(7), 99, 98))
@@ -131,7 +131,7 @@ async def test_a_source_that_restarted_has_nothing(short_folder: str, redis: Red
         await b.check()
 
 
-async def test_a_flipped_bit_is_computed_again(short_folder: str, redis: RedisServer, transport: str) -> None:
+async def test_a_block_with_a_flipped_bit_is_recomputed(short_folder: str, redis: RedisServer, transport: str) -> None:
     async with hosts(short_folder, redis, "a", "b", kv_transport=transport) as (a, b):
         hashes = prompt(*range(10))
         await a.serve(hashes)

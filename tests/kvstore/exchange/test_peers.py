@@ -95,7 +95,7 @@ async def test_a_source_node_pins_reads_and_releases(source: SourceProcess) -> N
             await node.read(pinned.ticket_id, pinned.slots[:1], (0,))
 
 
-async def test_several_callers_share_one_meeting_and_the_directory_is_asked_once(source: SourceProcess) -> None:
+async def test_concurrent_callers_share_one_handshake_and_lookup(source: SourceProcess) -> None:
     directory = Directory(source=source.address)
     async with reading(directory) as (peers, _, _):
         met = await asyncio.gather(*(peers.get("source") for _ in range(8)))
@@ -105,9 +105,7 @@ async def test_several_callers_share_one_meeting_and_the_directory_is_asked_once
         assert directory.asked == 1
 
 
-async def test_a_directory_that_lost_its_memory_is_not_believed(
-    source: SourceProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_emptied_directory_is_not_trusted(source: SourceProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers_module, "ADDRESSES_TTL_S", 0.0)
     directory = Directory(source=source.address, reader="unix:me")
     async with reading(directory) as (peers, _, _):
@@ -130,13 +128,13 @@ async def test_pools_that_do_not_fit_are_a_conflict(source: SourceProcess, shape
             await peers.get("source")
 
 
-async def test_an_address_that_belongs_to_somebody_else(source: SourceProcess) -> None:
+async def test_an_address_of_another_node_is_rejected(source: SourceProcess) -> None:
     async with reading(Directory(other=source.address)) as (peers, _, _):
         with pytest.raises(Unavailable, match="not other"):
             await peers.get("other")
 
 
-async def test_this_node_is_no_source_of_its_own(source: SourceProcess) -> None:
+async def test_a_node_never_fetches_from_itself(source: SourceProcess) -> None:
     async with reading(Directory(source=source.address), name="source") as (peers, _, _):
         with pytest.raises(Unavailable):
             peers.source("source")
@@ -174,9 +172,7 @@ async def test_a_cancelled_pin_leaves_nothing_pinned(source: SourceProcess, monk
         assert peer.alive
 
 
-async def test_a_node_that_does_not_answer_is_left_alone_for_a_moment(
-    source: SourceProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_unresponsive_node_is_backed_off(source: SourceProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers_module, "AVOID_S", 10 * WITHIN_S)
     async with reading(Directory(source=source.address)) as (peers, _, _):
         node = peers.source("source")
@@ -196,7 +192,7 @@ async def test_a_node_that_does_not_answer_is_left_alone_for_a_moment(
         await peers.source("source").pin(CHAIN, 0, timeout_s=WITHIN_S)
 
 
-async def test_a_dead_source_is_dropped_and_forgotten() -> None:
+async def test_a_dead_source_is_dropped() -> None:
     with running_source("grpc", num_slots=NUM_SLOTS, block_bytes=BLOCK_BYTES) as mortal:
         async with reading(Directory(source=mortal.address)) as (peers, plane, _):
             forgotten: list[str] = []
@@ -256,7 +252,7 @@ async def test_requests_that_are_too_large_are_refused(source: SourceProcess, mo
             await peer.pin(CHAIN[:-1], 0, WITHIN_S)
 
 
-async def test_a_stream_that_ends_early_or_says_too_much_is_unavailable(source: SourceProcess) -> None:
+async def test_a_stream_of_wrong_length_is_unavailable(source: SourceProcess) -> None:
     async with reading(Directory(source=source.address)) as (peers, _, _):
         peer = await peers.get("source")
         pinned = await peer.pin(CHAIN, 0, WITHIN_S)
@@ -265,7 +261,7 @@ async def test_a_stream_that_ends_early_or_says_too_much_is_unavailable(source: 
                 await peer.read_blocks(pinned.ticket_id, pinned.slots[:1], [memoryview(bytearray(wrong))])
 
 
-async def test_a_closed_peer_says_so(source: SourceProcess) -> None:
+async def test_calls_to_a_closed_peer_raise(source: SourceProcess) -> None:
     async with reading(Directory(source=source.address)) as (peers, _, _):
         peer: Peer = await peers.get("source")
         await peers.aclose()

@@ -268,7 +268,7 @@ async def test_the_stream_gives_only_what_its_ticket_pins(reader: Reader) -> Non
     assert not any(target[0])
 
 
-def test_what_auto_comes_to(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_transport_that_auto_chooses(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     caplog.set_level("INFO")
     assert choose_transport("grpc") == "grpc"
     trouble = nixl_trouble()

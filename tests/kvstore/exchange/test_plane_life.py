@@ -93,7 +93,7 @@ def source() -> Iterator[SourceProcess]:
         yield started
 
 
-async def test_readers_that_are_killed_take_no_source_with_them(source: SourceProcess) -> None:
+async def test_killed_readers_do_not_crash_the_source(source: SourceProcess) -> None:
     """UCX's reads over TCP would: it aborts a source whose reader is gone."""
     for _ in range(2):
         command, pipe = [sys.executable, "-c", READER, source.address], subprocess.PIPE
@@ -109,9 +109,7 @@ async def test_readers_that_are_killed_take_no_source_with_them(source: SourcePr
         assert source.process.poll() is None
 
 
-async def test_blocks_come_one_sided_where_there_is_a_way(
-    source: SourceProcess, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_blocks_are_read_one_sided_if_possible(source: SourceProcess, caplog: pytest.LogCaptureFixture) -> None:
     """Otherwise this file and half of the other would test nothing of NIXL."""
     caplog.set_level("INFO")
     async with reading_side(source.address) as (peers, plane, memory):
@@ -169,7 +167,7 @@ async def test_a_source_without_nixl_is_streamed_from() -> None:
             assert bytes(memory[2 * BLOCK_BYTES : 3 * BLOCK_BYTES]) == block_of(1, pinned.slots[1], BLOCK_BYTES)
 
 
-async def test_a_source_that_nixl_cannot_even_meet_is_streamed_from(
+async def test_a_source_unreachable_by_nixl_is_streamed_from(
     source: SourceProcess, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As between two hosts with nothing but TCP: no probe is sent. Later it is retried."""
@@ -204,7 +202,7 @@ async def test_many_first_reads_share_one_probe(source: SourceProcess) -> None:
             assert bytes(here) == block_of(1, slot, BLOCK_BYTES)
 
 
-async def test_an_idle_node_costs_next_to_nothing(source: SourceProcess) -> None:
+async def test_an_idle_node_uses_almost_no_cpu(source: SourceProcess) -> None:
     """NIXL's progress thread would use all of this time."""
     async with reading_side(source.address) as (peers, plane, _):
         peer = await peers.get("source")

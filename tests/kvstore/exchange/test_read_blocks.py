@@ -92,7 +92,7 @@ async def test_bytes_are_copied_in_another_thread(monkeypatch: pytest.MonkeyPatc
     assert threading.main_thread() not in threads
 
 
-async def test_what_is_let_go_of_in_the_middle_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_blocks_released_during_a_read_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot may hold another block by then; with or without checksums, none of its bytes are sent."""
     source = SourceOfOneChain()
     joined = memory_module.joined
@@ -118,7 +118,7 @@ async def test_what_is_let_go_of_in_the_middle_is_not_sent(monkeypatch: pytest.M
     assert known.startswith(b"".join(sent))
 
 
-async def test_an_older_reader_gets_each_block_by_itself() -> None:
+async def test_an_older_reader_gets_one_block_per_message() -> None:
     source = SourceOfOneChain()
     pieces = [piece.data async for piece in source.read(source.ticket_id, source.slots[:9], max_piece_bytes=0)]
     assert pieces == [bytes(source.memory.block(slot)) for slot in source.slots[:9]]

@@ -170,7 +170,7 @@ async def test_the_table_of_nodes_is_not_asked_for_more_than_needed(
     assert stats["cmdstat_evalsha"]["calls"] == 20, "one for each look-up, and none for the entry that nobody knows"
 
 
-async def test_the_registry_knows_who_lives(redis: RedisServer) -> None:
+async def test_the_registry_lists_live_components(redis: RedisServer) -> None:
     registry = Registry(redis.url, TTL_MS)
     first = await registry.heartbeat(
         ComponentRecord(component_id="d", role="decode", address="x", model="m", waiting_tokens=5)

@@ -45,7 +45,7 @@ async def announcing(
         await announcer.leave()
 
 
-async def test_news_travel_at_once_and_a_goodbye_takes_all(redis: RedisServer, index: Index) -> None:
+async def test_events_are_announced_at_once_and_leaving_removes_all(redis: RedisServer, index: Index) -> None:
     chain = Chain(range(1500))
     have: list[tuple[bytes, bytes]] = []
     async with announcing(redis.url, have) as announcer:
@@ -62,7 +62,7 @@ async def test_news_travel_at_once_and_a_goodbye_takes_all(redis: RedisServer, i
     await registry.aclose()
 
 
-async def test_what_others_wait_for_does_not_wait_for_the_next_heartbeat(redis: RedisServer) -> None:
+async def test_awaited_blocks_are_announced_before_the_next_heartbeat(redis: RedisServer) -> None:
     """Gateways learn from the node's record who is fenced."""
     fenced: list[str] = []
 
@@ -83,7 +83,7 @@ async def test_what_others_wait_for_does_not_wait_for_the_next_heartbeat(redis: 
     await registry.aclose()
 
 
-async def test_an_announcer_ends_that_is_told_so_and_has_news_in_one_moment(redis: RedisServer) -> None:
+async def test_an_announcer_stops_while_events_arrive(redis: RedisServer) -> None:
     async with asyncio.timeout(WITHIN_S), announcing(redis.url, [], heartbeat_s=3600) as announcer:
         await until("the announcer to wait for news", lambda: announcer._changed._waiters)  # type: ignore[attr-defined]
         announcer.beat_now()
@@ -93,7 +93,7 @@ async def _is(asked: Callable[[], Awaitable[object]], wanted: object) -> bool:
     return await asked() == wanted
 
 
-async def test_an_emptied_redis_is_told_again(redis: RedisServer, index: Index) -> None:
+async def test_all_blocks_are_announced_again_after_a_redis_flush(redis: RedisServer, index: Index) -> None:
     chain = Chain(range(2 * BATCH_BLOCKS + 5))
     async with announcing(redis.url, chain.pairs()):
         await until_found(index, chain.packed, len(chain))
@@ -106,7 +106,7 @@ async def until_noticed(caplog: pytest.LogCaptureFixture) -> None:
     await until("the announcer to notice", lambda: "going on without Redis" in caplog.text)
 
 
-async def test_a_restarted_redis_is_told_again(
+async def test_all_blocks_are_announced_again_after_a_redis_restart(
     redis: RedisServer, index: Index, caplog: pytest.LogCaptureFixture
 ) -> None:
     chain = Chain(range(4))
@@ -122,7 +122,9 @@ async def test_a_restarted_redis_is_told_again(
 
 
 @pytest.mark.parametrize("sign", [("DEL", keys.generation(b"")), ("ZREM", keys.EXPIRY, "a")], ids=["group", "part"])
-async def test_each_sign_of_loss_is_enough(redis: RedisServer, index: Index, sign: tuple[str | bytes, ...]) -> None:
+async def test_each_sign_of_loss_triggers_a_full_announcement(
+    redis: RedisServer, index: Index, sign: tuple[str | bytes, ...]
+) -> None:
     """Redis was emptied and filled by others, or the node's entries were swept while it seemed dead."""
     chain = Chain([1, 2, 3])
     async with announcing(redis.url, chain.pairs()):
@@ -144,7 +146,7 @@ async def test_what_is_forgotten_without_a_sign_is_repeated(
         await until_found(index, chain.packed, 3)
 
 
-async def test_saying_all_goes_on_where_it_stopped(
+async def test_an_interrupted_full_announcement_resumes(
     redis: RedisServer, index: Index, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Slowly, news first, and without starting over after a short outage of Redis."""
@@ -189,7 +191,7 @@ async def test_saying_all_goes_on_where_it_stopped(
     await announcer.leave()
 
 
-async def test_a_node_that_was_cut_off_takes_back_what_went_meanwhile(
+async def test_a_reconnected_node_removes_blocks_evicted_meanwhile(
     redis: RedisServer, index: Index, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Redis lived on and swept nothing yet: entries of the same boot would be valid again."""
@@ -207,7 +209,7 @@ async def test_a_node_that_was_cut_off_takes_back_what_went_meanwhile(
         await until_found(index, chain.packed, 2)
 
 
-async def test_too_much_news_takes_a_new_boot_epoch(
+async def test_an_event_overflow_starts_a_new_boot_epoch(
     redis: RedisServer, index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Withdrawals were dropped, so what Redis still has must become invalid."""
@@ -231,7 +233,7 @@ rounds = st.lists(
 
 @settings(deadline=None)
 @given(rounds)
-def test_the_queue_says_the_last_word_on_every_block(
+def test_the_queue_keeps_the_last_event_of_each_block(
     script: list[tuple[list[tuple[int, bool]], int, str, bool]],
 ) -> None:
     """Whatever fails in between, and whenever everything is announced again, Redis is right in the end."""
@@ -263,7 +265,7 @@ def test_the_queue_says_the_last_word_on_every_block(
     assert not queue.overflowed
 
 
-def test_the_queue_is_bounded() -> None:
+def test_the_queue_is_limited() -> None:
     queue = AnnounceQueue(max_blocks=3)
     queue.push(IndexEvent(bytes([block]), here=True) for block in range(4))
     queue.push([IndexEvent(b"x", here=True)])
@@ -280,7 +282,7 @@ def test_the_queue_is_bounded() -> None:
     assert (queue.repeating, queue.take_repeated(1)) == (False, [])
 
 
-def test_news_of_a_silent_shard_waits_apart() -> None:
+def test_events_for_an_unresponsive_shard_are_queued_separately() -> None:
     queue = AnnounceQueue(4)
     first, second, third = (IndexEvent(bytes([block]), here=True) for block in range(3))
     queue.push([first, second])

@@ -31,7 +31,7 @@ def second_redis() -> Iterator[RedisServer]:
 
 
 @pytest.mark.usefixtures("patient")
-async def test_a_dead_redis_costs_little_and_comes_back(redis: RedisServer, index: Index) -> None:
+async def test_a_dead_redis_adds_little_latency_and_recovers(redis: RedisServer, index: Index) -> None:
     [node] = await fake_nodes(redis.url, "a")
     known, unknown = Chain([1, 2]), Chain([3])
     await node.has(known)
@@ -86,12 +86,12 @@ async def test_a_stopped_redis_is_not_waited_for(
 
 
 @pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0", "rediss://:secret@127.0.0.1:1", "unix:///nowhere.sock"])
-async def test_redis_may_be_nowhere(url: str) -> None:
+async def test_an_unreachable_redis(url: str) -> None:
     await _nobody_answers(url)
 
 
 @pytest.mark.parametrize("url", ["redis+cluster://127.0.0.1:1,127.0.0.1:2", "redis+sentinel://127.0.0.1:1/index"])
-async def test_clusters_and_sentinels_may_be_nowhere(url: str) -> None:
+async def test_unreachable_clusters_and_sentinels(url: str) -> None:
     await _nobody_answers(url)
 
 
@@ -126,7 +126,7 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("nonsense", NONSENSE.values(), ids=NONSENSE.keys())
-async def test_a_server_that_speaks_nonsense(
+async def test_malformed_replies_of_a_server(
     short_folder: str, nonsense: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shorten_deadlines(monkeypatch)
@@ -187,7 +187,7 @@ async def test_wrong_types_under_our_keys_are_replaced(redis: RedisServer, index
 
 
 @pytest.mark.usefixtures("patient")
-async def test_strange_values_are_passed_over(redis: RedisServer, index: Index) -> None:
+async def test_malformed_values_are_skipped(redis: RedisServer, index: Index) -> None:
     [node] = await fake_nodes(redis.url, "a")
     chain = Chain(range(3))
     await node.has(chain)
@@ -204,7 +204,7 @@ async def test_strange_values_are_passed_over(redis: RedisServer, index: Index) 
 
 
 @pytest.mark.usefixtures("patient")
-async def test_a_replica_is_read_and_takes_no_news(redis: RedisServer, second_redis: RedisServer, index: Index) -> None:
+async def test_a_replica_is_read_but_not_written(redis: RedisServer, second_redis: RedisServer, index: Index) -> None:
     [node] = await fake_nodes(redis.url, "a")
     chain = Chain([1, 2])
     await node.has(chain)
@@ -221,7 +221,7 @@ async def test_a_replica_is_read_and_takes_no_news(redis: RedisServer, second_re
 
 
 @pytest.mark.usefixtures("patient")
-async def test_a_full_redis_is_read_and_takes_no_news(redis: RedisServer, index: Index) -> None:
+async def test_a_full_redis_is_read_but_not_written(redis: RedisServer, index: Index) -> None:
     [node] = await fake_nodes(redis.url, "a")
     chain = Chain([1, 2])
     await node.has(chain)
@@ -235,7 +235,7 @@ async def test_a_full_redis_is_read_and_takes_no_news(redis: RedisServer, index:
 
 
 @pytest.mark.usefixtures("patient")
-async def test_a_server_that_forgot_the_scripts_is_taught_them(redis: RedisServer, index: Index) -> None:
+async def test_missing_scripts_are_loaded_again(redis: RedisServer, index: Index) -> None:
     [node] = await fake_nodes(redis.url, "a")
     chain = Chain([1, 2])
     redis.command("SCRIPT", "FLUSH")
@@ -245,7 +245,7 @@ async def test_a_server_that_forgot_the_scripts_is_taught_them(redis: RedisServe
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_a_cancel_is_heard_even_where_the_library_loses_it(
+async def test_a_cancel_that_the_library_swallows_still_cancels(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     link, asked = open_link(redis.url, "components"), asyncio.Event()

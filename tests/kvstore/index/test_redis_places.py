@@ -226,7 +226,7 @@ async def test_tls_with_an_acl_user(tls: TlsServer) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["password", "authority", "plain"])
-async def test_tls_lets_nobody_else_in(tls: TlsServer, wrong: str) -> None:
+async def test_tls_rejects_other_clients(tls: TlsServer, wrong: str) -> None:
     files = f"ssl_ca_certs={tls.folder}/ca.pem&ssl_certfile={tls.folder}/server.pem&ssl_keyfile={tls.folder}/server.key"
     url = f"rediss://{tls.user}:{quote(tls.password, safe='')}@localhost:{tls.port}"
     url = {

@@ -60,7 +60,7 @@ async def later(redis: RedisServer, ms: int) -> None:
 @pytest.mark.parametrize(
     "why", [pytest.param(why, marks=() if why == "full" else pytest.mark.long) for why in REFUSALS]
 )
-async def test_nobody_is_lost_by_a_redis_that_refuses(redis: RedisServer, index: Index, why: str) -> None:
+async def test_a_rejecting_redis_loses_no_component(redis: RedisServer, index: Index, why: str) -> None:
     nodes = [FakeNode(redis.url, name, boot_epoch=n + 1, ttl_ms=TTL_MS) for n, name in enumerate("ab")]
     reader, chain = Registry(redis.url, TTL_MS), Chain([1, 2])
 

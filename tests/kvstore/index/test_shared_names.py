@@ -12,7 +12,7 @@ DAY_MS = 24 * 3600 * 1000
 pytestmark = pytest.mark.usefixtures("patient")
 
 
-async def test_names_that_mean_nothing_make_room(redis: RedisServer) -> None:
+async def test_stale_names_are_dropped_first(redis: RedisServer) -> None:
     names = SharedNames(redis.url, 3, DAY_MS)
     now = 2**43  # Later than any clock says, so that nothing is forgotten by its age.
     full = [("a", StampedValue(now, b"A")), ("b", StampedValue(now + 2, b"")), ("c", StampedValue(now + 1, b""))]
@@ -29,7 +29,7 @@ async def test_names_that_mean_nothing_make_room(redis: RedisServer) -> None:
 
 
 @pytest.mark.parametrize(("less", "greater"), [(b"B", b"a"), (b"a", b"ab"), (b"a\x00b", b"a\x00c"), (b"z", b"\xff")])
-async def test_of_one_stamp_the_greater_value_stays(less: bytes, greater: bytes, redis: RedisServer) -> None:
+async def test_the_greater_value_wins_at_equal_stamps(less: bytes, greater: bytes, redis: RedisServer) -> None:
     names = SharedNames(redis.url, 9, DAY_MS)
     for name, first, second in (("up", less, greater), ("down", greater, less)):
         await names.share(b"", [(name, StampedValue(10, first))])

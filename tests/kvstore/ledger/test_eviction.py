@@ -70,7 +70,7 @@ STEPS = st.lists(
 
 @given(steps=STEPS)
 @settings(max_examples=examples(60))
-def test_a_chain_goes_from_its_tail(steps: list[tuple[str, object]]) -> None:
+def test_a_chain_is_evicted_from_its_tail(steps: list[tuple[str, object]]) -> None:
     """Whatever is served, held, released and dropped out of turn: children are evicted before parents, only unprotected
     blocks are known, and blocks are evicted in the listed order."""
     node, tickets = LedgerDriver(12), []
@@ -103,7 +103,7 @@ def test_a_chain_goes_from_its_tail(steps: list[tuple[str, object]]) -> None:
     assert len(node.ledger.tree.policy) == 0
 
 
-def test_nothing_is_remembered_of_what_is_gone() -> None:
+def test_evicted_blocks_leave_no_records() -> None:
     node = LedgerDriver(8)
     policy = node.ledger.tree.policy
     for first in range(100):
@@ -116,7 +116,7 @@ def test_nothing_is_remembered_of_what_is_gone() -> None:
         policy.pop()
 
 
-def test_only_a_cached_leaf_leaves_out_of_turn() -> None:
+def test_only_a_cached_leaf_can_be_dropped() -> None:
     node = LedgerDriver(8)
     node.serve(1, 2)
     held = node.open(prompt(3))

@@ -64,7 +64,7 @@ def cache(ledger: Ledger, *tokens: int) -> None:
     ledger.gone(gateway)
 
 
-def test_what_is_here_is_pinned_and_the_rest_reserved(ledger: Ledger) -> None:
+def test_cached_blocks_are_pinned_and_the_rest_is_reserved(ledger: Ledger) -> None:
     cache(ledger, 1, 2, 3)
     gateway = ledger.attach("g", SESSION)
     ticket = open_ticket(ledger, gateway, prompt(1, 2, 9, 9), 6)
@@ -74,7 +74,7 @@ def test_what_is_here_is_pinned_and_the_rest_reserved(ledger: Ledger) -> None:
     assert ledger.available == 14
 
 
-def test_a_chain_goes_from_its_tail_and_oldest_first(ledger: Ledger) -> None:
+def test_chains_are_evicted_oldest_first_from_the_tail(ledger: Ledger) -> None:
     cache(ledger, 1, 2, 3)
     cache(ledger, 4, 5)
     cache(ledger, 1, 2, 6)  # 1 and 2 are young again
@@ -94,7 +94,7 @@ def test_pinned_chains_are_not_evicted(ledger: Ledger) -> None:
     assert ledger.adopt(worker, ticket.ticket_id, 1).last_hash == prompt(1, 2, 3)[-1]
 
 
-def test_a_lost_race_gives_the_winners_slot(ledger: Ledger) -> None:
+def test_the_loser_of_a_commit_race_gets_the_winners_slot(ledger: Ledger) -> None:
     hashes = prompt(1, 2, 3)
     gateway = ledger.attach("g", SESSION)
     workers = [ledger.attach(name, "prefill") for name in ("a", "b")]
@@ -136,7 +136,7 @@ def test_a_late_second_worker_of_one_ticket(ledger: Ledger) -> None:
     assert ticket.blocks == 4, "a run that ends inside the chain does not shorten it"
 
 
-def test_pinning_a_cached_prefix_takes_it_from_what_can_be_evicted() -> None:
+def test_a_pinned_cached_prefix_is_not_evictable() -> None:
     ledger = make(4)
     cache(ledger, 1, 2, 3)
     assert ledger.shortage(prompt(1, 2, 3), 4) == 0
@@ -201,7 +201,7 @@ def test_wrong_runs_are_refused(ledger: Ledger) -> None:
     assert ledger.status().leased_blocks == 2
 
 
-def test_the_reservation_comes_back_when_its_worker_dies(ledger: Ledger) -> None:
+def test_a_dead_workers_reservation_is_freed(ledger: Ledger) -> None:
     """An admitted prompt can finish whoever dies (I5), even in a full pool."""
     gateway, first, greedy = (ledger.attach(n, r) for n, r in (("g", SESSION), ("w", "prefill"), ("d", "decode")))
     hashes = prompt(1, 2, 3, 4)
@@ -214,7 +214,7 @@ def test_the_reservation_comes_back_when_its_worker_dies(ledger: Ledger) -> None
     fill(ledger, second, ticket, hashes)
 
 
-def test_what_a_prefill_range_gives_back_is_not_kept_for_the_decode_worker(ledger: Ledger) -> None:
+def test_slots_returned_by_prefill_are_not_reserved_for_decode(ledger: Ledger) -> None:
     """The decode worker has leased all it needs when the gateway releases the ticket."""
     gateway, prefill, decode = (ledger.attach(name, name) for name in (SESSION, PREFILL, DECODE))
     hashes = prompt(1, 2, 3)

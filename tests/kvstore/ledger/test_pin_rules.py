@@ -162,7 +162,7 @@ class PinLife:
 
 
 @given(random_scenes(8))
-def test_pins_are_what_was_asked_for(scenes: list[Random]) -> None:
+def test_pins_match_a_model(scenes: list[Random]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pin_table, "MAX_PREFIX_PINS", MAX_PINS)
         patch.setattr(pin_table, "MAX_OWNER_PREFIX_PINS", MAX_OWNER_PINS)
@@ -182,7 +182,7 @@ def test_pins_are_what_was_asked_for(scenes: list[Random]) -> None:
     ("blocks", "until_s", "valid"),
     [(1, MAX_PREFIX_PIN_S, True), (1, MAX_PREFIX_PIN_S + 1, False), (1, 0.0, False), (0, 9.0, False), (1, 9.0, True)],
 )
-def test_a_wish_has_a_length_and_a_time(blocks: int, until_s: float, valid: bool) -> None:
+def test_a_pin_request_needs_a_length_and_an_expiry(blocks: int, until_s: float, valid: bool) -> None:
     table = ServingPool(SLOTS, PoolShares(*PERCENTS)).ledger.prefix_pins
     wish = PrefixPinRequest("a", "x", prompt(1)[-1], blocks, until_s)
     if valid:

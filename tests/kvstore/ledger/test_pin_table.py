@@ -145,7 +145,7 @@ TestPinTableLife.settings = settings(max_examples=examples(25), stateful_step_co
 
 @settings(max_examples=examples(30))
 @given(served=st.lists(st.lists(st.integers(2, 5), min_size=1, max_size=6), max_size=30))
-def test_what_is_pinned_outlives_any_number_of_prompts_that_fit_beside_it(served: list[list[int]]) -> None:
+def test_a_prefix_pin_survives_other_prompts(served: list[list[int]]) -> None:
     pool = PinnedPool()
     pool.serve(*[1] * 6)
     pin = pool.pin_prefix("a", "x", *[1] * 6)
@@ -154,7 +154,7 @@ def test_what_is_pinned_outlives_any_number_of_prompts_that_fit_beside_it(served
     assert pin.blocks == pool.blocks(*[1] * 6) == 6
 
 
-def test_without_a_prefix_pin_the_same_prompts_evict_it() -> None:
+def test_the_same_prompts_evict_an_unpinned_prefix() -> None:
     pool = PinnedPool()
     pool.serve(*[1] * 6)
     for first in (2, 3):
@@ -162,7 +162,7 @@ def test_without_a_prefix_pin_the_same_prompts_evict_it() -> None:
     assert pool.blocks(*[1] * 6) == 0
 
 
-def test_a_dropped_one_is_evicted_like_everything_else() -> None:
+def test_a_dropped_pins_blocks_are_evictable() -> None:
     pool = PinnedPool()
     pool.serve(*[1] * 6)
     pool.pin_prefix("a", "x", *[1] * 6)
@@ -222,7 +222,7 @@ def test_a_longer_ephemeral_one_takes_the_place_of_those_that_it_covers() -> Non
     assert len(pool.ledger.prefix_pins.all) == 3
 
 
-def test_bounds() -> None:
+def test_limits() -> None:
     pool = PinnedPool(num_slots=1000, percents=(90, 60))
     hashes = prompt(1, 2, 3)
     wish = PrefixPinRequest("a", "x", hashes[-1], 3, 10.0)
@@ -241,7 +241,7 @@ def test_bounds() -> None:
 
 
 @pytest.mark.parametrize("ephemeral", [False, True])
-def test_no_length_is_believed(ephemeral: bool) -> None:
+def test_the_length_of_a_pin_is_checked(ephemeral: bool) -> None:
     pool = PinnedPool()
     prefix_pins, (a, b, c) = pool.ledger.prefix_pins, prompt(1, 2, 3)
     pool.serve(1, 2)
@@ -272,7 +272,7 @@ def test_no_length_is_believed(ephemeral: bool) -> None:
         "prefix_pins._by_last_hash.clear()",
     ],
 )
-def test_the_proof_finds_damage(damage: str) -> None:
+def test_the_integrity_check_finds_damage(damage: str) -> None:
     pool = PinnedPool()
     pool.serve(1, 2)
     pin = pool.pin_prefix("a", "x", 1, 2)

@@ -48,7 +48,7 @@ async def no_regions(sock: socket.socket, hello: RegionHello) -> None:
     raise AssertionError("no test here asks for a region")
 
 
-async def test_processes_that_a_node_cannot_take_are_never_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_processes_without_a_pidfd_never_count_as_exited(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel drops descriptors that do not fit; then no exit is a proof (I4)."""
     monkeypatch.setattr(attach_server, "MAX_PROCESSES", 1)
     near, far = socket.socketpair()
@@ -153,7 +153,7 @@ def end_socket(process: subprocess.Popen[str]) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs pidfds")
 @pytest.mark.parametrize("number_known", [True, False])
-async def test_where_a_device_may_write_on_only_the_exit_frees_slots(
+async def test_only_the_exit_frees_slots_that_a_device_may_still_write(
     node: AttachNode, monkeypatch: pytest.MonkeyPatch, number_known: bool
 ) -> None:
     """The kernel identifies the process even if its id means nothing here, as in another PID namespace."""
@@ -171,7 +171,7 @@ async def test_where_a_device_may_write_on_only_the_exit_frees_slots(
         await until("the slots to be free", lambda: node.pool.status().free_blocks == 64)
 
 
-async def test_a_worker_whose_process_cannot_be_seen_keeps_its_slots(
+async def test_slots_of_an_unobservable_worker_stay_allocated(
     node: AttachNode, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing replaces the proof, and the same worker, restarted, is not mistaken for the lost one."""
@@ -197,7 +197,7 @@ def unknown_process(pid: int) -> int:
     raise OSError("a process of another PID namespace")
 
 
-async def test_the_worker_sees_the_nodes_end(node: AttachNode) -> None:
+async def test_the_worker_notices_that_the_node_exited(node: AttachNode) -> None:
     attachment = await asyncio.to_thread(
         attach, node.path, component_id="w", role="decode", block_bytes=BLOCK_BYTES, timeout_s=WITHIN_S
     )
@@ -214,7 +214,7 @@ async def test_the_worker_sees_the_nodes_end(node: AttachNode) -> None:
     assert not node.pool.ledger.holders
 
 
-async def test_closing_is_the_end_of_the_epoch(node: AttachNode) -> None:
+async def test_closing_ends_the_epoch(node: AttachNode) -> None:
     attachment = await asyncio.to_thread(
         attach, node.path, component_id="w", role="decode", block_bytes=BLOCK_BYTES, timeout_s=WITHIN_S
     )
@@ -246,7 +246,7 @@ async def test_a_foreign_protocol_is_refused(node: AttachNode) -> None:
     assert b"upgrade one version at a time" in reply
 
 
-async def test_a_worker_with_states_refuses_a_node_that_keeps_none(node: AttachNode) -> None:
+async def test_a_worker_with_states_rejects_a_node_without_states(node: AttachNode) -> None:
     """Such a node would mistake a state for blocks. Workers of other models use it."""
 
     async def attached(*, has_states: bool) -> None:
@@ -271,7 +271,7 @@ async def test_a_worker_with_states_refuses_a_node_that_keeps_none(node: AttachN
     MAX_LINE_BYTES,
      b'{"component_id":"w","role":"x","block_bytes":true}\n'],
 )  # fmt: skip
-async def test_nonsense_is_refused(node: AttachNode, line: bytes) -> None:
+async def test_malformed_messages_are_rejected(node: AttachNode, line: bytes) -> None:
     assert b'"error":"' in await asyncio.to_thread(speak, node.path, line)
     assert not node.pool.ledger.holders
 
@@ -314,12 +314,12 @@ async def test_stale_sockets_are_replaced_and_files_are_not() -> None:
         assert precious.read_text() == "precious"  # noqa: ASYNC240
 
 
-def test_no_node_no_attachment(tmp_path: pathlib.Path) -> None:
+def test_attaching_fails_without_a_node(tmp_path: pathlib.Path) -> None:
     with pytest.raises(Unavailable, match="cannot attach"):
         attach(str(tmp_path / "none"), component_id="w", role="decode", block_bytes=1, timeout_s=0.2)
 
 
-def test_a_node_that_ends_before_it_has_answered_is_no_mistake_of_the_flags(tmp_path: pathlib.Path) -> None:
+def test_a_node_that_exits_before_its_reply_is_not_a_config_error(tmp_path: pathlib.Path) -> None:
     """A supervisor gives up a cluster with invalid flags, but this worker can start when its node is back."""
     path = str(tmp_path / "a.sock")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
@@ -332,7 +332,7 @@ def test_a_node_that_ends_before_it_has_answered_is_no_mistake_of_the_flags(tmp_
         ending.join()
 
 
-def test_the_segment_leaves_no_name_and_cannot_be_cut() -> None:
+def test_the_segment_has_no_name_and_cannot_be_truncated() -> None:
     segment = Segment(POOL_BYTES)
     with pytest.raises(ConfigError, match="were promised"):
         map_shared(segment.fileno(), POOL_BYTES + 1)

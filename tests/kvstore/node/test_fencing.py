@@ -124,7 +124,7 @@ async def commit(line: Fixture, epoch: int, ticket_id: int, slots: tuple[int, ..
     assert not result.refusal
 
 
-async def test_what_it_holds_is_quarantined_until_it_says_that_it_drained(line: Fixture) -> None:
+async def test_a_fenced_epochs_slots_are_quarantined_until_it_drains(line: Fixture) -> None:
     old = await line.worker()
     ticket_id, slots = await hold(line, old, 1, 2, 3)
     await commit(line, old, ticket_id, slots, 1, 2)
@@ -147,7 +147,7 @@ async def test_what_it_holds_is_quarantined_until_it_says_that_it_drained(line: 
     assert set(await line.client.lease(fresh, SLOTS)) >= {*slots[2:], *stock}
 
 
-async def test_or_until_its_socket_ends(line: Fixture) -> None:
+async def test_a_fenced_epochs_slots_are_quarantined_until_its_socket_closes(line: Fixture) -> None:
     old = await line.worker()
     ticket_id, _ = await hold(line, old, 1, 2, 3)
     line.fence(old)
@@ -191,7 +191,7 @@ async def test_a_fenced_epoch_changes_nothing(line: Fixture) -> None:
     await line.books()
 
 
-async def test_a_worker_may_give_its_epoch_up_itself(line: Fixture) -> None:
+async def test_a_worker_may_fence_its_own_epoch(line: Fixture) -> None:
     old = await line.worker()
     ticket_id, _ = await hold(line, old, 1, 2, 3)
     await line.client.lease(old, 3)
@@ -228,7 +228,7 @@ async def test_a_repeated_call_has_no_answer_once_the_new_epoch_is_used(line: Fi
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
-async def test_the_attachments_end_frees_the_new_epochs_holdings(line: Fixture, times: int) -> None:
+async def test_detaching_frees_the_new_epochs_slots(line: Fixture, times: int) -> None:
     epoch = await line.worker()
     for _ in range(times):
         line.fence(epoch)
@@ -244,7 +244,7 @@ async def test_the_attachments_end_frees_the_new_epochs_holdings(line: Fixture, 
         await line.client.heartbeat(epoch)
 
 
-async def test_a_fenced_worker_leaves_the_line_for_memory(line: Fixture) -> None:
+async def test_a_fenced_worker_leaves_the_allocation_queue(line: Fixture) -> None:
     old, other = await line.worker(), await line.worker("decode-1")
     await line.client.lease(other, SLOTS)
     waiting = asyncio.create_task(line.client.open_ticket(old, hashes(1, 2), 3, resume=True))
@@ -264,7 +264,7 @@ async def test_a_fenced_worker_leaves_the_line_for_memory(line: Fixture) -> None
     assert (books.waiting_tickets, tuple(books.fenced_components)) == (0, ("decode-0",))
 
 
-async def test_silence_fences_and_a_word_in_time_does_not(line: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_missed_heartbeats_fence_a_worker(line: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s, pool = time.monotonic(), line.node.pool
     limit_s = pool._timeout_s
 
@@ -294,7 +294,7 @@ async def test_silence_fences_and_a_word_in_time_does_not(line: Fixture, monkeyp
     assert not (await line.client.heartbeat(fresh)).fenced
 
 
-async def test_the_registry_says_who_is_fenced(short_folder: str, redis: RedisServer) -> None:
+async def test_the_registry_lists_fenced_workers(short_folder: str, redis: RedisServer) -> None:
     async with running(short_folder, redis_url=redis.url, heartbeat_ms=20) as line:
         old = await line.worker()
         line.fence(old)

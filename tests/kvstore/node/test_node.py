@@ -114,7 +114,7 @@ def attachments() -> Iterator[list[Attachment]]:
         attachment.close()
 
 
-async def test_a_prompt_from_hand_to_hand(cluster: NodeHarness, attachments: list[Attachment]) -> None:
+async def test_a_prompt_moves_from_prefill_to_decode(cluster: NodeHarness, attachments: list[Attachment]) -> None:
     client, epoch = cluster.client, cluster.session.epoch
     prefill, decode = await cluster.worker("prefill"), await cluster.worker("decode")
     attachments += [prefill, decode]
@@ -137,7 +137,7 @@ async def test_a_prompt_from_hand_to_hand(cluster: NodeHarness, attachments: lis
     assert again.pinned_blocks == 3
 
 
-async def test_waiting_in_line(cluster: NodeHarness, attachments: list[Attachment]) -> None:
+async def test_waiters_are_granted_in_order(cluster: NodeHarness, attachments: list[Attachment]) -> None:
     client, epoch = cluster.client, cluster.session.epoch
     attachments.append(await cluster.worker())
     first = await client.open_ticket(epoch, b"", 15)
@@ -169,7 +169,7 @@ async def test_a_resumed_stream_goes_first(cluster: NodeHarness, attachments: li
     new.cancel()
 
 
-async def test_cancelled_in_line(cluster: NodeHarness, attachments: list[Attachment]) -> None:
+async def test_a_cancelled_waiter_leaves_the_queue(cluster: NodeHarness, attachments: list[Attachment]) -> None:
     client, epoch = cluster.client, cluster.session.epoch
     attachments.append(await cluster.worker())
     first = await client.open_ticket(epoch, b"", 15)
@@ -184,7 +184,7 @@ async def test_cancelled_in_line(cluster: NodeHarness, attachments: list[Attachm
     await cluster.until_released()
 
 
-async def test_a_worker_opens_and_adopts_in_one(cluster: NodeHarness, attachments: list[Attachment]) -> None:
+async def test_open_and_adopt_in_one_call(cluster: NodeHarness, attachments: list[Attachment]) -> None:
     client, ledger = cluster.client, cluster.node.pool.ledger
     attachments.append(await cluster.worker())
     epoch = attachments[0].epoch
@@ -214,7 +214,7 @@ async def test_a_worker_opens_and_adopts_in_one(cluster: NodeHarness, attachment
 
 
 @pytest.mark.parametrize("adopt", [False, True])
-async def test_cancel_and_grant_at_once_leak_nothing(
+async def test_concurrent_cancel_and_grant_leak_nothing(
     cluster: NodeHarness, attachments: list[Attachment], adopt: bool
 ) -> None:
     """The caller disconnects at every possible moment around the grant."""
@@ -241,7 +241,7 @@ async def test_cancel_and_grant_at_once_leak_nothing(
 
 @pytest.mark.parametrize("adopt", [False, True])
 @pytest.mark.parametrize("first", ["granted", "cancelled"])
-async def test_grant_and_cancel_in_one_moment(first: str, adopt: bool) -> None:
+async def test_a_cancel_that_races_its_grant(first: str, adopt: bool) -> None:
     """Both orders, before the waiting task has run."""
     pool = make_pool(20, max_waiting=9)
     worker, _ = pool.attach(AttachHello(component_id="w", role="decode", block_bytes=1))
@@ -266,7 +266,7 @@ async def test_grant_and_cancel_in_one_moment(first: str, adopt: bool) -> None:
 
 
 @pytest.mark.parametrize("answers", [True, False])
-async def test_an_answer_that_is_lost_leaves_no_ticket(
+async def test_a_lost_reply_leaves_no_ticket(
     cluster: NodeHarness, attachments: list[Attachment], monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
     """The first release also fails, as in a partitioned network."""
@@ -326,7 +326,7 @@ async def test_a_nonce_ends_a_granted_call(cluster: NodeHarness, attachments: li
     assert not cluster.node.pool.ledger.tickets
 
 
-async def test_the_end_of_a_session_frees_all_of_it(cluster: NodeHarness, attachments: list[Attachment]) -> None:
+async def test_the_end_of_a_session_frees_all_its_tickets(cluster: NodeHarness, attachments: list[Attachment]) -> None:
     client = cluster.client
     worker = await cluster.worker()
     attachments.append(worker)
@@ -348,7 +348,7 @@ async def test_the_end_of_a_session_frees_all_of_it(cluster: NodeHarness, attach
     assert (await client.status()).reserved_blocks == 0
 
 
-async def test_a_dead_worker_lets_go(cluster: NodeHarness) -> None:
+async def test_a_dead_workers_tickets_are_freed(cluster: NodeHarness) -> None:
     client = cluster.client
     worker = await cluster.worker()
     ticket = await client.open_ticket(cluster.session.epoch, hashes(1, 2, 3), 4)
@@ -384,7 +384,7 @@ async def test_a_silent_worker_is_fenced(short_folder: str, attachments: list[At
         await until("the slots to be free", lambda: cluster.node.pool.status().free_blocks == NUM_SLOTS)
 
 
-async def test_a_node_that_slept_judges_nobody(cluster: NodeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_suspended_node_fences_no_worker(cluster: NodeHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     pool, now = cluster.node.pool, 1000.0
     pool._timeout_s = 5.0
     monkeypatch.setattr(pool_module, "time", SimpleNamespace(monotonic=lambda: now))
@@ -401,7 +401,7 @@ async def test_a_node_that_slept_judges_nobody(cluster: NodeHarness, monkeypatch
     worker.close()
 
 
-async def test_bad_calls(cluster: NodeHarness, attachments: list[Attachment]) -> None:
+async def test_invalid_calls_are_rejected(cluster: NodeHarness, attachments: list[Attachment]) -> None:
     client, epoch = cluster.client, cluster.session.epoch
     with pytest.raises(Unavailable, match="no worker has attached"):
         await client.open_ticket(epoch, b"", 1)
@@ -419,7 +419,7 @@ async def test_bad_calls(cluster: NodeHarness, attachments: list[Attachment]) ->
     assert (await client.open_ticket(epoch, b"", 20)).ticket_id, "alone, a prompt may have the whole pool"
 
 
-async def test_the_nodes_end_is_noticed(short_folder: str) -> None:
+async def test_the_nodes_exit_is_noticed(short_folder: str) -> None:
     node = await start_kvnode(flags_in(short_folder))
     client = NodeClient(node.address, "g")
     session = await client.open_session()
@@ -437,7 +437,7 @@ async def test_the_nodes_end_is_noticed(short_folder: str) -> None:
     await client.aclose()
 
 
-async def test_a_node_that_cannot_start_leaves_nothing(short_folder: str) -> None:
+async def test_a_failed_start_leaves_nothing_behind(short_folder: str) -> None:
     with pytest.raises(ConfigError, match="node-id"):
         await start_kvnode(flags_in(short_folder, node_id=""))
     with pytest.raises(ConfigError, match="cannot listen"):

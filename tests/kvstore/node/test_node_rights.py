@@ -12,7 +12,7 @@ from pillion.v1.kvnode_pb2 import CommitRun, OpenTicketRequest
 from tests.kvstore.node.test_node import NUM_SLOTS, hashes, running
 
 
-async def test_only_who_mapped_the_pool_may_commit(short_folder: str) -> None:
+async def test_only_a_worker_that_mapped_the_pool_may_commit(short_folder: str) -> None:
     """Hashes are not secret: a session that could commit could put anything into other clients' prompts."""
     async with running(short_folder) as cluster:
         await cluster.worker()

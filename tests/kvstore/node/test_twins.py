@@ -36,9 +36,7 @@ def flags_of(folder: str, redis: RedisServer, node_id: str, host: str) -> KVNode
     )
 
 
-async def test_a_second_node_of_one_name_is_refused_and_the_first_goes_on(
-    short_folder: str, redis: RedisServer
-) -> None:
+async def test_a_node_with_a_duplicate_name_is_rejected(short_folder: str, redis: RedisServer) -> None:
     registry = patient(Registry(redis.url, 600_000))
     first = await start_kvnode(flags_of(short_folder, redis, "kv-a", "one"))
     try:
@@ -53,7 +51,7 @@ async def test_a_second_node_of_one_name_is_refused_and_the_first_goes_on(
         await registry.aclose()
 
 
-async def test_the_record_of_a_node_that_crashed_hinders_no_restart(short_folder: str, redis: RedisServer) -> None:
+async def test_a_crashed_nodes_record_does_not_block_its_restart(short_folder: str, redis: RedisServer) -> None:
     """Its address does not answer any more, or another node answers there."""
     registry = patient(Registry(redis.url, 600_000))
     other = await start_kvnode(flags_of(short_folder, redis, "kv-b", "other"))

@@ -68,7 +68,7 @@ def calls() -> Iterator[KeeperCalls]:
         node.close()
 
 
-def test_a_living_node_keeps_its_name_to_itself(calls: KeeperCalls) -> None:
+def test_a_running_nodes_name_is_reserved(calls: KeeperCalls) -> None:
     reply, first, _ = calls.ask("keep", content=b"first")
     assert reply.kept
     reply, second, _ = calls.ask("keep", content=b"second")
@@ -83,7 +83,7 @@ def test_a_living_node_keeps_its_name_to_itself(calls: KeeperCalls) -> None:
     assert calls.kept() == b"second"
 
 
-def test_descriptors_are_bounded_in_all(calls: KeeperCalls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_total_number_of_descriptors_is_limited(calls: KeeperCalls, monkeypatch: pytest.MonkeyPatch) -> None:
     # Each pool's memories, and its node's connection.
     monkeypatch.setattr(keeper_process, "MAX_KEPT_DESCRIPTORS", 7)
     assert calls.ask("keep", memories=3)[0].kept
@@ -96,7 +96,7 @@ def test_descriptors_are_bounded_in_all(calls: KeeperCalls, monkeypatch: pytest.
     assert calls.ask("keep", memories=3)[0].kept
 
 
-def test_a_keeper_without_a_free_descriptor_goes_on(short_folder: str) -> None:
+def test_a_keeper_survives_running_out_of_descriptors(short_folder: str) -> None:
     path, content = f"{short_folder}/keeper.sock", os.memfd_create("kept")
     with running_keeper(path) as process:
         keeper = PoolKeeper(path)
@@ -140,7 +140,7 @@ def test_a_node_that_came_back_is_kept_again(calls: KeeperCalls) -> None:
     assert calls.kept() == b"again"
 
 
-def test_who_sends_no_whole_line_holds_up_nobody(calls: KeeperCalls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_line_blocks_no_other_client(calls: KeeperCalls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeper_process, "REQUEST_TIMEOUT_S", 0.01)
     node, served = socket.socketpair()
     with node:

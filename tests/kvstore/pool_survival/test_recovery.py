@@ -107,7 +107,7 @@ async def test_a_new_worker_finds_what_others_have_committed(lives: Lives) -> No
     assert await lives.hits(await lives.worker(), CHAIN) == 6
 
 
-async def test_nobody_gets_a_slot_before_the_last_worker_has_drained(lives: Lives) -> None:
+async def test_no_slot_is_granted_before_the_last_worker_has_drained(lives: Lives) -> None:
     await lives.begin()
     quick, slow = await lives.worker(), await lives.worker()
     await lives.commit(quick, CHAIN)
@@ -121,7 +121,7 @@ async def test_nobody_gets_a_slot_before_the_last_worker_has_drained(lives: Live
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_worker_that_has_not_noticed_keeps_its_pool_to_itself(
+async def test_a_worker_that_missed_the_exit_keeps_its_pool_private(
     lives: Lives, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its end is proof; while it only sleeps it may still write when it wakes, so it keeps the pool."""
@@ -148,7 +148,7 @@ async def test_a_worker_that_has_not_noticed_keeps_its_pool_to_itself(
 
 
 @pytest.mark.parametrize("listens", [False, True])
-async def test_a_worker_that_stops_waits_for_no_node(lives: Lives, listens: bool) -> None:
+async def test_a_stopping_worker_does_not_wait_for_a_node(lives: Lives, listens: bool) -> None:
     """Neither for one that is not there yet, nor for one that does not answer."""
     await lives.begin()
     worker = await lives.worker()
@@ -170,7 +170,7 @@ async def test_a_worker_that_stops_waits_for_no_node(lives: Lives, listens: bool
             await asyncio.wait_for(renewing, WITHIN_S)
 
 
-async def test_a_second_living_node_of_one_name_keeps_nothing(
+async def test_a_node_with_a_duplicate_name_recovers_nothing(
     lives: Lives, short_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For example two clusters with one keeper: the first pool stays kept, and the second node serves without."""
@@ -195,7 +195,7 @@ async def test_a_second_living_node_of_one_name_keeps_nothing(
         await until("the keeper to have the second pool", lambda: not survival._keeper.lost())
 
 
-async def test_an_earlier_node_is_waited_for_until_its_process_has_ended(lives: Lives) -> None:
+async def test_recovery_waits_for_the_earlier_nodes_exit(lives: Lives) -> None:
     """A network adapter may write for it to memory that it has unmapped."""
     await lives.begin()
     worker = await lives.worker()
@@ -277,7 +277,7 @@ async def test_a_worker_of_an_older_version_ends_the_keeping(lives: Lives) -> No
         assert await lives.hits(await lives.worker(), CHAIN) == 0
 
 
-async def test_a_keeper_that_ended_is_given_the_pool_again(short_folder: str) -> None:
+async def test_a_restarted_keeper_gets_the_pool_again(short_folder: str) -> None:
     """Without a keeper the node serves, and its pool would end with it."""
     async with ended(Lives(short_folder, f"{short_folder}/keeper.sock")) as lives:
         await lives.begin()
@@ -317,7 +317,7 @@ async def test_a_node_that_stops_gives_its_pool_to_a_keeper_that_has_just_begun(
             assert await lives.hits(worker, CHAIN) == 6
 
 
-def test_memory_goes_with_its_last_user(short_folder: str) -> None:
+def test_memory_is_freed_with_its_last_user(short_folder: str) -> None:
     """No file has a name, and nothing remains after the keeper; until then everything can be recovered."""
     with running_keeper(f"{short_folder}/keeper.sock") as keeper:
         check_kept_memory(PoolKeeper(f"{short_folder}/keeper.sock"), keeper)
@@ -396,7 +396,7 @@ def test_every_place_is_found_in_whatever_order_it_was_taken() -> None:
     segment.close()
 
 
-def test_what_no_node_has_made_is_not_taken(short_folder: str) -> None:
+def test_unknown_shared_memory_is_not_recovered(short_folder: str) -> None:
     descriptor = os.open(f"{short_folder}/file", os.O_RDWR | os.O_CREAT)
     with pytest.raises(ConfigError, match="does not belong to a KV node"):
         OwnedSegment.kept(descriptor)

@@ -124,7 +124,7 @@ def test_every_store_of_an_entry_may_be_the_last() -> None:
         return
 
 
-def test_an_entry_of_another_slot_or_pool_is_none() -> None:
+def test_entries_of_another_slot_or_pool_are_ignored() -> None:
     words = MortalWords(table_bytes(NUM_SLOTS) // WORD_BYTES)
     table = SlotTable.create(words, POOL_ID, SHAPE)
     (block_hash,) = split_hashes(chain_hashes(bytes(32), [1], 1))
@@ -138,7 +138,7 @@ def test_an_entry_of_another_slot_or_pool_is_none() -> None:
 
 
 @pytest.mark.parametrize("place", range(table_bytes(0) // WORD_BYTES))
-def test_a_damaged_header_is_no_table(place: int) -> None:
+def test_a_damaged_header_discards_the_table(place: int) -> None:
     words = MortalWords(table_bytes(NUM_SLOTS) // WORD_BYTES)
     table = SlotTable.create(words, POOL_ID, SHAPE)
     assert SlotTable.found(words).shape == table.shape
@@ -147,7 +147,7 @@ def test_a_damaged_header_is_no_table(place: int) -> None:
         SlotTable.found(words)
 
 
-def test_a_forsaken_table_is_no_table() -> None:
+def test_an_abandoned_table_is_discarded() -> None:
     words = MortalWords(table_bytes(2) // WORD_BYTES)
     SlotTable.create(words, POOL_ID, PoolShape(2, 64, "cd" * 32)).forsake()
     with pytest.raises(ConfigError):
@@ -181,7 +181,7 @@ def test_a_block_that_is_computed_again_first_stays() -> None:
     node.check()
 
 
-def test_slots_that_were_given_away_are_not_claimed() -> None:
+def test_reassigned_slots_are_not_claimed() -> None:
     node = SurvivingNode()
     node.serve([1], 0)
     node.settle()
@@ -192,7 +192,7 @@ def test_slots_that_were_given_away_are_not_claimed() -> None:
         node.ledger.claim([entry.slot for entry in table.blocks()])
 
 
-def test_a_checksum_of_a_slot_that_changed_hands_counts_for_nothing() -> None:
+def test_a_checksum_of_a_reassigned_slot_is_ignored() -> None:
     """During its computation the block was evicted, and recomputed elsewhere."""
     node = SurvivingNode()
     node.serve([1], 0)

@@ -46,7 +46,7 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-async def test_a_pool_that_is_forsaken_is_dropped_after_all_that_was_kept_of_it() -> None:
+async def test_an_abandoned_pool_is_dropped_last() -> None:
     memory, pidfd = os.memfd_create("gpu"), os.pidfd_open(os.getpid())
     pool = SurvivingPool.make(OwnedSegment(PLACES_BYTES), SHAPE, [memory])
     assert pool is not None

@@ -85,7 +85,7 @@ async def written(redis: RedisServer, node_id: str, names: set[str]) -> None:
     await records.aclose()
 
 
-async def test_a_node_that_starts_again_pins_what_its_last_life_did(redis: RedisServer) -> None:
+async def test_pins_survive_a_restart_of_the_node(redis: RedisServer) -> None:
     first, second = NodePinsLife(), NodePinsLife()
     first.compute()
     async with first.running(redis, "node") as pins:
@@ -106,7 +106,7 @@ async def test_a_node_that_starts_again_pins_what_its_last_life_did(redis: Redis
         await written(redis, "node", set())
 
 
-async def test_what_is_dropped_before_the_record_is_read_does_not_come_back(
+async def test_a_pin_dropped_before_recovery_is_not_restored(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(node_pins, "MAX_UNREAD_DROPS", 1)
@@ -128,7 +128,7 @@ async def test_what_is_dropped_before_the_record_is_read_does_not_come_back(
         assert not second.drop(pins, "x")
 
 
-async def test_a_drop_while_the_node_ends_is_written(
+async def test_a_drop_during_shutdown_is_recorded(
     short_folder: str, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lives = Lives(short_folder, "", redis_url=redis.url)
@@ -162,7 +162,7 @@ async def test_a_fenced_caller_changes_nothing() -> None:
     assert [one.name for one in life.listed(pins)] == ["x"]
 
 
-async def test_an_emptied_redis_gets_the_record_again(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_record_is_rewritten_after_a_redis_flush(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_pins, "REPEAT_S", 0.0)
     life = NodePinsLife()
     async with life.running(redis, "emptied") as pins:
@@ -173,7 +173,7 @@ async def test_an_emptied_redis_gets_the_record_again(redis: RedisServer, monkey
         assert len(life.listed(pins)) == 1
 
 
-async def test_nonsense_in_redis_is_no_record(redis: RedisServer) -> None:
+async def test_malformed_records_in_redis_are_ignored(redis: RedisServer) -> None:
     redis.command("SET", "pillion:prefix_pins:odd", "nonsense")
     life = NodePinsLife()
     async with life.running(redis, "odd") as pins:
@@ -181,7 +181,7 @@ async def test_nonsense_in_redis_is_no_record(redis: RedisServer) -> None:
         await written(redis, "odd", {"x"})
 
 
-async def test_what_is_over_ends(redis: RedisServer) -> None:
+async def test_pins_expire(redis: RedisServer) -> None:
     life = NodePinsLife()
     async with life.running(redis, "over") as pins:
         pins.pin_prefix(life.asked(ttl_s=1))

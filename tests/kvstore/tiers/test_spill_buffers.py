@@ -14,7 +14,7 @@ def host_tier() -> HostTier:
     return HostTier(memoryview(bytearray(NUM_SLOTS * BLOCK_BYTES)), BLOCK_BYTES, lambda: None)
 
 
-async def test_a_copy_that_nobody_needs_gives_its_buffer_back() -> None:
+async def test_an_unneeded_copy_returns_its_buffer() -> None:
     tier = host_tier()
     async with running(tier) as host:
         await begin_copy(host)
@@ -28,7 +28,7 @@ async def test_a_copy_that_nobody_needs_gives_its_buffer_back() -> None:
         host.close(ticket)
 
 
-async def test_a_spiller_that_is_stopped_gives_its_buffers_back() -> None:
+async def test_a_stopped_spiller_returns_its_buffers() -> None:
     tier = host_tier()
     host = SpillHost([tier])
     task = asyncio.create_task(host.spiller.run())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pillion.kvstore.tiers.tier_breaker import FIRST_PAUSE_S, MAX_PAUSE_S, TierBreaker
 
 
-def test_pauses_get_longer_up_to_a_bound_and_short_again() -> None:
+def test_pauses_back_off_up_to_a_limit_and_reset() -> None:
     breaker, now, pauses = TierBreaker(), 100.0, []
     breaker.late(now)
     for _ in range(8):

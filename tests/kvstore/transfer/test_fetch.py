@@ -182,7 +182,7 @@ class FetchingNode:
             assert sorted(source.released) == sorted(source.pinned)
 
 
-async def test_all_of_a_chain_comes_and_is_pinned():
+async def test_a_whole_chain_is_fetched_and_pinned():
     node = FetchingNode()
     node.add("a", 10)
     ticket_id = node.ticket()
@@ -208,7 +208,7 @@ async def test_what_one_source_lacks_comes_from_the_next():
     node.check()
 
 
-async def test_own_tiers_come_first_and_a_source_goes_on():
+async def test_own_tiers_are_read_before_other_nodes():
     node = FetchingNode(ListedTier(PROMPT[:4]))
     source = node.add("a", 10)
     brought = await node.fetcher.fetch_blocks(node.gateway, node.ticket(), PROMPT, ["a"])
@@ -235,7 +235,7 @@ async def test_a_flipped_bit_is_found_counted_and_not_committed():
     node.check()
 
 
-async def test_another_source_mends_what_came_broken():
+async def test_a_corrupt_block_is_fetched_from_another_source():
     node = FetchingNode()
     node.add("a", 10).flip = {PROMPT[4]}
     node.add("b", 10)
@@ -263,7 +263,7 @@ async def test_two_fetches_of_one_chain_are_one_transfer():
     node.check()
 
 
-async def test_bytes_and_slots_are_bounds():
+async def test_bytes_and_slots_are_limited():
     node = FetchingNode()
     node.add("a", 10)
     ticket_id = node.ticket()
@@ -278,7 +278,7 @@ async def test_bytes_and_slots_are_bounds():
     node.check()
 
 
-async def test_no_slots_no_blocks():
+async def test_nothing_is_fetched_without_slots():
     node = FetchingNode()
     node.add("a", 10)
     worker = node.ledger.attach("w", "decode")
@@ -342,7 +342,7 @@ async def test_late_reads_count_as_fetches(monkeypatch: pytest.MonkeyPatch, boun
     node.check()
 
 
-async def test_a_tier_that_does_not_answer_is_passed_over():
+async def test_an_unresponsive_tier_is_skipped():
     tier = ListedTier(PROMPT)
     tier.well = False
     node = FetchingNode(tier)
@@ -352,7 +352,7 @@ async def test_a_tier_that_does_not_answer_is_passed_over():
     node.check()
 
 
-async def test_a_caller_that_goes_away_leaves_nothing():
+async def test_a_cancelled_caller_leaks_nothing():
     node = FetchingNode()
     source = node.add("a", 10)
     source.gate.clear()
@@ -415,7 +415,7 @@ async def test_a_worker_that_computes_the_same_meanwhile():
     batch=st.integers(1, 4),
     cancel=st.booleans(),
 )
-def test_whatever_happens_the_books_add_up(
+def test_accounting_is_consistent_for_random_events(
     has: list[int], tier: set[int], flips: set[int], fail_after: int, calls: int, batch: int, cancel: bool
 ) -> None:
     async def live() -> None:
@@ -443,7 +443,7 @@ def test_whatever_happens_the_books_add_up(
     asyncio.run(live())
 
 
-async def test_the_time_is_for_all_sources_together():
+async def test_the_timeout_covers_all_sources():
     node = FetchingNode(timeout_s=0.2)
     for name in "abcd":
         node.add(name, 10).answers.clear()
@@ -453,7 +453,7 @@ async def test_the_time_is_for_all_sources_together():
     node.check()
 
 
-async def test_what_a_source_does_not_say_in_time_counts_as_its_pace():
+async def test_a_timeout_counts_towards_a_sources_pace():
     node = FetchingNode()
     node.add("gone", -1)
     node.add("empty", 0)

@@ -61,7 +61,7 @@ def named(tokens: list[int]) -> tuple[tuple[int, ...], ...]:
 
 @given(CHAINS, st.lists(st.integers(1, 30), max_size=3), st.integers(0, 2**16), st.booleans(), st.data())
 @settings(max_examples=examples(200), deadline=None)
-def test_a_hand_over_keeps_its_bounds(
+def test_a_hand_over_respects_its_limits(
     chains: list[list[int]], rooms: list[int], seed: int, troubled: bool, data: st.DataObject
 ) -> None:
     bytes_per_s, until_s = data.draw(st.sampled_from([BLOCK_BYTES, 100 * BLOCK_BYTES])), data.draw(st.floats(0.1, 40.0))
@@ -135,7 +135,7 @@ def test_nothing_is_lost_where_there_is_time_and_room(chains: list[list[int]]) -
     assert plan.blocks == len(other.blocks)
 
 
-def test_a_node_that_takes_nothing_is_asked_no_more() -> None:
+def test_a_node_that_accepts_nothing_is_not_asked_again() -> None:
     plan: HandOver[tuple[int, ...]] = HandOver(
         map(named, [[1], [2], [3]]), {"bad": 50, "good": 40}, block_bytes=1, bytes_per_s=1e9, begun_s=0.0, until_s=1e9
     )

@@ -54,7 +54,7 @@ async def drive(target, sessions, **more):
     return await LoadDriver(target, sessions, **more).run()
 
 
-async def test_an_open_loop_waits_for_nobody_and_counts_from_the_schedule():
+async def test_an_open_loop_measures_from_the_scheduled_arrival():
     # It answers nobody before all four have asked.
     target, done = FakeTarget(together=4), []
     times = [0.0, 0.001, 0.002, 0.05]
@@ -81,7 +81,7 @@ async def test_a_cap_holds_back_and_the_wait_is_in_the_latency():
         assert after.lag_s == after.sent_s - after.held_s
 
 
-async def test_a_closed_loop_keeps_so_many_under_way():
+async def test_a_closed_loop_keeps_its_concurrency():
     target = FakeTarget()
     run = await drive(target, [single(0.0) for _ in range(9)], concurrency=3)
     assert target.most == 3

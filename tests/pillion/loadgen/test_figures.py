@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pillion.loadgen.figures import Record, Run, bottleneck, client_figures, distribution, percentile, summarize
-from pillion.loadgen.report import result_of, tables
+from pillion.loadgen.report import summarize_run, tables
 from pillion.loadgen.slo import MEASURES, Objective, good, measured_s, meets, parse_slo
 
 SECONDS = st.floats(0, 1e4)
@@ -37,13 +37,13 @@ def record(number=0, due=0.0, messages=((1.0, 1),), **more):
 
 
 @given(st.lists(SECONDS, min_size=1), st.floats(0, 100))
-def test_percentiles_are_numpys(values, percent):
+def test_percentiles_match_numpy(values, percent):
     assert percentile(values, percent) == pytest.approx(np.percentile(values, percent), rel=1e-9, abs=1e-12)
     assert min(values) <= percentile(values, percent) <= max(values)
 
 
 @given(st.lists(SECONDS, min_size=1))
-def test_a_distribution_is_numpys_in_ms(values):
+def test_a_distribution_matches_numpy_in_ms(values):
     found = distribution(values)
     assert found["mean"] == pytest.approx(np.mean(values) * 1000)
     for percent in (50, 90, 95, 99):
@@ -65,7 +65,7 @@ def test_latencies_are_counted_from_the_intended_arrival():
 
 
 @given(st.lists(st.lists(st.floats(0.001, 10), min_size=1, max_size=9), min_size=1, max_size=9), st.floats(0.1, 100))
-def test_a_summary_is_what_numpy_finds(gaps, duration_s):
+def test_a_summary_matches_numpy(gaps, duration_s):
     records = [
         record(n, due=float(n), messages=tuple((float(at), 1) for at in n + np.cumsum(request_gaps)), cached_tokens=25)
         for n, request_gaps in enumerate(gaps)
@@ -100,13 +100,13 @@ def test_objectives_are_read():
 @pytest.mark.parametrize(
     "text", ["ttft", "ttft=", "ttft=x", "speed=1", "ttft=1,ttft=2", "ttft=1+n", "ttft=-1", "ttft=2*k", "ttft=1++2"]
 )
-def test_wrong_objectives_say_what_is_right(text):
+def test_invalid_objectives_name_the_valid_form(text):
     with pytest.raises(ValueError, match="objective"):
         parse_slo(text)
 
 
 @given(st.sampled_from(MEASURES), st.floats(0, 100), st.floats(0, 1), st.floats(0, 1))
-def test_what_is_written_is_read_again(measure, fixed, prompt, answer):
+def test_written_records_are_read_back(measure, fixed, prompt, answer):
     assert parse_slo(f"{measure}={fixed!r}+{prompt!r}*n+{answer!r}*m") == (Objective(measure, fixed, prompt, answer),)
 
 
@@ -130,7 +130,7 @@ def test_gaps_within_one_request(gaps):
 
 
 @given(st.lists(st.tuples(st.floats(0, 3), st.floats(0, 1), st.booleans()), max_size=20))
-def test_goodput_counts_those_that_met_everything(outcomes):
+def test_goodput_counts_requests_that_met_every_objective(outcomes):
     records = [
         record(n, messages=((ttft, 1), (ttft + gap, 1)), status="ok" if fine else "timeout")
         for n, (ttft, gap, fine) in enumerate(outcomes)
@@ -144,13 +144,13 @@ def test_a_result_is_json_and_says_when_the_client_was_slow():
     records = (record(0, due=1.0), record(1, due=2.0, messages=(), status="empty"))
     objectives = parse_slo("ttft=1")
     config = {"load": {"concurrency": None}}
-    result = result_of(Run(records, 4.0, 0.4, (0.001,), unsent=2), objectives, config)
+    result = summarize_run(Run(records, 4.0, 0.4, (0.001,), unsent=2), objectives, config)
     assert json.loads(json.dumps(result, allow_nan=False)) == result
     assert result["goodput"]["attainment"] == 0.5
     assert result["goodput"]["requests_per_s"] == 0.25
     assert result["summary"]["unsent_turns"] == 2
     assert result["warning"] == ""
-    busy = result_of(Run(records, 4.0, 3.9, (0.001,)), objectives, config)
+    busy = summarize_run(Run(records, 4.0, 3.9, (0.001,)), objectives, config)
     assert "98% of one core" in busy["warning"]
     late = client_figures(Run((record(due=0.0, sent_s=0.2),), 1.0, 0.0, ()))
     assert "late by 200 ms" in bottleneck(late, {"p50": 300.0})
@@ -166,7 +166,9 @@ def test_a_table_shows_failures_and_warnings():
         record(1, messages=(), status="HTTP 429", error="[slow]"),
     )
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(tables(result_of(Run(records, 4.0, 3.9, ()), parse_slo("ttft=1"), {"load": {"concurrency": None}})))
+    console.print(
+        tables(summarize_run(Run(records, 4.0, 3.9, ()), parse_slo("ttft=1"), {"load": {"concurrency": None}}))
+    )
     text = console.export_text()
     for words in (
         "HTTP 429: 1 ([slow])",

@@ -70,7 +70,7 @@ def test_bodies_of_a_length_and_up_to_the_end():
 
 
 @pytest.mark.parametrize("raw", [b"nonsense\r\n\r\n", EVENT_HEAD + b"xyz\r\n", b"x" * 70_000])
-def test_what_is_no_answer_is_an_error(raw):
+def test_malformed_responses_are_errors(raw):
     with pytest.raises(ValueError):  # noqa: PT011
         list(EventReader().feed(raw))
 
@@ -222,14 +222,14 @@ async def test_the_model_is_the_first_of_the_list():
             await target.describe()
 
 
-async def test_nobody_there():
+async def test_an_unreachable_server():
     target = OpenAITarget("m", True, 0.0, target=f"http://127.0.0.1:{free_port()}")
     with pytest.raises(TargetError, match="connection"):
         await pieces(target)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
-async def test_tls_and_a_certificate_that_nobody_vouches_for(tmp_path):
+async def test_tls_and_an_untrusted_certificate(tmp_path):
     make_certs(tmp_path)
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(tmp_path / "ca.pem"))
     context.load_cert_chain(tmp_path / "server.pem", tmp_path / "server.key")
@@ -252,6 +252,6 @@ async def test_tls_and_a_certificate_that_nobody_vouches_for(tmp_path):
         {"target": "http://x", "api_key": "a\nb"},
     ],
 )
-def test_a_target_that_cannot_be_is_refused(arguments):
+def test_an_invalid_target_is_rejected(arguments):
     with pytest.raises(ConfigError):
         OpenAITarget("m", True, 0.0, **arguments)

@@ -79,12 +79,12 @@ def test_lognormal_lengths_have_their_median():
 @pytest.mark.parametrize(
     "text", ["", "x", "0", "1.5", "uniform:5", "uniform:9,3", "lognormal:0,1", "lognormal:5,-1", "5,6"]
 )
-def test_wrong_lengths_say_what_is_right(text):
+def test_invalid_lengths_name_the_valid_form(text):
     with pytest.raises(ValueError, match="length"):
         parse_lengths(text)
 
 
-def test_the_seed_makes_the_load_and_another_one_another():
+def test_a_load_depends_only_on_its_seed():
     config = LoadConfig(rate=2.0, requests=20, input_len="uniform:5,50", output_len="uniform:1,9", seed=3)
     sessions = make_sessions(config)
     assert sessions == make_sessions(config)
@@ -132,7 +132,7 @@ def test_a_duration_ends_arrivals():
         ({"workload": "trace", "trace": "/nowhere.jsonl"}, "nowhere"),
     ],
 )
-def test_a_load_that_cannot_be_is_refused(fields, complaint):
+def test_an_invalid_load_is_rejected(fields, complaint):
     with pytest.raises(ConfigError, match=complaint):
         make_sessions(LoadConfig(**fields))
 
@@ -173,7 +173,7 @@ def test_a_trace_is_read_as_it_was_written(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "a,b\n1,2\n", '{"timestamp": 1}\n', "{broken\n", "[]\n"])
-def test_what_is_no_trace_is_named(tmp_path, text):
+def test_a_malformed_trace_is_named(tmp_path, text):
     path = tmp_path / "odd.jsonl"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"odd\.jsonl"):

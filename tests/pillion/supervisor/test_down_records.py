@@ -18,7 +18,7 @@ from tests.support.fake_components import record, running_fake_cluster
 WHY = "decode-9 died 6 times within 60 s"
 
 
-async def test_a_gateway_shows_who_is_down_and_serves_with_the_others() -> None:
+async def test_a_gateway_lists_down_components_and_serves_with_the_others() -> None:
     async with running_fake_cluster("The answer.") as fakes:
         flags = DecodeFlags(redis_url=fakes.redis.url, heartbeat_ms=20, heartbeat_timeout_ms=600_000)
         found = [Down("decode-9", WHY, 40.4)]
@@ -46,7 +46,7 @@ async def test_a_gateway_shows_who_is_down_and_serves_with_the_others() -> None:
             await asyncio.gather(telling, return_exceptions=True)
 
 
-async def test_a_registry_that_does_not_answer_is_told_later() -> None:
+async def test_an_unresponsive_registry_is_updated_later() -> None:
     asked = asyncio.Event()
 
     def down() -> list[Down]:

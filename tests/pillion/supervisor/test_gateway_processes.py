@@ -20,7 +20,7 @@ def listener(port: int, *, share: bool) -> socket.socket:
 
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_somebody_elses_port_is_refused_at_start(workers: int, share: bool) -> None:
+def test_a_port_in_use_is_rejected_at_start(workers: int, share: bool) -> None:
     """Even if that server would share it: its clients and ours would be mixed."""
     with listener(0, share=share) as taken:
         flags = ServeFlags(gateway_workers=workers, grpc_port=taken.getsockname()[1], http_port=0)
@@ -30,7 +30,7 @@ def test_somebody_elses_port_is_refused_at_start(workers: int, share: bool) -> N
         ports.close()
 
 
-def test_held_ports_stay_ours_and_take_no_connection() -> None:
+def test_reserved_ports_accept_no_connection() -> None:
     ports = PublicPorts()
     flags = ports.hold(ServeFlags(gateway_workers=2, grpc_port=0, http_port=0))
     assert flags.grpc_port
@@ -61,7 +61,7 @@ def test_held_ports_stay_ours_and_take_no_connection() -> None:
     listener(flags.http_port, share=False).close()
 
 
-def test_one_gateway_holds_nothing() -> None:
+def test_one_gateway_reserves_no_port() -> None:
     ports = PublicPorts()
     flags = ports.hold(ServeFlags(grpc_port=0, http_port=0))
     listener(flags.grpc_port, share=False).close()
@@ -117,7 +117,7 @@ def test_further_models() -> None:
         (tuple(f"m{n}=/m" for n in range(64)), "at most 64 models"),
     ],
 )
-def test_models_that_cannot_be_meant_are_one_line(also: tuple[str, ...], complaint: str) -> None:
+def test_invalid_models_are_one_line_errors(also: tuple[str, ...], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint) as caught:
         check_flags(ServeFlags(model="/a", served_model_name=("a",), also_model=also))
     assert "\n" not in caught.value.message

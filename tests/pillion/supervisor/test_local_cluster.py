@@ -28,7 +28,7 @@ from tests.support.cpu_model import needs_kernels
 from tests.support.own_cache import model_cache
 
 
-def test_what_is_not_given_is_settled_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defaults_depend_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU one process does prefill and decode, and the pool is the rest of the GPU's memory."""
     monkeypatch.setattr("pillion.engine.backends.gpu.gpu_devices.device_count", lambda: 1)
     flags = resolved(ServeFlags(model="m"))
@@ -183,7 +183,7 @@ def test_prefill_workers_alone_have_stages() -> None:
 )
 @needs_kernels
 @pytest.mark.usefixtures("own_cache")
-def test_stages_that_cannot_be_are_refused_before_the_start(
+def test_invalid_stages_are_rejected_before_the_start(
     tmp_path: pathlib.Path, flags: dict[str, Any], words: str
 ) -> None:
     shape = {"model": str(save_model(tmp_path / "m")), "dtype": "float32", "pipeline_parallel_size": 2}

@@ -65,7 +65,7 @@ def refusal(*argv: str) -> str:
         (["--redis-url", "http://x"], "--redis-url http://x: choose redis://"),
     ],
 )
-def test_places_that_cannot_be_used(model: str, flags: list[str], complaint: str) -> None:
+def test_unusable_paths(model: str, flags: list[str], complaint: str) -> None:
     assert complaint in refusal("serve", model, *flags)
 
 
@@ -99,7 +99,7 @@ OTHERS |= {"disk_bytes"}
 
 
 @pytest.mark.parametrize("field", PATHS)
-def test_each_path_is_looked_at_before_anything_starts(model: str, field: str) -> None:
+def test_every_path_is_checked_before_the_start(model: str, field: str) -> None:
     said = refusal("serve", *([] if field == "model" else [model]), *PATHS[field])
     assert "--" + field.replace("_", "-") in said
     assert "/proc/nope" in said or field == "tls_key"

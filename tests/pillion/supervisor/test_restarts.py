@@ -44,7 +44,7 @@ def test_old_deaths_are_forgotten() -> None:
     assert policy.died("a", 1, 11.0).flapping
 
 
-def test_parts_are_counted_apart() -> None:
+def test_components_are_counted_separately() -> None:
     policy = RestartPolicy(max_deaths=2)
     assert policy.died("a", 1, 0.0) == Restart(0.0)
     assert policy.died("b", 1, 0.0) == Restart(0.0)

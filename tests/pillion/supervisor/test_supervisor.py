@@ -91,7 +91,7 @@ async def test_components_start_and_stop_level_by_level(folder: pathlib.Path) ->
     await supervisor.stop()
 
 
-async def test_why_a_component_cannot_start_is_said_once(folder: pathlib.Path) -> None:
+async def test_a_failed_start_is_logged_once(folder: pathlib.Path) -> None:
     notices = RecordedNotices()
     program = "print('loading'); print('pillion: --listen x: no'); raise SystemExit(2)"
     supervisor = Supervisor([spec(folder, "a", program=program)], notices)
@@ -101,9 +101,7 @@ async def test_why_a_component_cannot_start_is_said_once(folder: pathlib.Path) -
     assert notices.lines == ["a: loading"]
 
 
-async def test_a_defect_of_the_supervisors_ends_no_component_for_good(
-    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_supervisor_bug_does_not_end_components(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever raises while a component is managed, it is reported, and the component is restarted once."""
     monkeypatch.setattr("pillion.supervisor.supervisor.DEFECT_DELAY_S", 0.01)
     notices = RecordedNotices()
@@ -223,7 +221,7 @@ async def test_a_component_that_is_being_started_ends_with_the_one_that_it_needs
         await supervisor.stop()
 
 
-async def test_it_gives_up_on_a_component_that_keeps_dying(folder: pathlib.Path) -> None:
+async def test_a_crash_looping_component_ends_the_cluster(folder: pathlib.Path) -> None:
     policy = RestartPolicy(max_deaths=3, first_delay_ms=1)
     supervisor = Supervisor([spec(folder, "a"), spec(folder, "b")], RecordedNotices(), policy)
     await supervisor.start()
@@ -248,7 +246,7 @@ async def die_twice(folder: pathlib.Path, supervisor: Supervisor, name: str) -> 
         await kill(supervisor, name)
 
 
-async def test_it_goes_on_with_what_serves_in_the_place_of_one_that_flaps(folder: pathlib.Path) -> None:
+async def test_a_flapping_component_is_dropped_if_others_serve(folder: pathlib.Path) -> None:
     """It reports which one is down, and gives up when nothing of its kind can serve."""
     notices = RecordedNotices()
     specs = [dataclasses.replace(spec(folder, name), kind="decode") for name in ("a", "b")]
@@ -272,7 +270,7 @@ async def test_it_goes_on_with_what_serves_in_the_place_of_one_that_flaps(folder
         await supervisor.stop()
 
 
-async def test_what_requests_can_do_without_ends_nothing(folder: pathlib.Path) -> None:
+async def test_an_optional_component_ends_nothing(folder: pathlib.Path) -> None:
     spare = dataclasses.replace(spec(folder, "a"), spare=True)
     supervisor = Supervisor([spare, spec(folder, "b")], RecordedNotices(), flapping())
     await supervisor.start()
@@ -343,7 +341,7 @@ async def test_a_start_that_fails_half_way_leaves_nothing(folder: pathlib.Path) 
     assert supervisor.living() == []
 
 
-async def test_a_program_that_is_not_there(folder: pathlib.Path) -> None:
+async def test_a_missing_program(folder: pathlib.Path) -> None:
     absent = ProcessSpec(component_id="x", level=0, argv=("/nowhere/x",), environ={}, probe=spec(folder, "x").probe)
     supervisor = Supervisor([absent], RecordedNotices())
     with pytest.raises(Unavailable, match="x cannot be started"):
@@ -351,7 +349,7 @@ async def test_a_program_that_is_not_there(folder: pathlib.Path) -> None:
     await supervisor.stop()
 
 
-async def test_a_component_that_never_gets_ready(folder: pathlib.Path) -> None:
+async def test_a_component_that_never_becomes_ready(folder: pathlib.Path) -> None:
     supervisor = Supervisor([spec(folder, "a", program=STAY)], RecordedNotices(), start_timeout_s=0.2)
     with pytest.raises(Unavailable, match="a was ended by SIGKILL before it was ready"):
         await supervisor.start()
@@ -359,7 +357,7 @@ async def test_a_component_that_never_gets_ready(folder: pathlib.Path) -> None:
     assert supervisor.living() == []
 
 
-async def test_a_deaf_component_is_killed_after_the_grace(folder: pathlib.Path) -> None:
+async def test_a_component_that_ignores_sigterm_is_killed(folder: pathlib.Path) -> None:
     supervisor = Supervisor([spec(folder, "a", program=DEAF)], RecordedNotices(), stop_grace_s=0.2)
     await supervisor.start()
     await supervisor.stop()
@@ -389,7 +387,7 @@ async def test_a_quiet_component_is_shown_only_when_it_dies(folder: pathlib.Path
     await supervisor.stop()
 
 
-async def test_grandchildren_go_too(folder: pathlib.Path) -> None:
+async def test_grandchildren_are_killed(folder: pathlib.Path) -> None:
     program = COMPONENT.replace(STAY, "import subprocess; subprocess.run(['sleep', '60'])")
     supervisor = Supervisor([spec(folder, "a", program=program)], RecordedNotices(), stop_grace_s=0.5)
     await supervisor.start()
@@ -427,13 +425,13 @@ def test_a_component_dies_with_a_killed_supervisor(folder: pathlib.Path) -> None
     assert gone == [child]
 
 
-def test_an_orphan_does_not_even_begin() -> None:
+def test_an_orphaned_child_exits_before_it_starts() -> None:
     environ = {**os.environ, PARENT_PID_VARIABLE: str(2**22 - 1)}
     done = subprocess.run([sys.executable, "-m", "pillion", "version"], env=environ, capture_output=True, check=False)
     assert (done.returncode, done.stdout) == (1, b"")
 
 
-def test_where_the_kernel_does_not_help_a_watcher_does(folder: pathlib.Path) -> None:
+def test_a_watcher_replaces_missing_kernel_support(folder: pathlib.Path) -> None:
     watcher = (
         "import os, sys; from pillion.supervisor.lifeline import watch;"
         f"sys.exit(watch(os.getppid(), [sys.executable, '-c', {STAY!r}]))"

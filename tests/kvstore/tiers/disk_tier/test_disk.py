@@ -66,7 +66,7 @@ async def test_heads_are_named_before_tails(tmp_path: Path) -> None:
         assert len(seen) == 12
 
 
-async def test_the_bound_is_kept_and_the_oldest_goes(tmp_path: Path) -> None:
+async def test_the_oldest_file_is_evicted_at_the_limit(tmp_path: Path) -> None:
     blocks = [chain(1, token)[0] for token in range(12)]
     async with opened(tmp_path, blocks=4) as tier:
         assert await tier.store(blocks[:4]) == []
@@ -132,7 +132,7 @@ async def test_the_order_of_use_survives_a_clock_that_is_set_back(
         assert tier.by_use() == by_use
 
 
-async def test_a_chain_that_is_read_goes_from_its_tail(tmp_path: Path) -> None:
+async def test_a_read_chain_is_evicted_from_its_tail(tmp_path: Path) -> None:
     blocks = chain(4)
     async with opened(tmp_path, blocks=4) as tier:
         await tier.store(blocks[::-1])

@@ -234,7 +234,7 @@ async def test_a_store_goes_on_without_its_caller(tmp_path: Path) -> None:
         assert await loaded(tier, blocks) == 3
 
 
-async def test_what_waits_to_be_written_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pending_writes_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "MAX_QUEUED_BYTES", 2 * BLOCK_BYTES)
     blocks = chain(4)
     async with opened(tmp_path) as tier:

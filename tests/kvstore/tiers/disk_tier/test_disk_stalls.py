@@ -57,7 +57,7 @@ async def late(tier: DiskTier) -> None:
     await until("a read to be late", lambda: time.monotonic() - began_s > LATE_S)
 
 
-async def test_what_no_thread_has_begun_ends_at_once_and_the_rest_after_its_block(
+async def test_a_cancel_stops_queued_reads_and_running_ones_after_a_block(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, begun: list[BlockName]
 ) -> None:
     blocks = chain(12)
@@ -100,7 +100,7 @@ async def test_a_read_that_was_given_up_writes_to_no_further_block(tmp_path: Pat
         assert not any(map(any, targets[READ_THREADS:]))
 
 
-async def test_callers_without_time_still_find_out_that_a_disk_hangs(tmp_path: Path, begun: list[BlockName]) -> None:
+async def test_short_timeouts_still_detect_a_hung_disk(tmp_path: Path, begun: list[BlockName]) -> None:
     """Each of them gives up too early to blame the disk; but no block comes at all."""
     blocks: list[Stored] = chain(4)
     async with opened(tmp_path) as tier:
@@ -172,7 +172,7 @@ class SlowReads:
         monkeypatch.setattr(disk, "time", clock)
 
 
-async def test_waiting_for_a_thread_is_not_the_disks_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waiting_for_a_thread_does_not_pause_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A read that waited for others and is abandoned does not pause a disk whose blocks come."""
     blocks, pauses = chain(8), list[float]()
     monkeypatch.setattr(TierBreaker, "late", lambda breaker, now: pauses.append(now))

@@ -67,7 +67,7 @@ def test_a_name_tells_the_size_of_its_object_which_is_bounded() -> None:
 
 
 @given(st.data())
-def test_no_damage_gets_through(data: st.DataObject) -> None:
+def test_damage_is_always_detected(data: st.DataObject) -> None:
     """A bit, a length or another run's object: it is Corrupt, or the damage is in a payload, whose checksum shows
     it."""
     run = branched([5])[0]
@@ -88,7 +88,7 @@ def test_no_damage_gets_through(data: st.DataObject) -> None:
     assert any(block_checksum(payload) != checksum for checksum, payload in found.values())
 
 
-def test_what_is_of_others_is_refused() -> None:
+def test_foreign_objects_are_rejected() -> None:
     run = branched([3])[0]
     name = RunName.of([one for one, _ in run])
     for layout in (RunLayout(OTHER, BLOCK_BYTES), RunLayout(NAMESPACE, BLOCK_BYTES - 64)):

@@ -131,7 +131,7 @@ async def test_blocks_that_wait_to_be_written_are_there(service: S3Service) -> N
 
 
 @pytest.mark.parametrize("trouble", ["stall", "503", "cut"])
-async def test_a_service_in_trouble_costs_blocks_and_nothing_else(
+async def test_a_failing_service_only_loses_blocks(
     service: S3Service, trouble: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocks, others = branched([40]), branched([40], 500)
@@ -225,7 +225,7 @@ async def test_lost_credentials_pause_the_tier(service: S3Service, monkeypatch: 
         assert len(await tier.store(blocks)) == 40
 
 
-async def test_many_who_ask_share_one_request_and_a_miss_is_remembered(
+async def test_concurrent_lookups_share_a_request_and_misses_are_cached(
     service: S3Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(object_tier, "ABSENT_MS", 1000 * WITHIN_S)

@@ -103,7 +103,7 @@ async def test_evicted_blocks_come_back_from_the_bucket(
         await a.check()
 
 
-async def test_a_bucket_in_trouble_only_brings_less(short_folder: str, redis: RedisServer, service: S3Service) -> None:
+async def test_a_failing_bucket_only_reduces_hits(short_folder: str, redis: RedisServer, service: S3Service) -> None:
     async with hosts(short_folder, redis, "a", object_url=service.url(), fetch_timeout_s=0.3, **EAGER) as (a,):
         hashes = prompt(*range(30))
         await a.serve(hashes)

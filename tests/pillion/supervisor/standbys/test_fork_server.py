@@ -145,7 +145,7 @@ async def test_a_server_that_hangs_is_killed_and_not_waited_for(
         await until("its end", lambda: not alive(first))
 
 
-async def test_an_order_that_is_given_up_is_run_by_nobody(folder: pathlib.Path) -> None:
+async def test_an_abandoned_order_is_never_run(folder: pathlib.Path) -> None:
     async with serving() as (server, _):
         async with keeper(server, folder):
             pass
@@ -260,7 +260,7 @@ asyncio.run(main())
     assert len(gone) == 2
 
 
-async def test_who_adopts_orphans_buries_them() -> None:
+async def test_adopted_orphans_are_reaped() -> None:
     """A program left behind by its component is killed with the component, and is not a zombie of the supervisor."""
     assert adopt_orphans()
     quiet = f"subprocess.Popen([sys.executable, '-c', {STAY!r}], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)"

@@ -54,7 +54,7 @@ async def test_a_standby_takes_over_at_once_and_is_replaced(folder: pathlib.Path
     assert waiting(children) == []
 
 
-async def test_a_standby_whose_turn_comes_before_it_is_ready_begins_all_the_same(folder: pathlib.Path) -> None:
+async def test_an_unready_standby_still_takes_over(folder: pathlib.Path) -> None:
     gate = folder / "gate"
     slow = f"{until_there(gate)}\n{STANDING_BY}"
     waits = spec(folder, "a", program=slow)
@@ -68,7 +68,7 @@ async def test_a_standby_whose_turn_comes_before_it_is_ready_begins_all_the_same
         await child.stop(WITHIN_S)
 
 
-async def test_why_there_is_no_standby_is_said(folder: pathlib.Path) -> None:
+async def test_a_missing_standby_is_logged(folder: pathlib.Path) -> None:
     program = "import os\nif 'PILLION_AWAITS_TURN' in os.environ: raise SystemExit('the reason')\n" + COMPONENT
     notices = RecordedNotices()
     kept = dataclasses.replace(spec(folder, "a", program=program), standby=True)
@@ -81,7 +81,7 @@ async def test_why_there_is_no_standby_is_said(folder: pathlib.Path) -> None:
         await supervisor.stop()
 
 
-async def test_why_no_standby_can_be_started_is_said_once(folder: pathlib.Path) -> None:
+async def test_a_failing_standby_is_logged_once(folder: pathlib.Path) -> None:
     tries: list[str] = []
 
     async def refuse(*_: object) -> Successor:
