@@ -120,14 +120,14 @@ def table() -> str:
     """Return the table of features as Markdown."""
 
     def cell(files: Sequence[str]) -> str:
-        return ", ".join(f"`{file}`" for file in files) or "none"
+        return ", ".join(f"`{file}`" for file in files)
 
     rows = [
         "| feature | purpose | where | called by | needed by | measured | never run |",
         "|---|---|---|---|---|---|---|",
     ]
     for one in features():
-        calls, needed = cell(callers().get(one.name, ())), ", ".join(dependents(one.name)) or "none"
+        calls, needed = cell(callers().get(one.name, ())), ", ".join(dependents(one.name))
         places = f"{cell(one.where)} | {calls} | {needed}"
         rows.append(f"| {one.name} | {one.purpose} | {places} | {one.measured} | {one.never_run} |")
     return "\n".join(rows) + "\n"
