@@ -250,7 +250,7 @@ def test_a_swap_under_load_mixes_no_versions(cluster: ServedCluster, folder: pat
     settled(cluster)
 
 
-def test_a_stream_goes_on_when_its_adapter_is_unloaded(cluster: ServedCluster, expected: Tokens) -> None:
+def test_a_stream_survives_the_unload_of_its_adapter(cluster: ServedCluster, expected: Tokens) -> None:
     ids = byte_prompt(9, 30)
     with Client(cluster.target) as client:
         client.load_adapter("passing", "x")
@@ -267,7 +267,7 @@ def test_a_stream_goes_on_when_its_adapter_is_unloaded(cluster: ServedCluster, e
     settled(cluster)
 
 
-def test_an_adapter_whose_files_are_gone_is_an_error_by_name(
+def test_an_adapter_without_files_is_a_named_error(
     cluster: ServedCluster, folder: pathlib.Path, expected: Tokens
 ) -> None:
     """No machine has them any more; others are served meanwhile, and it is as soon as they are back."""

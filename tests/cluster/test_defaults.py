@@ -73,7 +73,7 @@ async def batched(client: openai.AsyncOpenAI) -> str:
     return str(written["response"]["body"]["choices"][0]["message"]["content"])
 
 
-async def test_the_model_s_own_temperature_holds_at_every_api(components: Components, tiny: pathlib.Path) -> None:
+async def test_the_models_default_temperature_applies_to_every_api(components: Components, tiny: pathlib.Path) -> None:
     client = components.client
     greedy = await text_of(client.chat(CHAT, temperature=0, max_tokens=TOKENS))
     plain = await text_of(client.generate(PROMPT, temperature=0, max_tokens=TOKENS))

@@ -43,7 +43,7 @@ WANTED = {
 
 
 @pytest.mark.long
-def test_processes_export_what_they_do(receiver: Receiver, tmp_path: pathlib.Path) -> None:
+def test_processes_export_spans(receiver: Receiver, tmp_path: pathlib.Path) -> None:
     model, page = str(save_model(tmp_path / "tiny")), free_ports(4)
     flags = ("--dtype", "float32", "--max-model-len", "512", "--kv-pool-bytes", "16MiB", "--chunk-size", "32")
     flags += ("--split-policy", "disaggregated", "--metrics-port", str(page))

@@ -153,7 +153,7 @@ def wrong_with(model: pathlib.Path, deltas: list[Delta]) -> str:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-async def test_an_answer_goes_on_after_a_kill(tmp_path: pathlib.Path) -> None:
+async def test_a_stream_continues_after_a_kill(tmp_path: pathlib.Path) -> None:
     wrong = {}
     with tempfile.TemporaryDirectory(prefix="pil-") as short, running_redis() as redis, patient_calls():
         async with forked_workers(pathlib.Path(short)) as workers:

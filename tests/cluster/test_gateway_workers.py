@@ -180,7 +180,7 @@ def test_both_processes_serve_both_ports(cluster: ServedCluster) -> None:
         channel.close()
 
 
-def test_status_counts_what_both_have_served(cluster: ServedCluster) -> None:
+def test_status_sums_the_requests_of_both(cluster: ServedCluster) -> None:
     with Client(cluster.target) as client:
         before = client.status().prompt_tokens
         for _ in range(12):
@@ -195,7 +195,7 @@ def test_status_counts_what_both_have_served(cluster: ServedCluster) -> None:
         ]
 
 
-def test_a_quota_holds_over_both(cluster: ServedCluster) -> None:
+def test_a_quota_covers_both_apis(cluster: ServedCluster) -> None:
     """A quota of 12 in a minute admits 12 requests, not 24, and one more for each 5 s that the test takes."""
     begun_s = time.monotonic()
     replies = [ask(cluster, {"prompt": "x"}, KEYS["bound"]) for _ in range(40)]
@@ -259,7 +259,7 @@ def test_the_other_apis_answer_their_clients(cluster: ServedCluster) -> None:
         assert cached("two")[0] == 0
 
 
-def test_tenants_and_quotas_hold_at_the_other_apis(cluster: ServedCluster) -> None:
+def test_tenants_and_quotas_apply_to_the_other_apis(cluster: ServedCluster) -> None:
     asked: Any = {"model": "tiny", "max_tokens": 1, "messages": MESSAGES, "extra_body": {"cache_salt": "one"}}
     responses, messages = api_clients("once")
     with responses, messages:
@@ -389,7 +389,7 @@ def test_one_that_is_killed_costs_its_own_connections_only(cluster: ServedCluste
     assert gateways(cluster)["gateway-1"].pid == before["gateway-1"].pid
 
 
-def test_a_batch_is_finished_once_whoever_is_killed(cluster: ServedCluster, batches: pathlib.Path) -> None:
+def test_a_batch_finishes_once_despite_kills(cluster: ServedCluster, batches: pathlib.Path) -> None:
     """All gateways are killed twice in the middle of it; the journal says what need not run again."""
     bodies = {
         f"c{n}": {"model": "tiny", "prompt": f"Once {n}", "seed": n, "max_tokens": STEPS[n % 2], "ignore_eos": True}
@@ -439,7 +439,7 @@ def test_a_batch_is_finished_once_whoever_is_killed(cluster: ServedCluster, batc
             client.with_options(api_key=KEYS["bound"]).batches.retrieve(batch.id)
 
 
-def test_told_to_end_both_finish_their_streams(cluster: ServedCluster) -> None:
+def test_both_finish_their_streams_on_sigterm(cluster: ServedCluster) -> None:
     """All tokens come, over HTTP and over gRPC, and nothing is left behind."""
     body = {"model": "tiny", "prompt": "x", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
     begun = threading.Semaphore(0)

@@ -51,7 +51,7 @@ def client_of(components: Components, **options: Any) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=200, **options)
 
 
-async def test_a_completion_says_what_grpc_says(components: Components) -> None:
+async def test_a_completion_equals_that_of_grpc(components: Components) -> None:
     asked = {"max_tokens": 8, "ignore_eos": True, "seed": 11, "logprobs": 2}
     deltas = [delta async for delta in components.client.generate(PROMPT, **asked)]
     async with client_of(components) as client:
@@ -75,7 +75,7 @@ async def test_a_completion_says_what_grpc_says(components: Components) -> None:
     await components.proven()
 
 
-async def test_a_receipt_comes_with_the_timings(components: Components) -> None:
+async def test_usage_and_timings_report_cached_and_computed_tokens(components: Components) -> None:
     """A prompt is computed once and found the second time; the tenant's sums are those of its requests."""
     asked = {"model": "tiny", "prompt": [3, *PROMPT[1:]], "max_tokens": 8, "ignore_eos": True}
     address = components.gateway.http_address
@@ -190,7 +190,7 @@ async def test_a_prompt_is_scored_as_lm_eval_asks(components: Components, scores
     await components.proven()
 
 
-async def test_prompt_logprobs_as_vllm_gives_them(components: Components) -> None:
+async def test_prompt_logprobs_match_vllm(components: Components) -> None:
     async with client_of(components) as client:
         asked: Any = {"model": "tiny", "max_tokens": 2, "n": 2, "extra_body": {"prompt_logprobs": 2}}
         whole = await client.completions.create(prompt=PROMPT, **asked)
@@ -395,7 +395,7 @@ async def test_answers_of_a_given_shape(components: Components) -> None:
     await components.proven()
 
 
-async def test_heartbeats_tell_what_filled_the_steps(components: Components) -> None:
+async def test_heartbeats_report_the_composition_of_steps(components: Components) -> None:
     """A prompt's tokens and an answer's are found again in the totals of the worker that computed them."""
 
     async def worker(name: str) -> Any:

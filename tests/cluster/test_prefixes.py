@@ -210,7 +210,7 @@ def marked(text: str, ttl: str | None = None) -> dict[str, Any]:
     return {"type": "text", "text": text, "cache_control": {"type": "ephemeral"} | ({"ttl": ttl} if ttl else {})}
 
 
-async def test_cache_control_pins_what_stands_before_it(components: Components) -> None:
+async def test_cache_control_pins_the_prefix_before_it(components: Components) -> None:
     url = f"http://{components.gateway.http_address}"
     async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=200) as client:
         first = await ask(client, system=[marked(SYSTEM, "1h")])

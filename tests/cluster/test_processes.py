@@ -86,7 +86,7 @@ def check_end(cluster: ServedCluster, number: signal.Signals) -> None:
         assert cluster.process.poll() in (0, 130, 143)
 
 
-def test_concurrent_streams_say_what_single_ones_say(cluster: ServedCluster) -> None:
+def test_concurrent_streams_equal_single_ones(cluster: ServedCluster) -> None:
     prompts = [byte_prompt(seed, 5 + 37 * seed) for seed in range(12)]
     with Client(cluster.target) as client:
         alone = [answer(client, ids, 20, "alone") for ids in prompts]

@@ -120,7 +120,7 @@ def folder() -> Iterator[pathlib.Path]:
         yield pathlib.Path(name)
 
 
-async def test_whatever_comes_together(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_random_concurrent_requests(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A short form, in this process and without kills."""
     # So that the machine's speed does not decide whether anything is drafted.
     monkeypatch.setattr(draft_control, "MIN_SPEEDUP", 0.0)
@@ -169,7 +169,7 @@ async def test_whatever_comes_together(folder: pathlib.Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("name", "slots", "method"), [("qwen3-next", 230, "draft_model"), ("granite-hybrid", 230, "eagle3")]
 )
-def test_whatever_comes_together_and_dies(folder: pathlib.Path, name: str, slots: int, method: str) -> None:
+def test_random_concurrent_requests_with_kills(folder: pathlib.Path, name: str, slots: int, method: str) -> None:
     model = make_model(folder / "model", HYBRIDS[name])[0]
     oracle, rng = oracle_of(model), random.Random(name)
     draft_tokens = drafting(model, folder / "draft", method)

@@ -132,7 +132,7 @@ def test_states_move_between_nodes(folder: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["colocated", "disaggregated"])
-def test_where_texts_part_is_known_to_all_nodes(folder: pathlib.Path, policy: str) -> None:
+def test_branch_points_are_shared_by_all_nodes(folder: pathlib.Path, policy: str) -> None:
     """The first text is on one node alone, so the second one, on the other node, is the first there that can leave a
     state where they part; the third one finds it."""
     model = make_model(folder / "model", HYBRIDS["lfm2"])[0]

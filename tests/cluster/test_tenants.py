@@ -174,7 +174,7 @@ async def test_a_lone_request_waits_for_no_answer_of_a_flood(
             await running.proven()
 
 
-async def test_malformed_requests_leave_everything_whole(components: Components) -> None:
+async def test_malformed_requests_change_nothing(components: Components) -> None:
     draw = random.Random(7)
     async with open_channel(components.gateway.grpc_address) as channel:
 

@@ -493,7 +493,7 @@ async def test_a_reload_keeps_the_chat(browser: Browser, tmp_path: pathlib.Path)
         assert await page.locator(".question").count() == 0
 
 
-async def test_what_is_kept_is_bounded(browser: Browser) -> None:
+async def test_stored_chats_are_limited(browser: Browser) -> None:
     async with running_fake_cluster(ui=True) as fakes, seen_page(browser, fakes.gateway.http_address) as seen:
         async with scripted_answers(seen, *[events_of(f"{name} " + "x" * 400_000) for name in "abc"]):
             for number, name in enumerate("abc"):
@@ -608,7 +608,7 @@ async def test_the_clusters_panel_folds(browser: Browser) -> None:
         await page.locator(".card").first.wait_for()
 
 
-async def test_connected_is_said_only_while_the_gateway_answers(browser: Browser) -> None:
+async def test_connected_is_shown_only_while_the_gateway_responds(browser: Browser) -> None:
     async with running_fake_cluster(ui=True) as fakes, seen_page(browser, fakes.gateway.http_address) as seen:
         words, page = seen.page.locator("#connection"), seen.page
         await words.get_by_text("Connected", exact=True).wait_for()

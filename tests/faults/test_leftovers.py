@@ -28,7 +28,7 @@ def redis() -> Iterator[RedisServer]:
         yield server
 
 
-async def test_a_node_that_contradicts_itself_is_told() -> None:
+async def test_an_inconsistent_node_is_reported() -> None:
     with tempfile.TemporaryDirectory(prefix="pil-") as folder:
         flags = KVNodeFlags(node_listen=f"unix:{folder}/n.sock", attach_socket=f"{folder}/a.sock", kv_pool_bytes=2**20)
         node = await start_kvnode(flags)
@@ -42,7 +42,7 @@ async def test_a_node_that_contradicts_itself_is_told() -> None:
         assert await proven_status(node.address) is None
 
 
-def test_what_a_node_or_a_component_still_holds_is_found() -> None:
+def test_leaks_of_nodes_and_components_are_found() -> None:
     known = [
         ComponentStatus(component_id="decode-0", role="decode", node_id="a"),
         ComponentStatus(component_id="decode-1", role="decode", node_id="b"),
@@ -60,7 +60,7 @@ def test_what_a_node_or_a_component_still_holds_is_found() -> None:
         assert busy in "".join(leftovers.of_components((replace(idle, **{busy: 2}),)))
 
 
-async def test_what_is_left_in_redis_is_found(redis: RedisServer) -> None:
+async def test_leftovers_in_redis_are_found(redis: RedisServer) -> None:
     node, dead = await fake_nodes(redis.url, "a", "b")
     try:
         await node.has(Chain(range(5)))
@@ -79,7 +79,7 @@ async def test_what_is_left_in_redis_is_found(redis: RedisServer) -> None:
     assert "does not answer" in leftovers.of_redis(pathlib.Path("/nowhere"), [], {})[0]
 
 
-def test_who_does_not_serve_is_found() -> None:
+def test_unready_components_are_found() -> None:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
@@ -103,7 +103,7 @@ def test_files_that_a_process_keeps_open_are_found() -> None:
     assert growth.look(own) == []
 
 
-def test_a_new_traceback_is_told_once() -> None:
+def test_a_new_traceback_is_logged_once() -> None:
     tracebacks = leftovers.NewTracebacks()
     assert tracebacks.look("a line\n") == []
     log = f"a line\n{leftovers.TRACEBACK}:\nKeyError: 'x'\n"

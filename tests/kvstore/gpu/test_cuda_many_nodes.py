@@ -90,7 +90,7 @@ async def checked(*nodes: KVHost) -> None:
         await host.check()
 
 
-async def test_what_left_the_pool_comes_back_from_host_memory(
+async def test_evicted_blocks_return_from_host_memory(
     short_folder: str, redis: RedisServer, tiers: list[WatchedTier]
 ) -> None:
     flags = {**CUDA, **EAGER, "host_bytes": 64 * BLOCK_BYTES}
@@ -170,7 +170,7 @@ async def test_a_flipped_bit_in_host_memory_is_computed_again(
         await settled(tiers)
 
 
-async def test_a_chain_goes_from_one_device_to_another(short_folder: str, redis: RedisServer) -> None:
+async def test_a_chain_is_copied_between_devices(short_folder: str, redis: RedisServer) -> None:
     async with hosts(short_folder, redis, "a", "b", **CUDA) as (a, b):
         hashes = prompt(*range(20))
         assert await a.serve(hashes) == PrefetchReply(blocks=0)
@@ -284,7 +284,7 @@ async def test_a_cancelled_writer_writes_nothing_later() -> None:
     segment.close()
 
 
-async def test_slow_sources_hold_nobody_up() -> None:
+async def test_slow_sources_do_not_block_others() -> None:
     memory, _, segment = memory_of(4)
 
     async def write() -> None:

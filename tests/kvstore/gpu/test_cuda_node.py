@@ -141,7 +141,7 @@ sys.stdin.read()
 """
 
 
-async def test_a_dying_worker_keeps_its_slots_until_it_is_gone(short_folder: str) -> None:
+async def test_a_dying_workers_slots_are_freed_at_its_exit(short_folder: str) -> None:
     """The end of its socket does not stop kernels that it launched; the end of its process does (I4)."""
     async with running(short_folder) as node:
         with process(DYING, f"{short_folder}/attach.sock") as worker:
@@ -195,7 +195,7 @@ async def test_a_worker_of_too_many_processes_is_refused(short_folder: str) -> N
         await until("all workers to be gone", lambda: not node.pool.ledger.holders)
 
 
-async def test_a_worker_whose_node_is_gone_may_find_the_next_one(short_folder: str) -> None:
+async def test_a_worker_attaches_to_a_restarted_node(short_folder: str) -> None:
     async with running(short_folder):
         mine = await attached(short_folder)
     with pytest.raises(Unavailable, match="the KV node is gone"):
@@ -255,7 +255,7 @@ async def test_a_mapping_outlives_a_killed_node(short_folder: str) -> None:
 
 
 @pytest.mark.skipif(NATIVE, reason="another one's use of a real GPU cannot be said")
-async def test_the_pool_is_what_the_device_has_left(short_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_pool_gets_the_remaining_device_memory(short_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_CUDA_TOTAL_BYTES", str(200 * MIB))
     monkeypatch.setenv("FAKE_CUDA_USED_BYTES", str(1000 * MIB))
     async with running(short_folder, kv_pool_bytes=0, gpu_memory_utilization=0.5) as node:

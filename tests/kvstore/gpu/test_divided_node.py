@@ -134,7 +134,7 @@ async def test_another_process_of_a_worker_maps_the_same_shards(short_folder: st
         await node.stop(0.1)
 
 
-async def test_each_gpu_has_regions_of_its_own(short_folder: str, two: str) -> None:
+async def test_each_gpu_has_its_own_regions(short_folder: str, two: str) -> None:
     node = await started(short_folder, two)
     try:
         uuids = [CudaDriver().uuid_of(index) for index in device_indexes(two)]
@@ -199,7 +199,7 @@ async def test_blocks_that_cannot_be_divided_are_refused(
         await node.stop(0.1)
 
 
-async def test_what_does_not_go_with_several_gpus_is_refused(short_folder: str, two: str) -> None:
+async def test_flags_unsupported_with_several_gpus_are_rejected(short_folder: str, two: str) -> None:
     with pytest.raises(ConfigError, match="--kv-transport nixl reads a block in one piece"):
         await started(short_folder, two, kv_transport="nixl")
     for wrong in ("cuda:0,cpu", "cuda:0,", "cuda:x", "cuda:-1", "cuda:\u0663"):

@@ -131,7 +131,7 @@ class RegionsModel:
 
 @settings(max_examples=examples(300))
 @given(st.lists(st.tuples(st.sampled_from(["ask", "filled", "gone", "idle"]), st.integers(0, 30), st.integers(0, 3))))
-def test_one_fills_and_nobody_sees_less_than_all(steps: list[tuple[str, int, int]]) -> None:
+def test_one_process_fills_and_no_other_sees_a_part(steps: list[tuple[str, int, int]]) -> None:
     regions, model = Regions(max_regions=2, max_waiters=2), RegionsModel()
     for number, (what, pick, name) in enumerate(steps):
         user = list(model.living)[pick % len(model.living)] if model.living else -1
@@ -333,7 +333,7 @@ async def test_refusals_are_one_line(short_folder: str, kind: str) -> None:
         assert not node.regions.keys, "its memory went with its filler"
 
 
-async def test_who_says_nonsense_instead_of_filled_is_no_filler(short_folder: str) -> None:
+async def test_a_malformed_filled_message_is_rejected(short_folder: str) -> None:
     async with running(short_folder, "cpu") as node:
         for answer in (b'{"filled_bytes":1}\n', b"nonsense\n"):
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
@@ -346,7 +346,7 @@ async def test_who_says_nonsense_instead_of_filled_is_no_filler(short_folder: st
             await until("the memory to be freed", lambda: not node.regions.keys)
 
 
-async def test_nobody_waits_for_ever(short_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_waits_time_out(short_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(region_server, "WAIT_S", 0.1)
     async with running(short_folder, "cpu") as node:
         first = await shared(short_folder)
@@ -375,7 +375,7 @@ async def test_idle_regions_make_room_where_memory_is_short(short_folder: str, m
         await until("all connections to end", lambda: not node.regions.waiting)
 
 
-async def test_a_filler_whose_node_is_gone_may_find_the_next_one(short_folder: str, kind: str) -> None:
+async def test_a_filler_attaches_to_a_restarted_node(short_folder: str, kind: str) -> None:
     """A worker's start that fails this way is retried; one that fails because of its flags ends the cluster."""
     async with running(short_folder, kind):
         region = await shared(short_folder)

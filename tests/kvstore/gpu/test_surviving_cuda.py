@@ -122,7 +122,7 @@ async def test_the_pool_is_taken_with_the_size_that_it_has(lives: Lives, monkeyp
     assert node.status().committed_blocks + node.status().free_blocks == worker.num_slots
 
 
-async def test_what_was_torn_or_changed_is_computed_again(lives: Lives) -> None:
+async def test_torn_or_changed_blocks_are_recomputed(lives: Lives) -> None:
     lives.flags = lives.of(kv_device=two())
     await lives.begin()
     worker = await lives.worker()
@@ -182,7 +182,7 @@ async def test_another_pool_is_a_fresh_one_and_the_old_one_is_given_up(
 
 
 @pytest.mark.parametrize("how", ["locked", "unlocked"])
-async def test_only_its_end_proves_that_a_process_writes_no_more(lives: Lives, how: str) -> None:
+async def test_only_the_exit_of_a_process_proves_that_it_stopped_writing(lives: Lives, how: str) -> None:
     """A place may be free before the GPU's file is closed, and a kernel may run until then."""
     await lives.begin()
     worker = await lives.worker()
@@ -231,7 +231,7 @@ async def test_a_worker_of_several_processes_ends_the_keeping(lives: Lives) -> N
     assert (await lives.worker()).pool_id
 
 
-async def test_a_keeper_that_is_gone_means_a_plain_start(short_folder: str) -> None:
+async def test_a_missing_keeper_means_a_fresh_start(short_folder: str) -> None:
     made = Lives(short_folder, f"{short_folder}/keeper.sock", kv_device="cuda")
     async with ended(made) as lives:
         with running_keeper(lives.flags.keeper_socket):

@@ -157,7 +157,7 @@ FORKS = {
 
 
 @pytest.mark.parametrize("run", FORKS.values(), ids=FORKS)
-def test_forks_are_refused_whole(ledger: Ledger, run: list[bytes]) -> None:
+def test_forked_runs_are_rejected_whole(ledger: Ledger, run: list[bytes]) -> None:
     """A fork that puts a block under a foreign parent is refused: the ticket holds 1 2 4, and 1 2 3 5 is cached."""
     cache(ledger, 1, 2, 3, 5)
     gateway, worker = ledger.attach("g", SESSION), ledger.attach("w", "decode")
@@ -250,7 +250,7 @@ def test_prefill_leaves_the_decode_reserve() -> None:
     check_integrity(ledger)
 
 
-def test_a_fenced_worker_changes_nothing_until_it_is_gone(ledger: Ledger) -> None:
+def test_a_fenced_worker_changes_nothing_until_its_exit(ledger: Ledger) -> None:
     gateway, worker = ledger.attach("g", SESSION), ledger.attach("w", "decode")
     hashes = prompt(1, 2, 3)
     ticket = open_ticket(ledger, gateway, hashes)
@@ -299,7 +299,7 @@ def test_silence(ledger: Ledger) -> None:
     assert loading in ledger.holders
 
 
-def test_giving_back_what_is_not_yours(ledger: Ledger) -> None:
+def test_releasing_foreign_slots_is_rejected(ledger: Ledger) -> None:
     a, b = ledger.attach("a", "decode"), ledger.attach("b", "decode")
     slots = ledger.lease(a, 2)
     for epoch, bad in ((b, slots), (a, (*slots, 15)), (a, (slots[0], slots[0]))):
@@ -353,7 +353,7 @@ def test_damage_is_found() -> None:
             check_integrity(broken(damage))
 
 
-def test_a_ticket_grows_over_what_others_committed_and_reserves_less(ledger):
+def test_a_ticket_extends_over_blocks_committed_by_others(ledger):
     gateway, worker = ledger.attach("g", SESSION), ledger.attach("w", "decode")
     hashes = prompt(1, 2, 3)
     first, second = open_ticket(ledger, gateway, hashes), open_ticket(ledger, gateway, hashes)
@@ -366,7 +366,7 @@ def test_a_ticket_grows_over_what_others_committed_and_reserves_less(ledger):
         ledger.extend(worker, first.ticket_id, hashes)
 
 
-def test_a_reader_does_not_pin_what_others_were_promised():
+def test_a_reader_does_not_pin_reserved_blocks():
     ledger = make(4)
     cache(ledger, 1, 2)
     gateway, reader = ledger.attach("g", SESSION), ledger.attach("r", SESSION)

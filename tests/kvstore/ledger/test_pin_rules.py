@@ -199,7 +199,7 @@ def test_a_chain_ends_with_the_block_that_names_it() -> None:
         table.pin_prefix(PrefixPinRequest("a", "x", a, 2, 9.0), 0.0, [a, b])
 
 
-def test_only_the_state_after_a_whole_chain_is_pinned_with_it() -> None:
+def test_a_pin_covers_only_the_state_after_its_whole_chain() -> None:
     tree = BlockTree(LruEviction())
     table = PrefixPinTable(tree, 100, 100)
     table.shape(SLOTS)

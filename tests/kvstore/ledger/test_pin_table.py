@@ -208,7 +208,7 @@ def test_hits_are_prompts_that_begin_with_all_of_it() -> None:
     assert pool.pin_prefix("a", "x", 1, 2, 3).hits == 2, "a renewal goes on counting"
 
 
-def test_a_longer_ephemeral_one_takes_the_place_of_those_that_it_covers() -> None:
+def test_a_longer_ephemeral_pin_replaces_those_that_it_covers() -> None:
     pool = PinnedPool()
     pool.serve(1, 2, 3, 4)
     for length in range(1, 5):

@@ -199,7 +199,7 @@ STEPS = st.lists(
 
 @given(steps=STEPS, percent=st.sampled_from([0, 10, 25, 100]))
 @settings(max_examples=examples(100))
-def test_any_life_evicts_what_a_search_finds(steps: list[ServedText | tuple[str, int]], percent: int) -> None:
+def test_eviction_matches_an_exhaustive_search(steps: list[ServedText | tuple[str, int]], percent: int) -> None:
     """Whatever is served, held, released, dropped out of turn and needed: the ledger is consistent, each victim is the
     one found by a search through all states, and blocks are evicted in the listed order."""
     pool, tickets = StatePool(30, percent), []
@@ -235,7 +235,7 @@ def check_integrity_of_nothing(states: StateEviction) -> None:
         states.pop()
 
 
-def test_the_state_that_saves_least_goes_first_and_its_blocks_with_it() -> None:
+def test_the_state_that_saves_least_is_evicted_first_with_its_blocks() -> None:
     """States of longer texts stay, although they are older."""
     pool = StatePool(num_slots=30, percent=100)
     pool.serve(1, 2, 3, 4, 5, 6)
@@ -248,7 +248,7 @@ def test_the_state_that_saves_least_goes_first_and_its_blocks_with_it() -> None:
     assert [pool.hit(1, 2, 3, 4, 5, 6), pool.hit(9, 8)] == [6, 0]
 
 
-def test_what_has_no_state_goes_before_states() -> None:
+def test_blocks_without_a_state_are_evicted_before_states() -> None:
     """Blocks after the last state are useless, however recently they were used; those before it stay with it."""
     pool = StatePool(num_slots=30, percent=100)
     pool.serve(1, 2, 3, 4)
@@ -269,7 +269,7 @@ def test_in_a_pool_without_states_blocks_leave_by_the_pools_policy() -> None:
     assert pool.ledger.tree.longest_prefix(prompt(4, 5)).blocks == 0
 
 
-def test_above_their_share_states_go_before_what_is_of_no_use() -> None:
+def test_states_above_their_share_are_evicted_first() -> None:
     """States held by requests do not count towards the share."""
     pool = StatePool(num_slots=40, percent=5)
     held = [pool.open(prompt(first, 2, 3), [3]) for first in range(4)]
@@ -334,7 +334,7 @@ def test_where_texts_part_is_remembered_without_them() -> None:
     assert [told(1, 2), told(6, 2, 7), told(5, 5)] == [2, 0, 0]
 
 
-def test_where_texts_part_at_another_node_is_told_and_remembered() -> None:
+def test_branch_points_of_other_nodes_are_stored() -> None:
     pool = StatePool(num_slots=40)
     text = prompt(1, 2, 3, 4)
 
@@ -357,7 +357,7 @@ def test_books_that_are_wrong_are_found() -> None:
         check_integrity(pool.ledger)
 
 
-def test_restored_pages_are_known_by_their_names() -> None:
+def test_restored_pages_are_found_by_their_hashes() -> None:
     pool = StatePool()
     pool.serve(1, 2, 3)
     chain = [

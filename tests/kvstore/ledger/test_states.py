@@ -70,7 +70,7 @@ def test_a_hit_ends_with_a_state() -> None:
     assert node.open(5, 6, pages=0).blocks == 5
 
 
-def test_a_ticket_holds_the_state_that_was_committed_last() -> None:
+def test_a_ticket_pins_the_last_committed_state() -> None:
     node = Node(11)
     ticket = node.open(0, 0)
     node.commit(ticket, HASHES[:2])
@@ -86,7 +86,7 @@ def test_a_ticket_holds_the_state_that_was_committed_last() -> None:
     check_integrity(node.ledger)
 
 
-def test_a_state_leaves_before_the_block_that_it_stands_after() -> None:
+def test_a_state_is_evicted_before_its_block() -> None:
     node = Node(8)
     ticket = node.open(0, 0)
     node.commit(ticket, HASHES[:2])
@@ -119,7 +119,7 @@ def test_of_two_committers_of_a_state_the_first_ones_slots_stay() -> None:
         (pages_of(1)[1:], HASHES[1], "another name"),
     ],
 )
-def test_what_is_no_state_of_the_chain_is_refused(hashes: list[bytes], after: bytes, words: str) -> None:
+def test_states_of_other_chains_are_rejected(hashes: list[bytes], after: bytes, words: str) -> None:
     node = Node()
     ticket = node.open(0, 3)
     node.commit(ticket, HASHES[:2])
@@ -127,7 +127,7 @@ def test_what_is_no_state_of_the_chain_is_refused(hashes: list[bytes], after: by
     assert ticket.state is None
 
 
-def test_a_state_is_named_where_it_stands_after_the_chain_alone() -> None:
+def test_only_a_state_after_the_whole_chain_is_named() -> None:
     node = Node()
     ticket = node.open(0, 6)
     node.commit(ticket, HASHES[:2])
@@ -137,7 +137,7 @@ def test_a_state_is_named_where_it_stands_after_the_chain_alone() -> None:
     assert not node.ledger.chain_of(ticket).state_slots
 
 
-def test_a_tickets_chain_is_extended_to_a_state_and_gives_reserved_slots_back() -> None:
+def test_extending_a_ticket_to_a_state_frees_reserved_slots() -> None:
     node = Node(16)
     ticket, other = node.open(4, 6), node.open(0, 0)
     node.commit(other, HASHES[:4])
@@ -155,7 +155,7 @@ def test_a_tickets_chain_is_extended_to_a_state_and_gives_reserved_slots_back() 
     assert (node.ledger.tree.protected, node.ledger.reserved) == (0, 0)
 
 
-def test_a_state_whose_slots_are_promised_is_not_pinned() -> None:
+def test_a_state_in_reserved_slots_is_not_pinned() -> None:
     node = Node(7)
     other = node.open(0, 0)
     node.commit(other, HASHES[:2])

@@ -91,14 +91,14 @@ def test_first_come_first_served() -> None:
     assert line.admitted() == [2, 3, 4]
 
 
-def test_who_is_read_already_comes_before_new_prompts_however_urgent() -> None:
+def test_running_streams_go_before_urgent_new_prompts() -> None:
     line = QueueDriver()
     line.ask(2, priority=-5)
     line.ask(3, resume=True, priority=5, at_s=1.0)
     assert line.admitted() == [3, 2]
 
 
-def test_the_urgent_one_comes_first_until_the_other_has_waited_long_enough() -> None:
+def test_priorities_age() -> None:
     line = QueueDriver()
     line.ask(2, priority=1)
     line.ask(3, priority=0, at_s=0.9 * PRIORITY_AGING_S)
@@ -106,7 +106,7 @@ def test_the_urgent_one_comes_first_until_the_other_has_waited_long_enough() -> 
     assert line.admitted() == [3, 2, 4]
 
 
-def test_who_goes_away_leaves_the_others_in_order() -> None:
+def test_cancelled_waiters_keep_the_order_of_the_others() -> None:
     line = QueueDriver()
     for nonce, priority in ((2, 0), (3, -1), (4, 0), (5, 1)):
         line.ask(nonce, priority=priority)
@@ -115,7 +115,7 @@ def test_who_goes_away_leaves_the_others_in_order() -> None:
     assert line.admitted() == [3, 2, 5]
 
 
-def test_an_epoch_that_is_gone_takes_its_waiters_along() -> None:
+def test_waiters_of_an_ended_epoch_are_removed() -> None:
     line = QueueDriver()
     for nonce in (2, 3):
         line.ask(nonce)
@@ -123,7 +123,7 @@ def test_an_epoch_that_is_gone_takes_its_waiters_along() -> None:
     assert not len(line.line)
 
 
-def test_what_never_fits_is_refused_at_once() -> None:
+def test_requests_that_never_fit_are_rejected_at_once() -> None:
     line = QueueDriver()
     with pytest.raises(Overloaded, match="9 KV blocks, the pool has 8"):
         line.ask(2, blocks=9)
@@ -204,7 +204,7 @@ ASKS = st.tuples(
 
 @settings(max_examples=examples(200))
 @given(st.lists(st.one_of(ASKS, st.integers(0, 7)), min_size=20, max_size=60))
-def test_memory_goes_to_the_one_whose_turn_it_is(events: list) -> None:
+def test_memory_is_allocated_in_turn(events: list) -> None:
     """An event is a request for memory, or a release."""
     driver = QueueDriver(tickets=0, slots=12)
     waiting: list[Waiter] = []

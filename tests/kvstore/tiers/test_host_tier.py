@@ -74,7 +74,7 @@ async def flip(tier: HostTier, number: int, at: int) -> None:
     tier.release_buffers([buffer])
 
 
-async def test_what_is_stored_comes_back_wherever_it_lay() -> None:
+async def test_stored_blocks_round_trip_from_any_place() -> None:
     async with opened() as tier:
         assert await filled(tier, 1, 2) == []
         assert await tier.store([payload(3)]) == []
@@ -83,7 +83,7 @@ async def test_what_is_stored_comes_back_wherever_it_lay() -> None:
         assert {name.hash for name in tier.names()} == {name_of(number).hash for number in (1, 2, 3)}
 
 
-async def test_the_least_recently_used_makes_room_and_is_told() -> None:
+async def test_the_least_recently_used_is_evicted_and_reported() -> None:
     async with opened() as tier:
         await filled(tier, *range(BLOCKS))
         tier.touch([name_of(0).hash, b"unknown"])
@@ -94,7 +94,7 @@ async def test_the_least_recently_used_makes_room_and_is_told() -> None:
         assert await tier.store([payload(4)]) == []
 
 
-async def test_a_lent_buffer_is_nobody_elses() -> None:
+async def test_a_lent_buffer_has_one_user() -> None:
     async with opened() as tier:
         await filled(tier, 1)
         borrowed = await tier.acquire_blocks([name_of(1).hash])
@@ -138,7 +138,7 @@ async def test_a_flipped_bit_is_found() -> None:
         assert await tier.store([payload(4)]) == [name_of(2)]
 
 
-async def test_what_does_not_fit_is_refused() -> None:
+async def test_blocks_of_another_size_are_rejected() -> None:
     with pytest.raises(ConfigError, match="--host-bytes"):
         HostTier(memoryview(bytearray(BLOCK_BYTES - 1)), BLOCK_BYTES, lambda: None)
     async with opened() as tier:
@@ -162,7 +162,7 @@ STEPS = st.lists(
 
 @settings(max_examples=examples(150))
 @given(STEPS)
-def test_it_never_gives_wrong_bytes_and_never_loses_a_buffer(steps: list[tuple[str, int, int]]) -> None:
+def test_bytes_are_correct_and_no_buffer_leaks(steps: list[tuple[str, int, int]]) -> None:
     asyncio.run(_play(steps))
 
 

@@ -182,7 +182,7 @@ def test_watermarks_count_in_percent_of_the_pool() -> None:
     assert slots_of(0, 0) == (0, 0), "never fewer than none are free"
 
 
-async def test_without_tiers_the_front_goes() -> None:
+async def test_without_tiers_the_front_is_evicted() -> None:
     async with running() as host:
         for token in range(16):
             host.serve(token)
@@ -211,7 +211,7 @@ async def test_victims_are_kept_below() -> None:
         assert host.ledger.status().evicted_blocks == 5
 
 
-async def test_what_is_below_already_is_not_copied() -> None:
+async def test_blocks_already_in_the_lower_tier_are_not_copied() -> None:
     tier = ScriptedTier()
     async with running(tier) as host:
         tier.kept = {prompt(token)[0]: content(prompt(token)[0]) for token in range(30)}
@@ -223,7 +223,7 @@ async def test_what_is_below_already_is_not_copied() -> None:
         assert len(host.index) == 17
 
 
-async def test_what_is_used_while_it_is_copied_stays() -> None:
+async def test_blocks_used_during_their_copy_stay() -> None:
     tier = ScriptedTier()
     async with running(tier) as host:
         await begin_copy(host)
@@ -236,7 +236,7 @@ async def test_what_is_used_while_it_is_copied_stays() -> None:
         host.close(ticket)
 
 
-async def test_an_urgent_lease_takes_what_is_being_copied() -> None:
+async def test_an_urgent_lease_takes_slots_that_are_being_copied() -> None:
     """The slot gets other bytes, or even the same block again: the copy is not trusted, and nothing wrong is stored."""
     tier = ScriptedTier()
     async with running(tier) as host:
@@ -254,7 +254,7 @@ async def test_an_urgent_lease_takes_what_is_being_copied() -> None:
             host.close(ticket)
 
 
-async def test_what_a_tier_refuses_is_told_as_gone() -> None:
+async def test_blocks_that_a_tier_rejects_are_announced_as_gone() -> None:
     tier = ScriptedTier()
     tier.refuses = True
     async with running(tier) as host:

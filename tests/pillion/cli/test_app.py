@@ -100,7 +100,7 @@ def test_bare_commands_print_their_help_as_it_is_written(command: Run) -> None:
         assert len(done.stderr.splitlines()) > 5
 
 
-def test_make_takes_a_model_whose_path_has_spaces(tmp_path: pathlib.Path) -> None:
+def test_make_accepts_a_model_path_with_spaces(tmp_path: pathlib.Path) -> None:
     """The recipe of `make serve` passes MODEL as one word; a program that prints its words replaces Python."""
     (tmp_path / "bin").mkdir()
     program = tmp_path / "bin" / "python"

@@ -144,9 +144,7 @@ async def test_a_conversation_on_a_terminal(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("command", [chat, talk])
-def test_a_wrong_address_is_told_without_waiting_for_somebody_to_listen(
-    command: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_address_fails_at_once(command: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[dict[str, Any]] = []
 
     def client(**options: Any) -> Client:
@@ -172,7 +170,7 @@ def test_messages_of_several_lines() -> None:
     assert read(BLOCK, "  a\\", "", "b", BLOCK) == "  a\\\n\nb"
 
 
-def test_what_is_said_first() -> None:
+def test_the_banner() -> None:
     a, b, m = (ModelInfo(name, 64, "") for name in "abm")
     assert banner([m], "", "h:1").startswith("m at h:1.")
     # A model's other name is none to choose from, and one that may be chosen.

@@ -80,7 +80,7 @@ def test_a_log_that_cannot_be_written_loses_lines_alone(error: Exception) -> Non
     assert out.getvalue().splitlines() == lines
 
 
-def test_a_reader_that_goes_away_ends_nothing() -> None:
+def test_a_disconnected_reader_ends_nothing() -> None:
     program = """
 import os, sys
 from pillion.cli.console import Notices

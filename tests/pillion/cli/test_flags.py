@@ -70,7 +70,7 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: pathlib.Path) -> Non
     assert (flags.kv_pool_bytes, flags.prefill_workers, flags.model) == (2 * 2**30, 4, "folder")
 
 
-def test_what_may_be_repeated(tmp_path: pathlib.Path) -> None:
+def test_repeatable_flags(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "pillion.toml"
     file.write_text('also-model = ["a=/a", "b=/b"]\n')
     assert parse(ServeFlags, ["--config", str(file)]).also_model == ("a=/a", "b=/b")
@@ -111,7 +111,7 @@ def test_a_word_too_many_is_an_error() -> None:
         assert (result.exit_code, "unexpected extra argument" in result.output) == (2, True), (argv, result.output)
 
 
-def test_the_http_port_has_vllms_name_too(tmp_path: pathlib.Path) -> None:
+def test_the_http_port_also_has_vllms_name(tmp_path: pathlib.Path) -> None:
     """But not in the environment, where Kubernetes sets PILLION_PORT for a service called pillion."""
     file = tmp_path / "pillion.toml"
     file.write_text("port = 9001\n")
@@ -140,7 +140,7 @@ def test_names_and_keys_from_all_three_places(tmp_path: pathlib.Path) -> None:
         assert word.partition("=")[0] in caught.value.format_message()
 
 
-def test_an_empty_variable_says_nothing() -> None:
+def test_an_empty_variable_is_ignored() -> None:
     assert parse(DecodeFlags, [], {"PILLION_DTYPE": "", "PILLION_MAX_NUM_SEQS": ""}) == DecodeFlags()
 
 
@@ -191,7 +191,7 @@ def test_a_bad_value_is_a_usage_error(argv: list[str], complaint: str) -> None:
     assert "\n" not in caught.value.format_message()
 
 
-def test_a_flag_that_is_gone_is_taken_with_one_warning(tmp_path: pathlib.Path) -> None:
+def test_a_removed_flag_is_accepted_with_a_warning(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "flags.toml"
     file.write_text("max-message-bytes = 1")
     variable = env_name("max_message_bytes")
@@ -210,7 +210,7 @@ def test_a_flag_that_is_gone_is_taken_with_one_warning(tmp_path: pathlib.Path) -
     assert "message-bytes" not in CliRunner().invoke(command, ["--help"]).output
 
 
-def test_a_flag_with_one_value_that_is_gone_is_taken_by_those_that_had_it(tmp_path: pathlib.Path) -> None:
+def test_a_removed_flag_value_is_accepted_by_its_commands(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "flags.toml"
     file.write_text("max-waiting-tickets = 8")
 
@@ -230,7 +230,7 @@ def test_a_flag_with_one_value_that_is_gone_is_taken_by_those_that_had_it(tmp_pa
 
 
 @pytest.mark.parametrize("name", GONE)
-def test_each_flag_that_is_gone_says_what_holds_instead(name: str) -> None:
+def test_each_removed_flag_names_its_replacement(name: str) -> None:
     owner, about = GONE[name]
     if not issubclass(ServeFlags, owner):
         pytest.skip("a flag of another command")
@@ -246,7 +246,7 @@ def test_each_flag_that_is_gone_says_what_holds_instead(name: str) -> None:
     assert f"{option_name(name)} has no effect and will be removed in the next release: {about}" in result.stderr
 
 
-def test_a_switch_that_is_gone_is_taken_without_a_value(tmp_path: pathlib.Path) -> None:
+def test_a_removed_switch_is_accepted_without_a_value(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "flags.toml"
     file.write_text("vllm-metric-names = false")
     variable = {env_name("vllm_metric_names"): "false"}
@@ -347,7 +347,7 @@ def test_every_command_refuses_a_variable_that_nothing_reads(
         cli.main(command, standalone_mode=False)
 
 
-def test_a_value_that_does_not_parse_names_who_set_it(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_value_names_its_source(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pillion.toml").write_text('\nmax-num-seqs = "many"\n')
     with pytest.raises(click.BadParameter, match=r"set by line 2 of .*pillion.toml"):
         cli.main(["serve", "--config", str(tmp_path / "pillion.toml")], standalone_mode=False)

@@ -27,7 +27,7 @@ def test_keys_are_added_to_a_file(tmp_path: pathlib.Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["keys.toml"]
 
 
-def test_what_was_there_stays(tmp_path: pathlib.Path) -> None:
+def test_adding_a_key_preserves_the_file(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text("# ours\n[tenant.acme]\nweight = 3 # much\n")
     key = add_key(path, "acme")
@@ -61,7 +61,7 @@ def test_a_new_tenant_is_limited_to_models(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "line"), [({"operator": True}, "operator = true"), ({"models": ("sql",)}, r'models = \["sql"\]')]
 )
-def test_what_a_tenant_may_is_changed_by_hand(tmp_path: pathlib.Path, asked: dict[str, Any], line: str) -> None:
+def test_limits_of_an_existing_tenant_are_not_changed(tmp_path: pathlib.Path, asked: dict[str, Any], line: str) -> None:
     path, text = tmp_path / "keys.toml", "[tenant.ops]\nweight = 2\n"
     path.write_text(text)
     with pytest.raises(ConfigError, match=rf"has \[tenant.ops\] already: write {line} into it by hand"):

@@ -54,7 +54,7 @@ def test_keys_are_made_where_no_server_is_installed(tmp_path: pathlib.Path) -> N
     assert hashed.stdout.strip() in file.read_text()
 
 
-def test_a_command_whose_packages_are_missing_is_one_line() -> None:
+def test_missing_packages_are_a_one_line_error() -> None:
     done = run_as_a_client("serve", "demo")
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1, done.stderr

@@ -23,7 +23,7 @@ def status_of(*components: tuple[str, str, int]) -> ClusterStatus:
     )
 
 
-def test_versions_that_differ_are_said_with_their_components() -> None:
+def test_differing_versions_are_listed_with_their_components() -> None:
     assert version_line(status_of(("a", "1.0", 8), ("b", "1.0", 8))) == "all components: 1.0, protocol 8"
     told = version_line(status_of(("b", "", 7), ("a", "1.0", 8), ("c", "1.0", 8)))
     assert told == "versions differ: 1.0, protocol 8: a, c; a version that it does not say, protocol 7: b"
@@ -38,5 +38,5 @@ def test_long_lists_are_cut() -> None:
     )
 
 
-def test_a_gateway_that_says_no_versions_is_told_nothing_of() -> None:
+def test_a_gateway_without_versions_is_not_reported() -> None:
     assert version_line(status_of(("a", "", 0), ("b", "", 0))) == ""

@@ -95,7 +95,7 @@ def test_a_type_is_a_schema_and_its_values(kind: Any, good: Any, value: Any, bad
     assert [one for one in bad if validator.is_valid(one)] == []
 
 
-def test_what_has_no_schema_is_refused() -> None:
+def test_types_without_a_schema_are_rejected() -> None:
     for kind in (complex, set[int], dict[int, str], object):
         with pytest.raises(TypeError, match="no JSON schema"):
             answer_schema(kind)

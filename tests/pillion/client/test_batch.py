@@ -76,7 +76,7 @@ async def test_errors_stand_in_their_places_or_end_the_batch(blocking: bool) -> 
         await fakes.settled()
 
 
-async def test_who_is_refused_for_load_comes_again(blocking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_overloaded_requests_are_retried(blocking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.gateway.admission.admission.RETRY_AFTER_MS", 10)
     async with running_fake_cluster("The answer.", max_inflight_requests=2) as fakes:
         fakes.decode.gate.clear()
@@ -121,7 +121,7 @@ async def test_an_interrupted_batch_leaves_no_thread(monkeypatch: pytest.MonkeyP
         await fakes.settled()
 
 
-async def test_the_bar_goes_to_standard_error(blocking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_progress_bar_is_written_to_stderr(blocking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_fake_cluster("The answer.") as fakes:
         shown = io.StringIO()
         monkeypatch.setattr(sys, "stderr", shown)
@@ -130,7 +130,7 @@ async def test_the_bar_goes_to_standard_error(blocking: bool, monkeypatch: pytes
         assert await batch(fakes, blocking, []) == []
 
 
-def test_what_cannot_be_meant() -> None:
+def test_invalid_arguments_are_rejected() -> None:
     with Client("127.0.0.1:1") as client:
         for concurrency in (0, MAX_CONCURRENCY + 1):
             with pytest.raises(ValueError, match="concurrency"):

@@ -185,7 +185,7 @@ def test_schemes_are_no_part_of_the_target() -> None:
     assert connect("dns:///h:1").targets == ("dns:///h:1",)
 
 
-async def test_the_api_key_goes_with_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_every_call_sends_the_api_key(monkeypatch: pytest.MonkeyPatch) -> None:
     servicer = Scripted()
     async with serving(servicer) as address:
         for key, variable, expected in [("k-1", "k-2", "Bearer k-1"), ("", "k-2", "Bearer k-2"), ("", "", None)]:
@@ -229,7 +229,7 @@ async def test_the_gateway_names_the_bound_that_was_met() -> None:
         assert [violation.field for violation in wrong.value.violations] == ["sampling.top_p"]
 
 
-async def test_what_may_be_retried_is_retried() -> None:
+async def test_retryable_errors_are_retried() -> None:
     soon = [Unavailable("stopping", 1) for _ in range(RETRY_ATTEMPTS - 1)]
     servicer = Scripted(*soon)
     async with serving(servicer) as address, AsyncClient(address) as client:
@@ -312,7 +312,7 @@ async def test_a_blocking_client_connects_while_it_waits_for_its_gateway() -> No
     [(Unavailable("looked for long"), 0), (Overloaded("full", 1), 0), (Unavailable("in the middle", 1), 1)],
     ids=["the gateway has tried", "load", "something was received"],
 )
-async def test_what_may_not_be_retried_is_not(error: PillionError, before: int) -> None:
+async def test_other_errors_are_not_retried(error: PillionError, before: int) -> None:
     servicer = Scripted(error, error, before=before)
     async with serving(servicer) as address, AsyncClient(address) as client:
         stream = client.generate("x")
@@ -396,7 +396,7 @@ class InterruptedCall:
         self._call.cancel()
 
 
-async def test_a_blocking_client_goes_on_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_blocking_client_works_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = Client._call
 
     def interrupted(client: Client, *words: Any) -> tuple[int, Any]:

@@ -71,7 +71,7 @@ async def complaint(target: str, **options: object) -> str:
 
 
 @needs_openssl
-async def test_every_way_to_miss_a_gateway_says_what_to_do(made: pathlib.Path) -> None:
+async def test_every_connection_error_says_what_to_do(made: pathlib.Path) -> None:
     ca, nobody, unix = {"ca": made / "ca.pem"}, f"127.0.0.1:{free_port()}", f"unix:{made}/no.sock"
     pair = [((made / "internal.key").read_bytes(), (made / "internal.pem").read_bytes())]
     async with contextlib.AsyncExitStack() as stack:
@@ -142,14 +142,14 @@ def test_addresses_and_files_that_cannot_be_are_refused_at_once(target: str, opt
     assert expected in caught.value.message
 
 
-async def test_a_process_that_says_nothing_within_the_callers_time() -> None:
+async def test_a_silent_process_times_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         async with AsyncClient(f"127.0.0.1:{silent.getsockname()[1]}") as client:
             with pytest.raises(DeadlineExceeded):
                 _ = [delta async for delta in client.generate("x", timeout_s=0.2)]
 
 
-async def test_a_key_that_is_missing_or_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_errors_of_missing_and_unknown_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PILLION_API_KEY", raising=False)
     async with serving(Scripted(*[Unauthenticated("no") for _ in range(3)])) as address:
         for key, expected in [("", "none was sent: give it in the environment's PILLION_API_KEY"), ("k", "not know")]:
@@ -175,7 +175,7 @@ def _no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-async def test_a_commands_spans_leave_before_it_ends_and_a_dead_receiver_does_not_hold_it() -> None:
+async def test_spans_are_flushed_at_exit_and_a_dead_receiver_does_not_block() -> None:
     def generate(address: str, variables: dict[str, str]) -> int:
         command = [sys.executable, "-m", "pillion", "generate", "Once", "--target", address]
         environ = {**os.environ, "OTEL_BSP_SCHEDULE_DELAY": "3600000", **variables}

@@ -95,7 +95,7 @@ def test_attempts_and_their_time_are_bounded_and_begin_anew_with_each_token() ->
         late.delay_s(Overloaded("full", 300), True, True, 500.0 + RESUME_TIMEOUT_S)
 
 
-def test_what_a_gateway_says_is_final_unless_to_an_attempt_to_resume() -> None:
+def test_a_gateways_error_is_final_except_on_resume() -> None:
     for error in (Unavailable("no decode worker lives"), Overloaded("full", 100), InvalidRequest("bad")):
         for begun in (False, True):
             stream = progress(addresses=3)
@@ -150,7 +150,7 @@ def test_waiting_for_a_gateway_ends_with_the_requests_own_time() -> None:
     assert 3.0 - RETRY_MAX_BACKOFF_S < waited_s < 3.0
 
 
-def test_time_for_the_whole_stream_is_not_prolonged() -> None:
+def test_the_timeout_of_a_whole_stream_is_not_extended() -> None:
     stream = progress(timeout_s=10)
     assert stream.timeout_s(100.0) == 10
     stream.note(message(7, first=True))

@@ -36,11 +36,11 @@ COST = StrikeCost(longest_pause_ms=812.5, recomputed_tokens=40, lost_blocks=0, l
          ("the cluster did not come back to its full strength",)),
     ],
 )  # fmt: skip
-def test_what_breaks_a_contract(contract: Contract, cost: StrikeCost, said: tuple[str, ...]) -> None:
+def test_contract_violations(contract: Contract, cost: StrikeCost, said: tuple[str, ...]) -> None:
     assert contract.broken_by(cost) == said
 
 
-def test_a_file_holds_for_all_kinds_and_for_one(tmp_path: pathlib.Path) -> None:
+def test_a_file_has_limits_for_all_kinds_and_for_one(tmp_path: pathlib.Path) -> None:
     toml, text = tmp_path / "c.toml", tmp_path / "c.json"
     toml.write_text("longest_pause_ms = 2000\nlost_blocks = 0\n[kvnode]\nlost_blocks = 40\n")
     text.write_text('{"longest_pause_ms": 2000, "lost_blocks": 0, "kvnode": {"lost_blocks": 40}}')

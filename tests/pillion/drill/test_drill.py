@@ -77,7 +77,7 @@ def report(*broken: str) -> StrikeReport:
     return StrikeReport("decode", "decode-0", "killed", StrikeCost(), 4, 2, broken)
 
 
-def test_the_exit_status_says_what_became_of_the_contract(
+def test_the_exit_status_reports_whether_the_contract_held(
     monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
     files = {name: tmp_path / name for name in ("json", "metrics-file")}
@@ -97,7 +97,7 @@ def test_the_exit_status_says_what_became_of_the_contract(
 
 
 @pytest.mark.parametrize(("typed", "begins"), [("drill\n", True), ("yes\n", False), ("\n", False), ("", False)])
-def test_somebody_has_to_consent(monkeypatch: pytest.MonkeyPatch, typed: str, begins: bool) -> None:
+def test_consent_is_required(monkeypatch: pytest.MonkeyPatch, typed: str, begins: bool) -> None:
     played(monkeypatch, [report()])
     result = CliRunner().invoke(drill, [], input=typed, standalone_mode=False)
     assert "decode-0 will be killed" in result.stderr

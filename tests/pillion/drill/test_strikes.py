@@ -68,7 +68,7 @@ def test_the_busiest_of_each_kind_is_struck(
         (cluster(*PAIRS), Striker(), "decode-0 (10.0.0.1:1) is not a process of this user's"),
     ],
 )
-def test_what_a_drill_refuses(components: list[ComponentStatus], striker: Striker, said: str) -> None:
+def test_invalid_drills_are_rejected(components: list[ComponentStatus], striker: Striker, said: str) -> None:
     found = "\n".join(refusals(components, victims(components), striker))
     assert said in found if said else not found, found
 

@@ -27,7 +27,7 @@ def names(adapters: Path) -> set[str]:
     return {folder.name for folder in adapters.iterdir()}
 
 
-def test_copies_that_nobody_uses_make_room_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_copies_are_evicted_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def usage(path: object) -> Any:
         return disk._replace(free=MIN_FREE_BYTES + 250 - 100 * len(names(tmp_path)))
 
@@ -44,7 +44,7 @@ def test_copies_that_nobody_uses_make_room_on_a_full_disk(tmp_path: Path, monkey
     assert names(tmp_path) == {"used"}
 
 
-def test_copies_that_nobody_uses_make_room_below_the_limit(tmp_path: Path) -> None:
+def test_unused_copies_are_evicted_at_the_limit(tmp_path: Path) -> None:
     copy(tmp_path, "used", used=True)
     copy(tmp_path, "unused", used=False)
     make_room(tmp_path, 50, max_bytes=150)
@@ -53,7 +53,7 @@ def test_copies_that_nobody_uses_make_room_below_the_limit(tmp_path: Path) -> No
         make_room(tmp_path, 51, max_bytes=150)
 
 
-def test_a_draft_goes_when_its_writer_has_died(tmp_path: Path) -> None:
+def test_a_draft_is_removed_once_its_writer_died(tmp_path: Path) -> None:
     code = f"""
 import os
 from pathlib import Path

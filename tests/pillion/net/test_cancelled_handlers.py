@@ -55,7 +55,7 @@ async def _call(stub: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Check", "Watch"])
-async def test_a_cancel_that_nobody_asked_for_is_a_defect(name: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unrequested_cancel_is_reported_as_a_bug(name: str, caplog: pytest.LogCaptureFixture) -> None:
     servicer = _Stray()
     server = grpc.aio.server(interceptors=[rpc.ErrorInterceptor()])
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)

@@ -97,7 +97,7 @@ async def test_a_handler_reads_a_stream_of_requests_and_replies_once() -> None:
         assert echo.ended == ["sum", "sum"]
 
 
-async def test_a_call_gives_the_handlers_reply() -> None:
+async def test_a_call_returns_the_handlers_reply() -> None:
     async with serving() as (echo, channel, _):
         assert await channel.unary_unary("/Echo/One")("x", metadata=[("a", "b")]) == ("x", {"a": "b"})
         assert echo.ended == ["one"]
@@ -136,7 +136,7 @@ async def test_a_cancelled_call_ends_its_handler() -> None:
             await stream.write("late")
 
 
-async def test_a_stream_goes_both_ways_and_ends() -> None:
+async def test_a_bidirectional_stream() -> None:
     async with serving() as (echo, channel, _):
         stream = channel.stream_stream("/Echo/Many")()
         await stream.wait_for_connection()

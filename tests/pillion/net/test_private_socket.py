@@ -39,7 +39,7 @@ def test_a_line_that_never_ends_is_given_up_within_the_sockets_timeout() -> None
         assert near.gettimeout() == 0.05
 
 
-def test_a_line_comes_with_its_descriptors_in_whatever_pieces() -> None:
+def test_a_line_keeps_its_descriptors_however_it_is_split() -> None:
     near, far = socket.socketpair()
     with near, far:
         for piece in (b"on", b"e\n"):
@@ -52,7 +52,7 @@ def test_a_line_comes_with_its_descriptors_in_whatever_pieces() -> None:
 
 
 @pytest.mark.parametrize("sent", [b"short", b"much too long for a line"])
-def test_what_is_no_line_leaves_no_descriptor(sent: bytes) -> None:
+def test_malformed_lines_leak_no_descriptor(sent: bytes) -> None:
     near, far = socket.socketpair()
     reader, writer = os.pipe()
     with near, open(reader, "rb") as came:

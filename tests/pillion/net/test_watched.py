@@ -41,7 +41,7 @@ def test_a_file_is_read_when_it_has_come_to_rest(path: pathlib.Path) -> None:
     assert watched.newer(path.read_text) is None
 
 
-def test_what_changed_long_ago_is_read_at_the_first_look(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_change_is_read_at_the_first_look(path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched([str(path)])
     path.write_text("two")
     now = path.stat().st_ctime
@@ -88,9 +88,7 @@ def test_files_that_change_while_they_are_read_are_read_again(path: pathlib.Path
     assert [watched.newer(read) for _ in range(4)] == [None, None, None, "three"]
 
 
-def test_what_could_not_be_read_is_tried_again_and_said_once(
-    path: pathlib.Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unreadable_files_are_retried_and_logged_once(path: pathlib.Path, caplog: pytest.LogCaptureFixture) -> None:
     """For example with too many open files: a removed key must not stay valid because of that."""
     watched, failing, reads = Watched([str(path)]), True, []
 
@@ -109,7 +107,7 @@ def test_what_could_not_be_read_is_tried_again_and_said_once(
     assert watched.newer(read) == "two"
 
 
-def test_what_is_bad_is_read_once(path: pathlib.Path) -> None:
+def test_an_invalid_file_is_read_once(path: pathlib.Path) -> None:
     watched, reads = Watched([str(path)]), []
 
     def read() -> str:
@@ -121,7 +119,7 @@ def test_what_is_bad_is_read_once(path: pathlib.Path) -> None:
     assert len(reads) == 1
 
 
-def test_half_of_a_keys_file_locks_nobody_out(tmp_path: pathlib.Path) -> None:
+def test_a_half_written_keys_file_is_ignored(tmp_path: pathlib.Path) -> None:
     """Every prefix of it that ends with a line is a valid keys file too."""
     path = tmp_path / "keys.toml"
     lines = ["[tenant.acme]\n"]

@@ -75,7 +75,7 @@ class MeteredLine(SchedulerHarness):
 @example(budget=16, wrong=0, slots=14, prompts=[(9, 24, False)] * 3)
 # The outcome of a step had nothing but a preemption.
 @example(budget=15, wrong=0, slots=18, prompts=[(16, 1, False), (24, 1, False), (20, 6, False), (1, 1, False)])
-def test_what_fills_steps_adds_up(budget: int, wrong: int, slots: int, prompts: list[tuple[int, int, bool]]) -> None:
+def test_step_compositions_add_up(budget: int, wrong: int, slots: int, prompts: list[tuple[int, int, bool]]) -> None:
     line = MeteredLine(budget, wrong, slots)
     for seed, (length, count, is_prefill) in enumerate(prompts):
         if is_prefill and length >= BLOCK:
@@ -199,7 +199,7 @@ def test_a_finished_request_is_in_histograms_of_its_length_and_its_phases() -> N
     assert not any(values(failed, metric) for metric in totals)
 
 
-def test_what_waits_at_workers_waits() -> None:
+def test_requests_queued_at_workers_count_as_waiting() -> None:
     found = by_labels(model_readings("demo", running=5, waiting=2, queued=3, kv_usage=0.5), names.MODEL_REQUESTS)
     assert found == {"demo/running": 2, "demo/waiting": 5}
     assert not by_labels(model_readings("demo", 0, 0, 3, None), names.MODEL_KV_USAGE)
@@ -228,7 +228,7 @@ def test_several_answers_have_one_first_token() -> None:
         (errors.Unavailable("no worker"), [""], "Unavailable", "Unavailable"),
     ],
 )
-def test_outcomes(error: errors.PillionError | None, reasons: list[str], outcome: str, kind: str) -> None:
+def test_outcomes_of_requests(error: errors.PillionError | None, reasons: list[str], outcome: str, kind: str) -> None:
     meters, request = metered()
     request.ended(101.0, Usage(10, 0, 0), Timings(), reasons, error)
     assert values(meters, names.REQUESTS) == {("demo", outcome): 1}
@@ -279,7 +279,7 @@ def record(**more: object) -> logging.LogRecord:
     return made
 
 
-def test_json_lines_know_their_trace() -> None:
+def test_json_lines_have_their_trace_id() -> None:
     formatter = JsonFormatter("gateway-0")
     with TracerProvider().get_tracer("test").start_as_current_span("request") as span:
         text = formatter.format(record(created=0.25, msecs=250.0, fields={"replays": 1, "path": object}))

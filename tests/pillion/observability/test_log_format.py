@@ -78,7 +78,7 @@ asyncio.run(main())
 """
 
 
-def test_a_call_whose_other_side_is_gone_is_one_line() -> None:
+def test_a_disconnected_call_logs_one_line() -> None:
     """A library's own report of it has no traceback; a defect has one."""
     done = subprocess.run([sys.executable, "-c", BROKEN_CALLS], capture_output=True, text=True, check=True)
     gone, *defect, dropped = done.stderr.splitlines()

@@ -29,7 +29,7 @@ def test_the_longest_is_kept_for_one_window_and_at_most_two() -> None:
     assert longest.longest(30.0 + 7 * WINDOW_S) == 0.0
 
 
-async def test_what_holds_the_loop_is_measured_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+async def test_event_loop_blockers_are_measured_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     meters = Meters()
     watch = LoopWatch(meters)
 

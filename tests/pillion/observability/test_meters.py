@@ -73,7 +73,7 @@ def test_the_page_reads_as_it_was_counted() -> None:
     assert found[f"{name}_bucket", (model, ("le", "+Inf"))] == 4
 
 
-def test_what_is_counted_has_the_names_of_the_catalog() -> None:
+def test_metrics_have_the_names_of_the_catalog() -> None:
     assert len({metric.name for metric in names.CATALOG}) == len(names.CATALOG)
     assert prometheus_name(names.KV_EVICTED) == "pillion_kv_evicted_blocks"
     assert prometheus_name(names.KV_FETCH_BYTES) == "pillion_kv_fetched_bytes"

@@ -46,7 +46,7 @@ def tokens(outputs) -> list[list[int]]:
     return [answer.token_ids for output in outputs for answer in output.outputs]
 
 
-def test_generate_gives_the_oracles_tokens(llm: LLM, oracle: Oracle, codec: Tokenizer) -> None:
+def test_generate_returns_the_oracles_tokens(llm: LLM, oracle: Oracle, codec: Tokenizer) -> None:
     outputs = llm.generate(TEXTS, GREEDY, use_tqdm=False)
     assert [output.prompt for output in outputs] == TEXTS
     for output in outputs:
@@ -60,7 +60,7 @@ def test_generate_gives_the_oracles_tokens(llm: LLM, oracle: Oracle, codec: Toke
     assert outputs[0].timings.decode_worker == "decode-0"
 
 
-def test_chat_gives_the_oracles_tokens(llm: LLM, oracle: Oracle, codec: Tokenizer) -> None:
+def test_chat_returns_the_oracles_tokens(llm: LLM, oracle: Oracle, codec: Tokenizer) -> None:
     (alone,) = llm.chat(TALK, GREEDY, use_tqdm=False)
     assert (alone.prompt, alone.prompt_token_ids) == (TALK_TEXT, codec.encode(TALK_TEXT, add_special_tokens=False).ids)
     assert not first_difference(oracle.greedy(alone.prompt_token_ids, 16), alone.outputs[0].token_ids, 1e-3)
@@ -227,7 +227,7 @@ def test_options_that_cannot_work(options: dict, error: type[Exception], complai
         LLM("demo", **options)
 
 
-def test_names_and_variables_of_the_template_as_vllm_takes_them() -> None:
+def test_template_names_and_variables_match_vllm() -> None:
     for given, names in (("one", ("one",)), (["one", "two"], ("one", "two"))):
         flags = read_options(
             "m", {"served_model_name": given, "default_chat_template_kwargs": {"enable_thinking": False}}

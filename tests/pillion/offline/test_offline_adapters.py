@@ -88,7 +88,7 @@ def test_adapters_of_experts(kernels, tmp_path):
     assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 3
 
 
-def test_what_cannot_work_is_refused(made):
+def test_unsupported_adapters_are_rejected(made):
     folder, adapters = made
     with offline(folder, cpu_kernels="torch") as llm, pytest.raises(PermissionDenied, match="enable_lora=True"):
         llm.load_adapter("a", adapters[0])

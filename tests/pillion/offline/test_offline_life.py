@@ -166,7 +166,7 @@ print("end")
     assert (out, err) == ("end\n", "")
 
 
-def test_without_the_servers_it_says_so() -> None:
+def test_a_missing_server_extra_is_named() -> None:
     """``pip install pillion`` without its ``server`` extra includes the servers' code, but none of its dependencies."""
     body = """
 import sys

@@ -46,7 +46,7 @@ def llm(folder: pathlib.Path) -> Iterator[LLM]:
         ({"quantization": "AWQ"}, "quantization='awq': .* has plain weights; leave the option out, or choose int8"),
     ],
 )
-def test_what_is_refused_says_what_to_do(options: dict, complaint: str, folder: pathlib.Path) -> None:
+def test_rejections_say_what_to_do(options: dict, complaint: str, folder: pathlib.Path) -> None:
     with pytest.raises(ConfigError, match=complaint):
         LLM(str(folder), **SMALL, **options)
 
@@ -200,7 +200,7 @@ def test_adapters_are_refused_in_words_of_a_program(llm: LLM) -> None:
             call()
 
 
-def test_a_call_may_have_a_template_of_its_own(llm: LLM) -> None:
+def test_a_call_may_have_its_own_template(llm: LLM) -> None:
     talk = [{"role": "user", "content": "Hm"}]
     own = "{{ messages[0].content }}?{{ word }}"
     outputs = llm.chat([talk, talk], GREEDY, False, chat_template=own, chat_template_kwargs={"word": "so"})

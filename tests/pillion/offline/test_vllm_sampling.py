@@ -87,7 +87,7 @@ def test_a_structure_is_narrowed(llm: LLM, codec: Tokenizer) -> None:
             assert set(text) <= set(letters), (name, text)
 
 
-def test_what_is_left_out_and_what_is_cut(llm: LLM, codec: Tokenizer) -> None:
+def test_detokenize_and_truncation(llm: LLM, codec: Tokenizer) -> None:
     (output,) = llm.generate(PROMPT, replace(GREEDY, detokenize=False), use_tqdm=False, priority=None)
     assert (output.outputs[0].text, list(output.outputs[0].token_ids)) == ("", answers(llm, GREEDY, "free")[0])
     (cut,) = llm.generate(PROMPT, replace(GREEDY, truncate_prompt_tokens=5), use_tqdm=False)

@@ -71,7 +71,7 @@ def bundle_of(**fields: Any) -> Bundle:
     return Bundle(**known | fields)
 
 
-def test_a_bundle_comes_back_as_it_was_written(tmp_path: pathlib.Path) -> None:
+def test_a_bundle_round_trips(tmp_path: pathlib.Path) -> None:
     whole = bundle_of()
     write(tmp_path, whole.id, encode(whole, KEY))
     (path,) = tmp_path.iterdir()
@@ -95,7 +95,7 @@ def test_a_bundle_comes_back_as_it_was_written(tmp_path: pathlib.Path) -> None:
         (lambda raw: b"\xff\xfe", "is not a bundle"),
     ],
 )
-def test_what_is_no_bundle_or_was_changed_is_refused(change: Any, complaint: str, tmp_path: pathlib.Path) -> None:
+def test_invalid_and_modified_bundles_are_rejected(change: Any, complaint: str, tmp_path: pathlib.Path) -> None:
     raw, path = encode(bundle_of(), KEY), tmp_path / "it.json"
     path.write_bytes(raw)
     assert read(path, KEY)[1]
@@ -106,7 +106,7 @@ def test_what_is_no_bundle_or_was_changed_is_refused(change: Any, complaint: str
         read(path, KEY)
 
 
-def test_what_is_signed_may_still_be_no_bundle(tmp_path: pathlib.Path) -> None:
+def test_signed_data_may_be_no_bundle(tmp_path: pathlib.Path) -> None:
     fields = json.loads(encode(bundle_of(), KEY))
     fields["reason"] = "whatever"
     (tmp_path / "it.json").write_text(json.dumps(fields))
@@ -126,7 +126,7 @@ def test_a_bundle_has_a_bound(tmp_path: pathlib.Path, monkeypatch: pytest.Monkey
         read(tmp_path / f"{NAME}.json", KEY)
 
 
-def test_an_hmac_stands_for_one_value_of_one_field() -> None:
+def test_an_hmac_identifies_one_value_of_one_field() -> None:
     assert hidden(KEY, "token_ids", (1, 2)) == hidden(KEY, "token_ids", (1, 2))
     others = [hidden(KEY, "token_ids", (12,)), hidden(KEY, "answer", (1, 2)), hidden(b"another", "token_ids", (1, 2))]
     assert hidden(KEY, "token_ids", (1, 2)) not in others

@@ -49,7 +49,7 @@ EQUAL, OTHER = CanaryOutcome(name="equal"), CanaryOutcome(name="differs", positi
         ("slower=1.5", 3, [CanaryOutcome(name="equal", slower=one) for one in (1, 1.6, 9)], False),
     ],
 )
-def test_what_the_rule_decides(rule: str, wanted: int, outcomes: list[CanaryOutcome], verdict: bool | None) -> None:
+def test_verdicts_of_a_rule(rule: str, wanted: int, outcomes: list[CanaryOutcome], verdict: bool | None) -> None:
     tally = CanaryTally(parse_rule(rule), wanted)
     for outcome in outcomes:
         tally.note(bundle(), outcome)
@@ -98,7 +98,7 @@ def test_replays_keep_to_the_pace(tokens_per_s: int, replays: list[tuple[int, fl
         assert then_s - first_s >= tokens / tokens_per_s - 1e-6
 
 
-def test_a_share_is_about_as_large_as_it_says() -> None:
+def test_the_recorded_fraction_is_close_to_its_setting() -> None:
     ids = [f"{number:024x}" for number in range(2000)]
     assert [sum(is_in_share(one, share) for one in ids) for share in (0.0, 1.0)] == [0, 2000]
     assert 400 < sum(is_in_share(one, 0.25) for one in ids) < 600

@@ -213,7 +213,7 @@ def test_each_cause_has_its_sentence(bundle: Bundle, told: str) -> None:
         (AWAY, "ended there"),
     ],
 )
-def test_what_is_small_or_as_expected_is_not_told(bundle: Bundle, words: str) -> None:
+def test_small_or_expected_differences_are_not_reported(bundle: Bundle, words: str) -> None:
     assert [one for one in sentences(bundle) if words in one] == []
 
 
@@ -242,7 +242,7 @@ def test_phases_of_a_request_that_moved() -> None:
     ]
 
 
-def test_where_the_cached_tokens_came_from_is_told() -> None:
+def test_the_source_of_cached_tokens_is_reported() -> None:
     usage = Usage(3, 900, 9, fetched_tokens=300, restored_tokens=100, bucket_tokens=50)
     bundle = story(event(10, "ready"), *submitted(20), *begun(30), usage=usage)
     assert (
@@ -251,7 +251,7 @@ def test_where_the_cached_tokens_came_from_is_told() -> None:
     )
 
 
-def test_an_adapter_that_was_replaced_is_told_where_nothing_was_cached() -> None:
+def test_a_replaced_adapter_explains_a_cache_miss() -> None:
     model = BundleModel(name="toy", fingerprint="ab", asked="red", adapter="b" * 64)
     changed = event(10, "adapter_changed", tokens=16, words="a" * 64, figures={"ago_ms": 60_010.0})
     events = (event(10, "ready"), changed, *submitted(20))
@@ -263,7 +263,7 @@ def test_an_adapter_that_was_replaced_is_told_where_nothing_was_cached() -> None
     assert [one for one in warm if "another adapter" in one] == []
 
 
-def test_the_routes_that_were_weighed_are_told() -> None:
+def test_considered_routes_are_reported() -> None:
     routes = (WeighedRoute(decode="d0", price_ms=900.0), WeighedRoute(decode="d1", price_ms=500.0, chosen=True))
     plan, sent = submitted(20)
     plan = event(20, "planned", "d1", figures=PLAN, weighed=routes)

@@ -110,7 +110,7 @@ async def test_a_replay_computes_the_whole_prompt(components: Components, record
     assert {one.reason for one in replays()} == {"asked"}
 
 
-async def test_what_cannot_be_replayed_is_said(
+async def test_unreplayable_bundles_are_reported(
     components: Components, recorded: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     path, target = bundles_in(recorded)[0], components.gateway.grpc_address
@@ -196,7 +196,7 @@ async def test_nothing_of_a_tenant_that_opted_out_is_mirrored(components: Compon
     assert labels == [f"replay-{found['acme'].id}"]
 
 
-async def test_a_wrong_kernel_and_a_changed_template_are_told(
+async def test_a_wrong_kernel_and_a_changed_template_are_reported(
     components: Components, recorded: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = components.folder / "brief.jinja"
@@ -218,7 +218,7 @@ async def test_a_wrong_kernel_and_a_changed_template_are_told(
     assert (status, lines[-1].partition(":")[0]) == (STOP, "stop")
 
 
-async def test_other_weights_are_told_with_the_margin(recorded: pathlib.Path, tmp_path: pathlib.Path) -> None:
+async def test_other_weights_are_reported_with_the_margin(recorded: pathlib.Path, tmp_path: pathlib.Path) -> None:
     model, _ = recorded_model(tmp_path, seed=1)
     with tempfile.TemporaryDirectory(prefix="pil-") as name:
         async with running_components(

@@ -14,7 +14,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_what_waits_enters_in_its_order_and_what_is_larger_enters_alone() -> None:
+async def test_waiters_enter_in_order_and_oversized_ones_alone() -> None:
     limit, entered = WeightedLimit(10), []
 
     async def enter(weight: int) -> None:
@@ -39,7 +39,7 @@ async def test_what_waits_enters_in_its_order_and_what_is_larger_enters_alone() 
     assert entered == [6, 5, 1, 12, 2]
 
 
-async def test_a_wait_that_ends_early_takes_nothing_and_lets_the_next_one_in() -> None:
+async def test_a_cancelled_wait_admits_the_next_waiter() -> None:
     limit = WeightedLimit(10)
     await limit.take(8)
     waiting = asyncio.create_task(limit.take(5))

@@ -38,7 +38,7 @@ def chosen(folder: pathlib.Path, sampling: dict[str, float] | None = None, **fla
     return {name: value for name in SAMPLING_KEYS if (value := getattr(found, name)) is not None}
 
 
-def test_what_transformers_writes_is_read(tmp_path: pathlib.Path) -> None:
+def test_output_of_transformers_is_read(tmp_path: pathlib.Path) -> None:
     GenerationConfig(do_sample=True, eos_token_id=[1, 2], **GIVEN).save_pretrained(tmp_path)
     assert chosen(tmp_path) == GIVEN
     # As in vLLM, a bound of new tokens is one of every answer.
@@ -85,7 +85,7 @@ def test_the_flags_choose(tmp_path: pathlib.Path) -> None:
         ({"max_new_tokens": 0}, "max_new_tokens must be 1 or more"),
     ],
 )
-def test_what_no_request_could_ask_for_is_refused_by_its_name(
+def test_defaults_outside_their_range_are_rejected_by_name(
     tmp_path: pathlib.Path, said: dict[str, Any], words: str
 ) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(said))

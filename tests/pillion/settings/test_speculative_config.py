@@ -56,7 +56,7 @@ NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 5}
         ),
     ],
 )
-def test_what_is_said_is_meant(said: dict[str, Any], meant: SpeculativeConfig) -> None:
+def test_valid_configs(said: dict[str, Any], meant: SpeculativeConfig) -> None:
     found = parse_speculative_config(json.dumps(said))
     assert found == meant
     assert parse_speculative_config(str(found)) == found, "a component gets it as a text"
@@ -75,7 +75,7 @@ def test_what_is_said_is_meant(said: dict[str, Any], meant: SpeculativeConfig) -
         (None, "draft_model"),
     ],
 )
-def test_a_folder_says_whether_it_is_a_head(config: str | None, method: str, tmp_path: pathlib.Path) -> None:
+def test_the_method_follows_from_the_draft_folder(config: str | None, method: str, tmp_path: pathlib.Path) -> None:
     if config is not None:
         (tmp_path / "config.json").write_text(config)
     said = {"model": str(tmp_path), "num_speculative_tokens": 3}
@@ -115,7 +115,7 @@ def test_nothing_is_drafted_by_default() -> None:
         ({**NGRAM, "prompt_lookup_min": 9}, "prompt_lookup_min 9 is above prompt_lookup_max 8"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_by_name(said: Any, complaint: str) -> None:
+def test_invalid_combinations_are_rejected_by_name(said: Any, complaint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_speculative_config(said if isinstance(said, str) else json.dumps(said))
     assert complaint in caught.value.message

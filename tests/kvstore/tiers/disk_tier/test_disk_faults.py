@@ -63,9 +63,7 @@ async def test_writes_that_fail_in_the_middle(tmp_path: Path, caplog: pytest.Log
         assert await loaded(tier, blocks) == 3
 
 
-async def test_a_disk_that_takes_nothing_is_not_asked_again_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_disk_that_rejects_writes_is_backed_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither for the rest of a batch nor for the next one. A full disk is retried once, with an old file."""
     monkeypatch.setattr(disk, "PAUSE_S", 10 * WITHIN_S)
     for number, times in ((errno.EIO, 1), (errno.EROFS, 1), (errno.ENOSPC, 2), (errno.EDQUOT, 2)):
@@ -218,7 +216,7 @@ async def test_a_read_outlives_its_caller(tmp_path: Path, monkeypatch: pytest.Mo
         assert target == block[1]
 
 
-async def test_a_store_goes_on_without_its_caller(tmp_path: Path) -> None:
+async def test_a_store_outlives_its_caller(tmp_path: Path) -> None:
     blocks = chain(3)
     async with opened(tmp_path) as tier:
         task = asyncio.create_task(tier.store(blocks))

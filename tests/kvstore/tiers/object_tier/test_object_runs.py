@@ -50,7 +50,7 @@ def test_runs_are_chains_of_one_segment_and_their_names_find_every_block(seed: i
             assert places_in([name for name in names if name.segment == part[0]], part).keys() == there & set(part)
 
 
-def test_an_object_comes_back_as_it_was() -> None:
+def test_an_object_round_trips() -> None:
     run = branched([7])[0][2:]
     data = LAYOUT.pack(run)
     assert len(data) == HEADER_BYTES + 5 * BLOCK_BYTES
@@ -58,7 +58,7 @@ def test_an_object_comes_back_as_it_was() -> None:
     assert found == {name.hash: (name.checksum, payload) for name, payload in run}
 
 
-def test_a_name_tells_the_size_of_its_object_which_is_bounded() -> None:
+def test_a_name_contains_the_objects_size_which_is_limited() -> None:
     """A name with more blocks than a run has was not written by this code, and would be read whole."""
     layout, first = RunLayout(bytes(32), MAX_RUN_BYTES // 4), bytes(32)
     assert layout.size_bytes(RunName(first, first, (b"ab",) * 3)) == HEADER_BYTES + MAX_RUN_BYTES

@@ -79,7 +79,7 @@ async def loaded(tier: ObjectTier, blocks: Sequence[Stored]) -> int:
     return count
 
 
-async def test_how_far_a_long_chain_goes_takes_few_lists(service: S3Service) -> None:
+async def test_a_long_chain_is_found_with_few_list_calls(service: S3Service) -> None:
     """Of 40 segments in the bucket and 9 missing ones, the end is found by about twice the root of 49 lists; everything
     before it is loaded anyway."""
     (chain,) = branched([49 * SEGMENT_BLOCKS])
@@ -94,7 +94,7 @@ async def test_how_far_a_long_chain_goes_takes_few_lists(service: S3Service) -> 
         assert await found(tier, chain) == 40 * SEGMENT_BLOCKS
 
 
-async def test_another_node_finds_what_one_wrote(service: S3Service) -> None:
+async def test_other_nodes_find_written_objects(service: S3Service) -> None:
     """A chain of three segments, another that branches in the second, and a longer one: each is read as far as it was
     written, by a node that knows only the bucket."""
     one, two = branched([80, 50])

@@ -36,7 +36,7 @@ def written(status: NodeStatus) -> bool:
     return status.free_blocks >= NUM_SLOTS * 0.8 and status.object_blocks == status.spilled_blocks > 0
 
 
-async def test_what_a_dead_node_wrote_serves_another(
+async def test_objects_of_a_dead_node_serve_another(
     short_folder: str, redis: RedisServer, service: S3Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(write_through, "COPY_DELAY_S", 0.01)
