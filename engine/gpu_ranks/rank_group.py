@@ -206,7 +206,7 @@ class GpuRankGroup:
                 waited_s += DEVICE_WAIT_S
                 self._check(waited_s)
         except RuntimeError as error:
-            raise self.gone(f"the GPU failed: {error}") from error
+            raise self.lost(f"the GPU failed: {error}") from error
 
     def close(self) -> None:
         """Leave the group without waiting for others. Idempotent."""
@@ -243,7 +243,7 @@ class GpuRankGroup:
                     work.wait()
                 return
         except RuntimeError as error:
-            raise self.gone(_first_line(error)) from error
+            raise self.lost(_first_line(error)) from error
         waited_s = 0.0
         while not self._ended(work):
             waited_s += HOST_WAIT_S
@@ -256,21 +256,21 @@ class GpuRankGroup:
             work.wait(timedelta(seconds=HOST_WAIT_S))
         except RuntimeError as error:
             if ended:
-                raise self.gone(_first_line(error)) from error
+                raise self.lost(_first_line(error)) from error
             return False
         return True
 
     def _check_lost(self) -> None:
         if self._lost:
-            raise self.gone("a call before this one failed")
+            raise self.lost("a call before this one failed")
 
     def _check(self, waited_s: float) -> None:
         if self._aborted():
-            raise self.gone("another rank has ended")
+            raise self.lost("another rank has ended")
         if self.shard.leads and waited_s > self.limit_s:
-            raise self.gone(f"no answer from the others in {self.limit_s:.0f} s")
+            raise self.lost(f"no answer from the others in {self.limit_s:.0f} s")
 
-    def gone(self, reason: str) -> BackendLost:
+    def lost(self, reason: str) -> BackendLost:
         """Mark the group as lost and return the error to raise."""
         if not self._lost:
             self._lost = True

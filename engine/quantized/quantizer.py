@@ -56,7 +56,7 @@ CODE_RANGES = {
 }
 
 
-def group_of(columns: int, wanted: int) -> int:
+def choose_group_size(columns: int, wanted: int) -> int:
     """Return the inputs per group: ``wanted``, or its largest half, quarter etc. that divides ``columns``; all inputs
     if not even 16 does, or if ``wanted`` is 0."""
     group = wanted
@@ -245,5 +245,5 @@ def _stored(
     if not bool(weight.isfinite().all()):
         raise ConfigError(f"{name} contains NaN or infinities")
     *lead, columns = weight.shape
-    matrix = quantize_matrix(weight.reshape(-1, columns), kind, group_of(columns, group), pool)
+    matrix = quantize_matrix(weight.reshape(-1, columns), kind, choose_group_size(columns, group), pool)
     return {part: tensor.view(*lead, -1) for part, tensor in stored_tensors(name, matrix).items()}

@@ -121,7 +121,7 @@ class NodeExchange:
                     await peer.pin_prefixes(pool.pins_of(step.chain))
             except PillionError as error:
                 log.info("node %s accepts no blocks: %s", step.node_id, error.message)
-                plan.failed(step)
+                plan.record_failure(step)
         for node_id, chain in reversed(plan.whole):
             if loop.time() >= plan.until_s:
                 break

@@ -67,7 +67,7 @@ class RegionServer:
             self._answer(sock, [], error=error.message)
         finally:
             self._waiting.pop(user, None)
-            self._do(self.regions.gone(user))
+            self._do(self.regions.remove_user(user))
 
     @property
     def waiting(self) -> int:

@@ -93,7 +93,7 @@ class Regions:
         region.waiting.clear()
         return actions
 
-    def gone(self, user: int) -> list[Action]:
+    def remove_user(self, user: int) -> list[Action]:
         """Remove ``user`` from the users or waiters of its region. Idempotent."""
         key = self._key_of.pop(user, "")
         region = self._regions.get(key)

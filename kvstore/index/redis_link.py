@@ -77,7 +77,7 @@ class Breaker:
     def succeeded(self) -> None:
         self._closed = True
 
-    def failed(self, now: float) -> None:
+    def record_failure(self, now: float) -> None:
         self._closed = False
         self._try_again_s = now + self._open_s
 
@@ -131,7 +131,7 @@ class RedisLink:
                 answers = [_read(read, one) for one in raw]
         except Exception as error:  # noqa: BLE001  (of a server that speaks nonsense, redis-py raises anything)
             if not isinstance(error, TimeoutError) or _now_s() - begun_s >= MIN_PATIENCE_MS / 1000:
-                breaker.failed(_now_s())
+                breaker.record_failure(_now_s())
             if _cancels() > cancels:
                 raise asyncio.CancelledError from None
             raise Unavailable(f"Redis: {str(error) or 'no answer in time'}") from None

@@ -238,8 +238,8 @@ class Ledger:
         ]
 
     def fence(self, epoch: int) -> None:
-        """Revoke an epoch's right to change anything; its leases and pins stay until :meth:`gone` or :meth:`drained`
-        (I4)."""
+        """Revoke an epoch's right to change anything; its leases and pins stay until :meth:`end_epoch` or
+        :meth:`drained` (I4)."""
         holder = self.holders.get(epoch)
         if holder is None or holder.fenced:
             return
@@ -251,9 +251,9 @@ class Ledger:
         """Free everything that a fenced epoch held, once none of its steps uses it. Raises Conflict if not fenced."""
         if epoch in self.holders and not self.holders[epoch].fenced:
             raise Conflict("only a fenced epoch drains")
-        self.gone(epoch)
+        self.end_epoch(epoch)
 
-    def gone(self, epoch: int) -> None:
+    def end_epoch(self, epoch: int) -> None:
         """Free everything that an epoch held, once its holder's end is proven. Idempotent."""
         holder = self.holders.pop(epoch, None)
         if holder is None:

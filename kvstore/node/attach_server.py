@@ -140,7 +140,7 @@ class AttachServer:
                         self._fence(epoch)
                         if peer.descriptor == UNSEEN_PROCESS:
                             log.error(UNSEEN, epoch)
-                        await peer.gone()
+                        await peer.wait_exit()
                     for pidfd in peer.others:
                         await _readable(pidfd)
         except (OSError, PillionError) as error:
@@ -197,7 +197,7 @@ class PeerProcess:
         self.descriptor = _pidfd_of(sock)
         self.others: list[int] = []
 
-    async def gone(self) -> None:
+    async def wait_exit(self) -> None:
         """Wait for the process's exit, forever if that cannot be observed. This process counts as gone, because it dies
         with its memory."""
         if self.descriptor != _GONE:

@@ -148,7 +148,7 @@ class Pool:
     def ended(self, epoch: int) -> None:
         """Free everything that an epoch held, once its worker's death or its session's end is proven. Idempotent."""
         _, epoch = self._replaced.pop(epoch, (0, epoch))
-        self.ledger.gone(epoch)
+        self.ledger.end_epoch(epoch)
         self._dismiss(epoch, "the caller is gone")
         self.changed()
 

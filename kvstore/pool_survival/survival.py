@@ -25,7 +25,7 @@ from pillion.v1.kvnode_pb2 import NodeStatus
 log = logging.getLogger("pillion.kvnode")
 
 CHECKED_BYTES = 32 * 2**20
-CHECKED_BLOCKS = 512
+MAX_CHECK_BLOCKS = 512
 KEEPER_LOOK_S = 0.5
 # Interval of writes to the table: a death may lose the blocks committed within it.
 SEAL_S = 0.005
@@ -53,7 +53,7 @@ class PoolSurvival:
         self.blocks = SurvivingBlocks(ledger, pool.table)
         self._node_id, self._keeper, self._pool = node_id, keeper, pool
         self._memory, self._changed = memory, changed
-        self._batch_blocks = max(1, min(CHECKED_BYTES // memory.block_bytes, CHECKED_BLOCKS))
+        self._batch_blocks = max(1, min(CHECKED_BYTES // memory.block_bytes, MAX_CHECK_BLOCKS))
         self._looking = asyncio.Lock()
         self._unsealed = asyncio.Event()
 

@@ -127,7 +127,7 @@ class SurvivingBlocks:
             self._drop(entry, lost=not here)
         self._restore(good)
         if not self.pending:
-            self._ledger.gone(self._epoch)
+            self._ledger.end_epoch(self._epoch)
         return self.recovered - taken
 
     def check_integrity(self) -> None:

@@ -383,7 +383,7 @@ class Fetcher:
 
         def gone(_: object = None) -> None:
             if all(work.done() for work in fetch.lingering):
-                self._ledger.gone(fetch.epoch)
+                self._ledger.end_epoch(fetch.epoch)
                 self._changed()
 
         gone()

@@ -167,7 +167,7 @@ class HandOver(Generic[Name]):
             self.whole.append((ask.node_id, ask.chain))
             self._chain = None
         elif not fetched:
-            self.failed(ask)
+            self.record_failure(ask)
             return False
         self._failed_by_node[ask.node_id] = self._failed_asks = 0
         self._rooms[ask.node_id] -= fetched
@@ -177,7 +177,7 @@ class HandOver(Generic[Name]):
             self._give_up()
         return here >= len(ask.chain)
 
-    def failed(self, ask: HandOverAsk[Name]) -> None:
+    def record_failure(self, ask: HandOverAsk[Name]) -> None:
         """Record that the node fetched nothing."""
         self._failed_asks += 1
         self._failed_by_node[ask.node_id] = self._failed_by_node.get(ask.node_id, 0) + 1

@@ -157,7 +157,7 @@ class ChildProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
-    def gone(self) -> bool:
+    def has_exited(self) -> bool:
         """Return whether no process of the child's group is alive."""
         self._bury_adopted()
         try:

@@ -34,7 +34,7 @@ class PublicPorts:
     def __init__(self) -> None:
         self._sockets: list[socket.socket] = []
 
-    def hold(self, flags: E) -> E:
+    def reserve(self, flags: E) -> E:
         """Return ``flags`` with a free port instead of each 0. Raises ConfigError for a port that is in use."""
         for name in ("http_port", "grpc_port"):
             self._sockets.append(bind_port(flags.host, "host", name, getattr(flags, name)))

@@ -103,7 +103,7 @@ class LocalCluster:
         for number in range(components if settled.metrics_port else 0):
             port = settled.metrics_port + number
             bind_port(settled.metrics_host, "metrics_host", "metrics_port", port).close()
-        self.flags = self._ports.hold(settled)
+        self.flags = self._ports.reserve(settled)
         if settled.redis_url:
             await wait_for_redis(settled.redis_url, self.notices)
         else:
@@ -171,7 +171,7 @@ class LocalCluster:
     def left_behind(self) -> list[str]:
         """Return process groups and files that still exist after :meth:`stop`; none unless something is wrong."""
         left = [f"process group {pid}" for pid in self.supervisor.living()] if self.supervisor else []
-        if self._fork_server is not None and not self._fork_server.gone():
+        if self._fork_server is not None and not self._fork_server.has_exited():
             left.append("the fork server")
         if self.runtime is not None and self.runtime.path.exists():
             left.append(str(self.runtime.path))

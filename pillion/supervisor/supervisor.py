@@ -207,7 +207,7 @@ class Supervisor:
     def living(self) -> list[int]:
         """Return the process groups that are still alive; there are none after :meth:`stop`."""
         every = [one for component in self._components for one in (component.child, component.successor)]
-        return [process.pid for process in every if process and not process.gone()]
+        return [process.pid for process in every if process and not process.has_exited()]
 
     def down(self) -> list[Down]:
         """Return the components that flap and wait for their next start."""

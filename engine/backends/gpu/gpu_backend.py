@@ -313,7 +313,7 @@ class GpuBackend:
         except Exception as error:
             if self._ranks is not None:
                 # The other ranks wait in the middle of this step.
-                raise self._ranks.gone(f"a step failed: {error!r}") from error
+                raise self._ranks.lost(f"a step failed: {error!r}") from error
             self.settle()
             raise
         if rows is not None:

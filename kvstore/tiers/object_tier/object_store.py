@@ -136,7 +136,7 @@ class ObjectStore:
 
     async def put(self, path: str, data: bytearray) -> None:
         """Write an object, whole or not at all. Raises ObjectStoreFailure."""
-        await self._asked(self._obstore.put_async(self._store, path, data, use_multipart=False))
+        await self._within_timeout(self._obstore.put_async(self._store, path, data, use_multipart=False))
 
     async def get(self, path: str, size_bytes: int) -> memoryview:
         """Read an object of ``size_bytes``. Raises MissingObject, ObjectStoreFailure, and Corrupt for an object of
@@ -152,7 +152,7 @@ class ObjectStore:
                 raise Corrupt(f"it has {said} bytes, not {size_bytes}")
             return await found.bytes_async()
 
-        found = await self._asked(read())
+        found = await self._within_timeout(read())
         if found is None:
             raise MissingObject
         return memoryview(found)
@@ -169,9 +169,9 @@ class ObjectStore:
                 return list(some)
             return []
 
-        return [one["path"].rpartition("/")[2] for one in await self._asked(listed())]
+        return [one["path"].rpartition("/")[2] for one in await self._within_timeout(listed())]
 
-    async def _asked(self, request: Any) -> Any:
+    async def _within_timeout(self, request: Any) -> Any:
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_MS / 1000):
                 return await request

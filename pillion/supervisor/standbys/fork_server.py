@@ -105,9 +105,9 @@ class ForkServer:
         self._decided.set()
         await asyncio.gather(*self._burials, return_exceptions=True)
 
-    def gone(self) -> bool:
+    def has_exited(self) -> bool:
         """Return whether no process of the fork server is alive."""
-        return self._server is None or self._server.gone()
+        return self._server is None or self._server.has_exited()
 
     async def _keep(self) -> None:
         failed_starts = 0

@@ -144,9 +144,9 @@ class Successor:
     def running(self) -> bool:
         return self._child.running
 
-    def gone(self) -> bool:
+    def has_exited(self) -> bool:
         """Return whether no process of the standby's group is alive."""
-        return self._child.gone()
+        return self._child.has_exited()
 
     async def ready(self) -> bool:
         """Return True when the process waits for its turn, or False when it has ended."""

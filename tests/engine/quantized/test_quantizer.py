@@ -14,7 +14,7 @@ from pillion.engine.checkpoints.checkpoint import decoder_tensors, open_checkpoi
 from pillion.engine.checkpoints.model_files import weight_files
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config
-from pillion.engine.quantized.quantizer import CODE_RANGES, group_of, quantize_matrix
+from pillion.engine.quantized.quantizer import CODE_RANGES, choose_group_size, quantize_matrix
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 from tests.support.examples import examples
@@ -89,8 +89,8 @@ def test_the_search_pays():
 
 @pytest.mark.parametrize(("columns", "wanted", "group"), [(64, 32, 32), (576, 128, 64), (48, 32, 16), (40, 32, 40)])
 def test_groups_divide_the_inputs(columns, wanted, group):
-    assert group_of(columns, wanted) == group
-    assert group_of(columns, 0) == columns
+    assert choose_group_size(columns, wanted) == group
+    assert choose_group_size(columns, 0) == columns
 
 
 def quantized(folder, kind: str, **more):

@@ -72,10 +72,10 @@ def test_the_first_fills_and_the_others_wait() -> None:
     assert regions.filled(1) == [Granted(2, "k", READY), Granted(3, "k", READY)]
     assert regions.ask(5, "k", 10) == [Granted(5, "k", READY)]
     for user in (1, 2, 3, 5, 5):
-        assert regions.gone(user) == []
+        assert regions.remove_user(user) == []
     assert regions.ask(6, "k", 10) == [Granted(6, "k", READY)], "it stays when nobody uses it"
     assert regions.drop_idle() == []
-    assert regions.gone(6) == []
+    assert regions.remove_user(6) == []
     assert regions.drop_idle() == [Dropped("k")]
 
 
@@ -83,9 +83,9 @@ def test_a_dead_filler_is_followed_by_the_next_in_line() -> None:
     regions = Regions()
     for user in (1, 2, 3):
         regions.ask(user, "k", 10)
-    assert regions.gone(1) == [Granted(2, "k", FILL)]
-    assert regions.gone(2) == [Granted(3, "k", FILL)]
-    assert regions.gone(3) == [Dropped("k")]
+    assert regions.remove_user(1) == [Granted(2, "k", FILL)]
+    assert regions.remove_user(2) == [Granted(3, "k", FILL)]
+    assert regions.remove_user(3) == [Dropped("k")]
     regions.check_integrity()
 
 
@@ -99,7 +99,7 @@ def test_bounds_are_met_with_words() -> None:
     with pytest.raises(Overloaded, match="2 regions"):
         regions.ask(5, "c", 1)
     regions.filled(4)
-    regions.gone(4)
+    regions.remove_user(4)
     assert regions.ask(6, "c", 1) == [Dropped("b"), Granted(6, "c", FILL)]
     regions.check_integrity()
 
@@ -158,7 +158,7 @@ def test_one_process_fills_and_no_other_sees_a_part(steps: list[tuple[str, int, 
             model.granted.discard(user)
             if model.fillers.get(key) == user:
                 del model.fillers[key]
-            model.hear(regions.gone(user))
+            model.hear(regions.remove_user(user))
         else:
             model.hear(regions.drop_idle())
         regions.check_integrity()

@@ -305,7 +305,7 @@ async def test_no_more_calls_at_once_than_connections(redis: RedisServer, index:
 def test_the_breaker() -> None:
     breaker = Breaker(open_s=1.0)
     assert breaker.may_try(0.0)
-    breaker.failed(0.0)
+    breaker.record_failure(0.0)
     assert [breaker.may_try(now) for now in (0.5, 1.0, 1.1, 2.0)] == [False, True, False, True]
     breaker.succeeded()
     assert breaker.may_try(2.0)

@@ -60,8 +60,8 @@ def cache(ledger: Ledger, *tokens: int) -> None:
     hashes = prompt(*tokens)
     ticket = open_ticket(ledger, gateway, hashes)
     fill(ledger, worker, ticket, hashes[ticket.blocks :])
-    ledger.gone(worker)
-    ledger.gone(gateway)
+    ledger.end_epoch(worker)
+    ledger.end_epoch(gateway)
 
 
 def test_cached_blocks_are_pinned_and_the_rest_is_reserved(ledger: Ledger) -> None:
@@ -109,7 +109,7 @@ def test_the_loser_of_a_commit_race_gets_the_winners_slot(ledger: Ledger) -> Non
     check_integrity(ledger)
     assert ledger.status().leased_blocks == 3, "the loser's slots stay its own until it returns them"
     ledger.release(gateway, [tickets[0].ticket_id])
-    ledger.gone(workers[0])
+    ledger.end_epoch(workers[0])
     assert ledger.tree.protected == 3, "the loser's ticket pins the winner's blocks"
     ledger.return_slots(workers[1], own[1])
     assert ledger.reserved == 1, "a lost slot does not go back to a reservation"
@@ -208,7 +208,7 @@ def test_a_dead_workers_reservation_is_freed(ledger: Ledger) -> None:
     ticket = open_ticket(ledger, gateway, hashes)
     ledger.adopt(first, ticket.ticket_id, 4)
     ledger.lease(greedy, 99)
-    ledger.gone(first)
+    ledger.end_epoch(first)
     assert ledger.lease(greedy, 99) == ()
     second = ledger.attach("w2", "prefill")
     fill(ledger, second, ticket, hashes)
@@ -284,7 +284,7 @@ def test_only_a_fenced_epoch_drains(ledger: Ledger) -> None:
     worker = ledger.attach("w", "decode")
     with pytest.raises(Conflict):
         ledger.drained(worker)
-    ledger.gone(worker)
+    ledger.end_epoch(worker)
     ledger.drained(worker)
 
 
@@ -379,7 +379,7 @@ def test_a_reader_does_not_pin_reserved_blocks():
     assert (ticket.blocks, ticket.reserved) == (2, 0)
     with pytest.raises(InvalidRequest, match="nonce"):
         ledger.pin_chain(reader, 2, prompt(1))
-    ledger.gone(reader)
+    ledger.end_epoch(reader)
     assert ledger.status().pinned_blocks == 0
     check_integrity(ledger)
 
@@ -391,7 +391,7 @@ def test_a_fetch_is_lent_the_reservation_and_leaves_the_decodes_theirs():
     # Four were reserved, six are left, three of them are the decodes'.
     assert len(ledger.lease_some(fetch, ticket.ticket_id, 9)) == 7
     assert ledger.lease_some(fetch, ticket.ticket_id, 1) == ()
-    ledger.gone(fetch)
+    ledger.end_epoch(fetch)
     assert (ticket.reserved, len(ledger.free)) == (4, 10)
     with pytest.raises(NotFound):
         ledger.lease_some(gateway, 999, 1)

@@ -225,7 +225,7 @@ class NodeLife(RuleBasedStateMachine):
     @rule(data=st.data())
     def gone(self, data: st.DataObject) -> None:
         epoch = data.draw(st.sampled_from(sorted(self.holders)))
-        self.ledger.gone(epoch)
+        self.ledger.end_epoch(epoch)
         self.line.withdraw_epoch(epoch)
         for waiter in [w for w in self.resumed + self.new if w.epoch == epoch]:
             self.forget(waiter)
@@ -276,7 +276,7 @@ class NodeLife(RuleBasedStateMachine):
         """When all admitted requests end, everyone in the queue is admitted, and at last every slot is free or
         cached."""
         for epoch in [e for e, holder in self.holders.items() if holder.role != SESSION]:
-            self.ledger.gone(epoch)
+            self.ledger.end_epoch(epoch)
         waiting = len(self.resumed) + len(self.new)
         for _ in range(waiting + 1):
             for ticket in list(self.ledger.tickets.values()):
@@ -285,7 +285,7 @@ class NodeLife(RuleBasedStateMachine):
         assert len(self.line) == 0
         assert self.ledger.reserved == sum(t.reserved for t in self.ledger.tickets.values())
         for epoch in list(self.ledger.holders):
-            self.ledger.gone(epoch)
+            self.ledger.end_epoch(epoch)
         check_integrity(self.ledger)
         books = self.ledger.status()
         assert books.free_blocks + books.committed_blocks == NUM_SLOTS

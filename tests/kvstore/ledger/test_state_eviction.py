@@ -367,7 +367,7 @@ def test_restored_pages_are_found_by_their_hashes() -> None:
     fresh = StatePool()
     epoch = fresh.ledger.claim(range(len(chain)))
     blocks = fresh.ledger.restore(epoch, None, list(enumerate(chain)))
-    fresh.ledger.gone(epoch)
+    fresh.ledger.end_epoch(epoch)
     check_integrity(fresh.ledger)
     assert [block.page for block in blocks] == [False, False, False, True, True]
     assert fresh.hit(1, 2, 3) == 3

@@ -274,7 +274,7 @@ async def test_bytes_and_slots_are_limited():
     node.ledger.lease(worker, NUM_SLOTS)
     # What the ticket reserved is still its own, and no more.
     assert await node.fetch_blocks(ticket_id, "a") == 10
-    node.ledger.gone(worker)
+    node.ledger.end_epoch(worker)
     node.check()
 
 
@@ -285,7 +285,7 @@ async def test_nothing_is_fetched_without_slots():
     node.ledger.lease(worker, NUM_SLOTS)
     ticket = node.ledger.pin_chain(node.gateway, 77, PROMPT)
     assert await node.fetch_blocks(ticket.ticket_id, "a") == 0
-    node.ledger.gone(worker)
+    node.ledger.end_epoch(worker)
     node.check()
 
 
@@ -400,7 +400,7 @@ async def test_a_worker_that_computes_the_same_meanwhile():
     node.ledger.commit(worker, [CommitRun(ticket_id=other, slots=slots, block_hashes=b"".join(PROMPT[:5]))])
     source.gate.set()
     assert await call == 10
-    node.ledger.gone(worker)
+    node.ledger.end_epoch(worker)
     assert node.ledger.status().committed_blocks == 10
     node.check()
 

@@ -100,7 +100,7 @@ def test_a_hand_over_respects_its_limits(
         assert plan.blocks * BLOCK_BYTES <= (now_s - 100.0) * bytes_per_s + 1e-3
         answer = others[step.node_id].ask(step.chain, step.most_blocks)
         if answer is None:
-            plan.failed(step)
+            plan.record_failure(step)
         else:
             assert plan.answered(step, *answer) == (answer[0] == len(step.chain))
     else:
@@ -144,7 +144,7 @@ def test_a_node_that_accepts_nothing_is_not_asked_again() -> None:
         assert not isinstance(step, float)
         asked.append(step.node_id)
         if step.node_id == "bad":
-            plan.failed(step)
+            plan.record_failure(step)
         else:
             plan.answered(step, len(step.chain), len(step.chain))
     assert asked == ["bad"] * MAX_FAILED_ASKS + ["good"] * 2

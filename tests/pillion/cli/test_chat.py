@@ -105,7 +105,7 @@ async def test_a_conversation_on_a_terminal(tmp_path: pathlib.Path) -> None:
                 ("full\n", "pillion: the parrot is full"),
                 ("/help\n", "/save FILE     write the conversation"),
                 ("/nothing\n", "unknown command /nothing"),
-                ("/save talk.json\n", "9 messages are in talk.json"),
+                ("/save talk.json\n", "9 messages saved to talk.json"),
                 ("/save talk.json\n", "talk.json: File exists"),
                 ("/clear\n", "the conversation is cleared"),
                 ("/system\n", "system message: Be brief."),

@@ -26,13 +26,13 @@ def test_a_port_in_use_is_rejected_at_start(workers: int, share: bool) -> None:
         flags = ServeFlags(gateway_workers=workers, grpc_port=taken.getsockname()[1], http_port=0)
         ports = PublicPorts()
         with pytest.raises(ConfigError, match=f"--grpc-port {flags.grpc_port} on 127.0.0.1 cannot be used"):
-            ports.hold(flags)
+            ports.reserve(flags)
         ports.close()
 
 
 def test_reserved_ports_accept_no_connection() -> None:
     ports = PublicPorts()
-    flags = ports.hold(ServeFlags(gateway_workers=2, grpc_port=0, http_port=0))
+    flags = ports.reserve(ServeFlags(gateway_workers=2, grpc_port=0, http_port=0))
     assert flags.grpc_port
     assert flags.http_port
     try:
@@ -63,7 +63,7 @@ def test_reserved_ports_accept_no_connection() -> None:
 
 def test_one_gateway_reserves_no_port() -> None:
     ports = PublicPorts()
-    flags = ports.hold(ServeFlags(grpc_port=0, http_port=0))
+    flags = ports.reserve(ServeFlags(grpc_port=0, http_port=0))
     listener(flags.grpc_port, share=False).close()
     ports.close()
 

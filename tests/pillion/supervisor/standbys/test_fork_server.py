@@ -41,7 +41,7 @@ async def serving(*modules: str, environ: dict[str, str] | None = None) -> Async
         yield server, said
     finally:
         await server.stop()
-    assert server.gone()
+    assert server.has_exited()
 
 
 @contextlib.asynccontextmanager
@@ -59,7 +59,7 @@ async def keeper(
     finally:
         await child.stop(WITHIN_S)
         path.unlink(missing_ok=True)
-    assert child.gone()
+    assert child.has_exited()
 
 
 async def test_a_fork_is_a_child_like_any_other(folder: pathlib.Path) -> None:
@@ -272,7 +272,7 @@ async def test_adopted_orphans_are_reaped() -> None:
     assert await within("the component's end", child.wait()) == -signal.SIGKILL
     # Nobody asks whether it is gone, which would bury it as well.
     await until("it to be buried", lambda: not psutil.pid_exists(int(lines[0])))
-    assert child.gone()
+    assert child.has_exited()
 
 
 @pytest.fixture(autouse=True)
