@@ -2,10 +2,10 @@
 
     a slot      free --lease--> leased --commit--> committed --evict--> free
                   ^               |  |
-                  +--return-------+  +--fence--> quarantined --gone or drained--> free
+                  +--return-------+  +--fence--> quarantined --end_epoch or drained--> free
 
-    a holder    attached --silence--> fenced --gone or drained--> (void)
-                    +-----------------gone----------------------> (void)
+    a holder    attached --silence--> fenced --end_epoch or drained--> (void)
+                    +-----------------end_epoch----------------------> (void)
 
     a ticket    opened (chain pinned, rest reserved) --adopt, commit--> grows --last holder releases--> (void)
 

@@ -62,7 +62,7 @@ class PrefixPinRequest:
 
 @dataclass(slots=True, eq=False)
 class PrefixPin:
-    """A prefix pin: the tenant's request (``wish``), and the part of the chain that is in the pool.
+    """A prefix pin: the tenant's ``request``, and the part of the chain that is in the pool.
 
     Attributes:
         end: the chain's last block in the pool, or the last page of a state after the whole chain; None if no block is
@@ -70,14 +70,14 @@ class PrefixPin:
         hits: tickets at whose admission the whole pinned chain was in the pool and part of theirs.
     """
 
-    wish: PrefixPinRequest
+    request: PrefixPinRequest
     end: Block | None = None
     hits: int = 0
 
     @property
     def blocks(self) -> int:
         """Number of blocks of the chain that are prefix-pinned now, excluding a state after them."""
-        return min(self.end.depth + 1, self.wish.blocks) if self.end is not None else 0
+        return min(self.end.depth + 1, self.request.blocks) if self.end is not None else 0
 
 
 class PrefixPinTable:
@@ -125,34 +125,34 @@ class PrefixPinTable:
         return tuple(self._by_last_hash.get(last_hash, ()))
 
     def pin_prefix(
-        self, wish: PrefixPinRequest, now: float, hashes: Sequence[bytes] = (), most_blocks: int = 0
+        self, request: PrefixPinRequest, now: float, hashes: Sequence[bytes] = (), most_blocks: int = 0
     ) -> PrefixPin:
         """Pin a chain as far as it is in the pool; the rest is pinned as it arrives.
 
         Args:
-            now: time on the clock of ``wish.until_s``; an expired request is refused.
-            hashes: the chain without duplicates, ending with the wish's last block. Without it, a chain that is not
+            now: time on the clock of ``request.until_s``; an expired request is refused.
+            hashes: the chain without duplicates, ending with ``request.last_hash``. Without it, a chain that is not
                 whole here is looked up by its last block alone.
             most_blocks: the owner's limit at this node if it is below the node's; 0 for none.
 
         Raises InvalidRequest for an inconsistent request, Overloaded beyond a quota; then nothing has changed.
         """
-        self._check_form(wish, now, hashes)
-        replaced = self._replaced(wish, hashes)
+        self._check_form(request, now, hashes)
+        replaced = self._replaced(request, hashes)
         try:
-            self._check_limits(wish, replaced, most_blocks)
+            self._check_limits(request, replaced, most_blocks)
         except Overloaded:
             self.refused_ever += 1
             raise
         hits = 0
         for old in replaced:
-            hits += old.hits if old.wish.name == wish.name else 0
+            hits += old.hits if old.request.name == request.name else 0
             self._remove(old)
-        pin = PrefixPin(wish, hits=hits)
-        self.all[wish.owner, wish.name] = pin
-        self._by_last_hash.setdefault(wish.last_hash, []).append(pin)
-        self._count(wish, 1)
-        last_block = self._tree.by_hash.get(wish.last_hash)
+        pin = PrefixPin(request, hits=hits)
+        self.all[request.owner, request.name] = pin
+        self._by_last_hash.setdefault(request.last_hash, []).append(pin)
+        self._count(request, 1)
+        last_block = self._tree.by_hash.get(request.last_hash)
         if last_block is not None:
             self._move(pin, self._tree.state_end(last_block))
         elif (present := self._tree.longest_prefix(hashes).last_block) is not None:
@@ -169,7 +169,7 @@ class PrefixPinTable:
 
     def expire(self, now: float) -> int:
         """End all expired prefix pins; return their number. O(prefix pins)."""
-        over = [pin for pin in self.all.values() if pin.wish.until_s <= now]
+        over = [pin for pin in self.all.values() if pin.request.until_s <= now]
         for pin in over:
             self._remove(pin)
         self.lapsed_ever += len(over)
@@ -187,11 +187,11 @@ class PrefixPinTable:
         """Handle a committed or restored block. A prefix pin that requested another length of its chain ends. The state
         after a whole chain becomes prefix-pinned with it."""
         if block.page and block.parent is not None:
-            whole = [pin for pin in self._ends.get(block.parent, ()) if pin.blocks == pin.wish.blocks]
+            whole = [pin for pin in self._ends.get(block.parent, ()) if pin.blocks == pin.request.blocks]
             for pin in whole:
                 self._move(pin, block)
         for pin in tuple(self._by_last_hash.get(block.hash, ())):
-            if pin.wish.blocks == block.depth + 1:
+            if pin.request.blocks == block.depth + 1:
                 self._move(pin, block)
             else:
                 self._remove(pin)
@@ -223,55 +223,61 @@ class PrefixPinTable:
             if block.prefix_pins != ends[block] + marked[block]:
                 yield f"block of slot {block.slot} has {block.prefix_pins} marks of {ends[block]} prefix pins"
         for pin in self.all.values():
-            name, end, wished = pin.wish.name, pin.end, pin.wish.blocks
+            name, end, requested = pin.request.name, pin.end, pin.request.blocks
             if end is not None and blocks.get(end.hash) is not end:
                 yield f"prefix pin {name} ends with a block that is gone"
             last = end
             while last is not None and last.page:
                 last = last.parent
-            if last is not None and (last.hash == pin.wish.last_hash) != (last.depth + 1 == wished):
-                yield f"prefix pin {name} requests {wished} blocks, and ends with block {pin.blocks}"
-            if pin not in self._by_last_hash.get(pin.wish.last_hash, ()):
+            if last is not None and (last.hash == pin.request.last_hash) != (last.depth + 1 == requested):
+                yield f"prefix pin {name} requests {requested} blocks, and ends with block {pin.blocks}"
+            if pin not in self._by_last_hash.get(pin.request.last_hash, ()):
                 yield f"prefix pin {name} is not found by its last block"
-            if blocks.get(pin.wish.last_hash, last) is not last:
+            if blocks.get(pin.request.last_hash, last) is not last:
                 yield f"prefix pin {name} does not end with its last block, which is here"
-        if self.blocks != sum(pin.wish.blocks for pin in self.all.values()) or self.blocks > self.max_blocks:
+        if self.blocks != sum(pin.request.blocks for pin in self.all.values()) or self.blocks > self.max_blocks:
             yield f"{self.blocks} blocks are counted as prefix-pinned, of at most {self.max_blocks}"
         if any(count > self.max_owner_blocks for count in self._owner_blocks.values()):
             yield "an owner has more prefix-pinned than it may"
 
-    def _check_form(self, wish: PrefixPinRequest, now: float, hashes: Sequence[bytes]) -> None:
+    def _check_form(self, request: PrefixPinRequest, now: float, hashes: Sequence[bytes]) -> None:
         """Raise InvalidRequest for a request that contradicts itself or the pool, or lasts too long."""
-        if wish.blocks < 1 or not now < wish.until_s <= now + MAX_PREFIX_PIN_S:
+        if request.blocks < 1 or not now < request.until_s <= now + MAX_PREFIX_PIN_S:
             raise InvalidRequest(f"a pin has at least one block and lasts for up to {MAX_PREFIX_PIN_S:.0f} s")
-        if hashes and (len(set(hashes)) != wish.blocks or len(hashes) != wish.blocks or hashes[-1] != wish.last_hash):
+        if hashes and (
+            len(set(hashes)) != request.blocks or len(hashes) != request.blocks or hashes[-1] != request.last_hash
+        ):
             raise InvalidRequest("a pin names each block of its chain once, the last one last")
-        last_block = self._tree.by_hash.get(wish.last_hash)
-        if last_block is not None and last_block.depth + 1 != wish.blocks:
+        last_block = self._tree.by_hash.get(request.last_hash)
+        if last_block is not None and last_block.depth + 1 != request.blocks:
             raise InvalidRequest(
-                f"the pin's last block is number {last_block.depth + 1} of its chain, not {wish.blocks}"
+                f"the pin's last block is number {last_block.depth + 1} of its chain, not {request.blocks}"
             )
 
-    def _replaced(self, wish: PrefixPinRequest, hashes: Sequence[bytes]) -> list[PrefixPin]:
+    def _replaced(self, request: PrefixPinRequest, hashes: Sequence[bytes]) -> list[PrefixPin]:
         """Return the prefix pins that a new one replaces."""
-        same = self.all.get((wish.owner, wish.name))
+        same = self.all.get((request.owner, request.name))
         found = [] if same is None else [same]
-        for block_hash in hashes if wish.ephemeral else ():
+        for block_hash in hashes if request.ephemeral else ():
             for other in self._by_last_hash.get(block_hash, ()):
-                covered = other.wish.owner == wish.owner and other.wish.ephemeral and other.wish.until_s <= wish.until_s
+                covered = (
+                    other.request.owner == request.owner
+                    and other.request.ephemeral
+                    and other.request.until_s <= request.until_s
+                )
                 if covered and other is not same:
                     found.append(other)
         return found
 
-    def _check_limits(self, wish: PrefixPinRequest, replaced: Sequence[PrefixPin], most_blocks: int) -> None:
-        freed = sum(old.wish.blocks for old in replaced)
-        owned, total = self._owner_blocks[wish.owner] - freed + wish.blocks, self.blocks - freed + wish.blocks
+    def _check_limits(self, request: PrefixPinRequest, replaced: Sequence[PrefixPin], most_blocks: int) -> None:
+        freed = sum(old.request.blocks for old in replaced)
+        owned, total = self._owner_blocks[request.owner] - freed + request.blocks, self.blocks - freed + request.blocks
         bound = min(self.max_owner_blocks, most_blocks or self.max_owner_blocks)
         if owned > bound:
             raise Overloaded(f"the tenant's pins would have {owned} blocks at this KV node, of at most {bound}")
         if total > self.max_blocks:
             raise Overloaded(f"all pins would have {total} blocks at this KV node, of at most {self.max_blocks}")
-        if not replaced and self._owner_counts[wish.owner] >= MAX_OWNER_PREFIX_PINS:
+        if not replaced and self._owner_counts[request.owner] >= MAX_OWNER_PREFIX_PINS:
             raise Overloaded(f"the tenant has {MAX_OWNER_PREFIX_PINS} pins at this KV node already")
         if not replaced and len(self.all) >= MAX_PREFIX_PINS:
             raise Overloaded(f"this KV node has {MAX_PREFIX_PINS} pins already")
@@ -326,21 +332,21 @@ class PrefixPinTable:
             at = at.parent
 
     def _remove(self, pin: PrefixPin) -> None:
-        wish = pin.wish
-        del self.all[wish.owner, wish.name]
-        found = self._by_last_hash[wish.last_hash]
+        request = pin.request
+        del self.all[request.owner, request.name]
+        found = self._by_last_hash[request.last_hash]
         found.remove(pin)
         if not found:
-            del self._by_last_hash[wish.last_hash]
-        self._count(wish, -1)
+            del self._by_last_hash[request.last_hash]
+        self._count(request, -1)
         self._unmark(pin)
 
-    def _count(self, wish: PrefixPinRequest, sign: int) -> None:
-        self.blocks += sign * wish.blocks
-        self._owner_blocks[wish.owner] += sign * wish.blocks
-        self._owner_counts[wish.owner] += sign
-        if not self._owner_counts[wish.owner]:
-            del self._owner_blocks[wish.owner], self._owner_counts[wish.owner]
+    def _count(self, request: PrefixPinRequest, sign: int) -> None:
+        self.blocks += sign * request.blocks
+        self._owner_blocks[request.owner] += sign * request.blocks
+        self._owner_counts[request.owner] += sign
+        if not self._owner_counts[request.owner]:
+            del self._owner_blocks[request.owner], self._owner_counts[request.owner]
 
 
 class PrefixPinEviction:

@@ -62,7 +62,7 @@ class NodePrefixPins:
         hashes = split_hashes(request.block_hashes)
         if not hashes or max(map(len, (request.owner, request.name, request.model))) > MAX_NAME_CHARS:
             raise InvalidRequest(f"a pin needs a block, and names of at most {MAX_NAME_CHARS} characters")
-        wish = PrefixPinRequest(
+        pin_request = PrefixPinRequest(
             owner=request.owner,
             name=request.name,
             last_hash=hashes[-1],
@@ -72,7 +72,7 @@ class NodePrefixPins:
             model=request.model,
             ephemeral=request.ephemeral,
         )
-        pin = self._table.pin_prefix(wish, now, hashes, request.most_blocks)
+        pin = self._table.pin_prefix(pin_request, now, hashes, request.most_blocks)
         self._changed = True
         return _described(pin, now)
 
@@ -97,13 +97,13 @@ class NodePrefixPins:
         ending = ((pin, depth) for depth, name in enumerate(chain, 1) for pin in self._table.ending_with(name))
         return [
             PinPrefixRequest(
-                owner=pin.wish.owner,
-                name=pin.wish.name,
+                owner=pin.request.owner,
+                name=pin.request.name,
                 block_hashes=b"".join(chain[:depth]),
-                ttl_s=max(1, round(pin.wish.until_s - now)),
-                tokens=pin.wish.tokens,
-                model=pin.wish.model,
-                ephemeral=pin.wish.ephemeral,
+                ttl_s=max(1, round(pin.request.until_s - now)),
+                tokens=pin.request.tokens,
+                model=pin.request.model,
+                ephemeral=pin.request.ephemeral,
             )
             for pin, depth in ending
         ]
@@ -152,7 +152,7 @@ class NodePrefixPins:
             key = record.owner, record.name
             if key in prefix_pins.all or key in self._dropped or record.until_ms <= wall_ms:
                 continue
-            wish = PrefixPinRequest(
+            pin_request = PrefixPinRequest(
                 owner=record.owner,
                 name=record.name,
                 last_hash=record.last_hash,
@@ -163,7 +163,7 @@ class NodePrefixPins:
                 ephemeral=record.ephemeral,
             )
             try:
-                prefix_pins.pin_prefix(wish, now)
+                prefix_pins.pin_prefix(pin_request, now)
             except PillionError as error:
                 log.warning("pin %s of the node's previous life is not recovered: %s", record.name, error.message)
         if taken := len(prefix_pins.all) - known_before:
@@ -171,23 +171,23 @@ class NodePrefixPins:
 
     async def _write(self, records: PrefixPinRecords) -> None:
         now, wall_ms = time.monotonic(), time.time() * 1000
-        wishes = [pin.wish for pin in self._table.all.values()]
+        requests = [pin.request for pin in self._table.all.values()]
         written = [
             PrefixPinRecord(
-                owner=wish.owner,
-                name=wish.name,
-                last_hash=wish.last_hash,
-                blocks=wish.blocks,
-                until_ms=round(wall_ms + (wish.until_s - now) * 1000),
-                tokens=wish.tokens,
-                model=wish.model,
-                ephemeral=wish.ephemeral,
+                owner=pin_request.owner,
+                name=pin_request.name,
+                last_hash=pin_request.last_hash,
+                blocks=pin_request.blocks,
+                until_ms=round(wall_ms + (pin_request.until_s - now) * 1000),
+                tokens=pin_request.tokens,
+                model=pin_request.model,
+                ephemeral=pin_request.ephemeral,
             )
-            for wish in wishes
+            for pin_request in requests
         ]
         self._changed = False
         try:
-            longest_s = max((wish.until_s - now for wish in wishes), default=0.0)
+            longest_s = max((pin_request.until_s - now for pin_request in requests), default=0.0)
             await records.write(written, round(longest_s * 1000))
         except BaseException:
             self._changed = True
@@ -220,14 +220,14 @@ class NodePrefixPins:
 
 
 def _described(pin: PrefixPin, now: float) -> PrefixPinReply:
-    wish = pin.wish
+    pin_request = pin.request
     return PrefixPinReply(
-        name=wish.name,
-        model=wish.model,
-        tokens=wish.tokens,
-        blocks=wish.blocks,
+        name=pin_request.name,
+        model=pin_request.model,
+        tokens=pin_request.tokens,
+        blocks=pin_request.blocks,
         present_blocks=pin.blocks,
-        left_s=max(0, round(wish.until_s - now)),
+        left_s=max(0, round(pin_request.until_s - now)),
         hits=pin.hits,
-        ephemeral=wish.ephemeral,
+        ephemeral=pin_request.ephemeral,
     )

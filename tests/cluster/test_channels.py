@@ -112,7 +112,7 @@ def ask_by_http(client: openai.OpenAI, found: dict[int, list[str]]) -> dict[int,
 
 @pytest.mark.cluster
 @pytest.mark.long
-def test_both_apis_say_the_same_after_a_kill_amid_messages(tmp_path: pathlib.Path) -> None:
+def test_both_apis_agree_after_a_kill_between_messages(tmp_path: pathlib.Path) -> None:
     """The decode worker dies while answers think; they are replayed, and go on in the midst of a message."""
     tiny = save_model(tmp_path / "tiny", template=TEMPLATE, marks=HARMONY_MARKS)
     port = free_port()

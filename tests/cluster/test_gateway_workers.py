@@ -277,7 +277,7 @@ def test_tenants_and_quotas_apply_to_the_other_apis(cluster: ServedCluster) -> N
         anthropics.with_options(api_key="wrong").messages.create(**asked)
 
 
-def test_batches_take_lines_of_every_api_and_shapes(cluster: ServedCluster) -> None:
+def test_batches_accept_lines_of_every_api(cluster: ServedCluster) -> None:
     chat = {"model": "tiny", "max_tokens": 100, "messages": MESSAGES}
     shape = {"type": "json_schema", "json_schema": {"name": "w", "schema": WEATHER["schema"]}}
     response = {"model": "tiny", "max_output_tokens": 100, "input": "Rome?", "text": {"format": WEATHER}}

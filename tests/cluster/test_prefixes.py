@@ -183,7 +183,7 @@ async def test_http(components: Components) -> None:
     await components.proven()
 
 
-async def test_tools_of_a_warmed_conversation_are_told_as_its_requests_tell_them(components: Components) -> None:
+async def test_a_warmed_conversation_renders_tools_like_its_requests(components: Components) -> None:
     address, path = components.gateway.http_address, "/v1/cache/prefixes"
     tools = [{"type": "function", "function": {"name": "shelf"}}]
     asked = {"messages": [{"role": "user", "content": "Where?"}], "tools": tools}

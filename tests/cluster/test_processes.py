@@ -202,7 +202,7 @@ def test_bad_input_never_reaches_a_worker(cluster: ServedCluster) -> None:
 
 
 @pytest.mark.long
-def test_streams_that_outgrow_the_pool_take_turns(model: str) -> None:
+def test_streams_that_outgrow_the_pool_alternate(model: str) -> None:
     """In the end SIGTERM ends streams at once, as they have no time to drain, and leaves nothing behind. Each line of
     its log, the supervisor's too, is a JSON object. With time, streams end first: test_gateway_workers.py."""
     # 160 slots of 16 tokens; eight streams that end at 700 tokens each want 352.

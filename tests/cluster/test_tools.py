@@ -97,7 +97,7 @@ async def test_random_weights_write_valid_calls(components: Components, choice: 
     await components.proven()
 
 
-async def test_clients_over_grpc_and_without_servers_say_the_same(components: Components, tiny: pathlib.Path) -> None:
+async def test_the_clients_and_the_offline_llm_agree(components: Components, tiny: pathlib.Path) -> None:
     tool = Tool(name="Forecast", parameters=json.dumps(SCHEMA), strict=True)
     asked: dict[str, Any] = {"tools": [tool], "tool_choice": "Forecast"}
     collector = OutputCollector(None, None, False)

@@ -196,9 +196,7 @@ def test_each_component_is_replaced_under_load_in_both_directions(folder: pathli
 
 @pytest.mark.long
 @pytest.mark.cluster
-def test_a_worker_of_a_hybrid_model_refuses_the_last_releases_node(
-    folder: pathlib.Path, released: pathlib.Path
-) -> None:
+def test_a_hybrid_models_worker_rejects_the_last_releases_node(folder: pathlib.Path, released: pathlib.Path) -> None:
     model = str(save_model(folder / "hybrid", **HYBRIDS["lfm2"]))
     with hosts(folder, "--model", model, "--dtype", "float32", "--max-model-len", "512") as running:
         running.packages["kv-a"] = released

@@ -204,7 +204,7 @@ async def test_a_worker_whose_record_expires_stays(browser: Browser, components:
     "options",
     [NARROW, {"viewport": {"width": 390, "height": 844}, "has_touch": True}, {"viewport": NARROW["viewport"]}],
 )
-async def test_on_a_phone_stop_and_send_stand_side_by_side(browser: Browser, options: dict[str, Any]) -> None:
+async def test_stop_and_send_are_side_by_side_on_a_phone(browser: Browser, options: dict[str, Any]) -> None:
     async with (
         running_fake_cluster(ui=True) as fakes,
         seen_page(browser, fakes.gateway.http_address, **options) as seen,

@@ -84,7 +84,7 @@ def test_every_role_has_a_process_that_a_fault_can_reach(runner: FaultRunner, ro
     assert len(runner.place.pids(role)) >= 1
 
 
-def test_what_a_run_waits_for_ends_before_pytest_does(request: pytest.FixtureRequest) -> None:
+def test_timeouts_of_a_run_are_below_pytests(request: pytest.FixtureRequest) -> None:
     run_s = REQUESTS_WITHIN_S + START_WITHIN_S + WHOLE_WITHIN_S
     assert READY_TIMEOUT_S + run_s < float(request.config.getini("timeout"))
 

@@ -71,12 +71,12 @@ def test_fields_do_not_run_into_each_other() -> None:
 
 
 @pytest.mark.parametrize("bad", [-1, 2**32])
-def test_ids_outside_32_bits_are_refused(bad: int) -> None:
+def test_ids_outside_32_bits_are_rejected(bad: int) -> None:
     with pytest.raises(OverflowError):
         chain_hashes(ROOT, [0, bad], 1)
 
 
-def test_odd_lengths_are_refused() -> None:
+def test_odd_lengths_are_rejected() -> None:
     with pytest.raises(InvalidRequest, match="33 bytes"):
         split_hashes(bytes(33))
 

@@ -235,7 +235,7 @@ def test_both_readers_of_a_record_agree(record: ComponentRecord) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "nonsense", '{"component_id":"x"}'])
-def test_what_is_no_part_record(text: str) -> None:
+def test_invalid_component_records(text: str) -> None:
     with pytest.raises(ValueError, match=r".*"):
         ComponentRecord.from_json(text)
 
@@ -253,7 +253,7 @@ def test_protocols_of_neighbours() -> None:
     "read", [hello_from_line, attach_reply_from_line, region_reply_from_line, keeper_hello_from_line]
 )
 @pytest.mark.parametrize("protocol", [0, PROTOCOL - 2, PROTOCOL + 2])
-def test_a_line_of_another_time_is_refused_by_its_protocol(read: Callable[[bytes], object], protocol: int) -> None:
+def test_another_protocol_version_is_rejected(read: Callable[[bytes], object], protocol: int) -> None:
     """Not by the names of its fields, which depend on the protocol."""
     line = json.dumps({"worker_id": "decode-0", "protocol": protocol, "node_id": 7}).encode()
     with pytest.raises(Conflict, match=f"speaks protocol {protocol}, this component speaks {PROTOCOL}"):
@@ -291,7 +291,7 @@ def test_errors_survive_the_wire(cls: type[PillionError]) -> None:
     assert getattr(back, "quotas", quotas) == quotas
 
 
-def test_what_a_client_sent_does_not_make_trailers_too_large() -> None:
+def test_client_input_cannot_overflow_the_trailers() -> None:
     """gRPC's clients reject more than 8 KiB; a character of two bytes takes six in a message."""
     from pillion.net.rpc import to_status
 
@@ -320,7 +320,7 @@ def test_sizes(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "K", "-1", "1e3", "1TiBs", "0x10", "1..5"])
-def test_what_is_no_size(text: str) -> None:
+def test_invalid_sizes(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_size(text)
 

@@ -269,7 +269,7 @@ def test_a_snapshot_counts_at_its_end_alone() -> None:
         mirror.apply(BlockChanges(kind=BlockChanges.KIND_SNAPSHOT_END, runs=part.runs))
 
 
-def test_hashes_of_another_length_are_refused() -> None:
+def test_hashes_of_another_length_are_rejected() -> None:
     message = BlockChanges()
     message.runs.add(block_hashes=b"short")
     with pytest.raises(InvalidRequest, match="5 bytes"):

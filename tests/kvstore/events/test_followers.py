@@ -249,7 +249,7 @@ async def test_streams_end_with_the_node(lives: Lives) -> None:
     await client.aclose()
 
 
-async def test_a_caller_without_a_protocol_is_refused(lives: Lives) -> None:
+async def test_a_caller_without_a_protocol_is_rejected(lives: Lives) -> None:
     await lives.begin()
     client = NodeClient(lives.flags.node_listen, "router")
     with pytest.raises(Conflict, match="speaks protocol 0"):

@@ -68,7 +68,7 @@ async def test_a_node_that_leaves_hands_over_chains_and_pins(short_folder: str, 
         await b.check()
 
 
-async def test_what_a_third_node_has_is_not_handed_over_to_another_one(short_folder: str, redis: RedisServer) -> None:
+async def test_blocks_of_a_third_node_are_not_handed_over_again(short_folder: str, redis: RedisServer) -> None:
     async with hosts(short_folder, redis, "a", "b", "c", **LEAVING) as (a, b, c):
         there, here = prompt(*range(5)), prompt(*range(20, 25))
         # By room alone the second node would be asked, also when it has what comes before.

@@ -49,7 +49,7 @@ async def until_indexed(redis: RedisServer, hashes: bytes, wanted: dict[str, int
     await index.aclose()
 
 
-async def test_a_chain_goes_from_one_node_to_another(short_folder: str, redis: RedisServer, transport: str) -> None:
+async def test_a_chain_is_copied_between_nodes(short_folder: str, redis: RedisServer, transport: str) -> None:
     async with hosts(short_folder, redis, "a", "b", kv_transport=transport) as (a, b):
         hashes = prompt(*range(20))
         assert await a.serve(hashes) == PrefetchReply(blocks=0)

@@ -233,7 +233,7 @@ async def test_peers_are_bounded_and_idle_ones_are_closed(
             await until("idle ones to be closed", lambda: not first.alive and not third.alive)
 
 
-async def test_requests_that_are_too_large_are_refused(source: SourceProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_that_are_too_large_are_rejected(source: SourceProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     async with reading(Directory(source=source.address)) as (peers, _, _):
         peer = await peers.get("source")
         pinned = await peer.pin(CHAIN, 0, WITHIN_S)

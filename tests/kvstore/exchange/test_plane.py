@@ -119,7 +119,7 @@ async def reading(
 
 
 @pytest.mark.parametrize("transport", list(SOURCES), indirect=True)
-async def test_many_blocks_come_in_one_read_whatever_the_slots_order(reader: Reader) -> None:
+async def test_many_blocks_are_read_at_once_in_any_slot_order(reader: Reader) -> None:
     peer, pinned = await reader.pin(NUM_SLOTS, first_block=3)
     local = tuple(reversed(range(1, NUM_SLOTS - 2)))
     await peer.read(reader.plane, pinned.ticket_id, pinned.slots, local)
@@ -235,7 +235,7 @@ async def test_a_source_that_restarted_under_its_name(transport: str, mortal: So
         assert [reader.block(own) for own in range(8)] == [block_of(2, slot, BLOCK_BYTES) for slot in pinned.slots]
 
 
-async def test_lists_that_do_not_fit_are_refused_before_anything_moves(reader: Reader) -> None:
+async def test_mismatched_lists_are_rejected_before_a_transfer(reader: Reader) -> None:
     peer, pinned = await reader.pin(4)
     wrong = [
         (pinned.slots, (0, 1, 2)),
@@ -249,7 +249,7 @@ async def test_lists_that_do_not_fit_are_refused_before_anything_moves(reader: R
     assert not any(reader.memory[: 4 * BLOCK_BYTES])
 
 
-async def test_a_read_beyond_the_bound_is_refused(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_read_beyond_the_bound_is_rejected(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     peer, pinned = await reader.pin(4)
     for module in (nixl_plane, plane):
         monkeypatch.setattr(module, "MAX_READS", 0)
@@ -257,7 +257,7 @@ async def test_a_read_beyond_the_bound_is_refused(reader: Reader, monkeypatch: p
         await peer.read(reader.plane, pinned.ticket_id, pinned.slots, (0, 1, 2, 3))
 
 
-async def test_the_stream_gives_only_what_its_ticket_pins(reader: Reader) -> None:
+async def test_the_stream_sends_only_pinned_blocks(reader: Reader) -> None:
     peer, pinned = await reader.pin(4)
     outside = chain_of(NUM_SLOTS)[1][4]
     target = [memoryview(bytearray(BLOCK_BYTES))]
@@ -281,7 +281,7 @@ def test_the_transport_that_auto_chooses(caplog: pytest.LogCaptureFixture, monke
         choose_transport("nixl")
 
 
-def test_a_pool_that_is_too_small_is_refused() -> None:
+def test_a_pool_that_is_too_small_is_rejected() -> None:
     segment = Segment(4096)
     memory = map_shared(segment.fileno(), 4096)
     with pytest.raises(ConfigError, match="fit"):

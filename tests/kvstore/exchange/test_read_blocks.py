@@ -124,7 +124,7 @@ async def test_an_older_reader_gets_one_block_per_message() -> None:
     assert pieces == [bytes(source.memory.block(slot)) for slot in source.slots[:9]]
 
 
-async def test_slots_outside_the_chain_or_the_pool_are_refused() -> None:
+async def test_slots_outside_the_chain_or_the_pool_are_rejected() -> None:
     source = SourceOfOneChain()
     for outside in (NUM_SLOTS - 1, NUM_SLOTS, 2**31):
         with pytest.raises(InvalidRequest, match="not of ticket"):

@@ -186,7 +186,7 @@ async def test_slots_of_a_worker_of_several_processes_wait_for_all(short_folder:
             await until("the slots to be free", lambda: node.pool.status().free_blocks == NUM_SLOTS)
 
 
-async def test_a_worker_of_too_many_processes_is_refused(short_folder: str) -> None:
+async def test_a_worker_of_too_many_processes_is_rejected(short_folder: str) -> None:
     async with running(short_folder) as node:
         mine = await attached(short_folder)
         with pytest.raises(ConfigError, match="128 other processes, not 129"):
@@ -276,7 +276,7 @@ async def test_the_pool_gets_the_remaining_device_memory(short_folder: str, monk
         await until("all workers to be gone", lambda: not node.pool.ledger.holders)
 
 
-async def test_a_refused_worker_leaves_the_memory(short_folder: str) -> None:
+async def test_a_rejected_worker_leaves_the_memory(short_folder: str) -> None:
     free = cuda_driver.CudaDriver().device(0).memory_info()[0]
     async with running(short_folder, kv_pool_bytes=64 * MIB) as node:
         with pytest.raises(ConfigError, match="--kv-pool-bytes"):

@@ -156,7 +156,7 @@ async def test_each_gpu_has_its_own_regions(short_folder: str, two: str) -> None
 
 
 @FAKE_ONLY
-async def test_a_shard_that_cannot_be_reached_is_refused_by_name(
+async def test_a_shard_that_cannot_be_reached_is_rejected_by_name(
     short_folder: str, two: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_CUDA_NO_PEERS", "1")
@@ -180,7 +180,7 @@ async def test_a_shard_that_cannot_be_reached_is_refused_by_name(
         (KV_ROWS * KV_HEADS, 1, ""),
     ],
 )
-async def test_blocks_that_cannot_be_divided_are_refused(
+async def test_blocks_that_cannot_be_divided_are_rejected(
     short_folder: str, two: str, kv_rows: int, kv_heads: int, words: str
 ) -> None:
     node = await started(short_folder, two)

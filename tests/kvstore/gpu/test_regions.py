@@ -166,7 +166,7 @@ def test_one_process_fills_and_no_other_sees_a_part(steps: list[tuple[str, int, 
         assert all(model.living[user] in model.fillers for user in model.living.keys() - model.granted)
 
 
-def test_lines_that_are_none_are_refused() -> None:
+def test_invalid_lines_are_rejected() -> None:
     good = line_to_bytes(RegionHello(component_id="w", region_key=KEY, size_bytes=1))
     assert hello_from_line(good).region_key == KEY
     for bad in (

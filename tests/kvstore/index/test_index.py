@@ -51,7 +51,7 @@ async def test_random_prefixes_match_a_plain_model(redis: RedisServer, index: In
         assert [hit.blocks for hit in hits] == sorted((hit.blocks for hit in hits), reverse=True)
 
 
-async def test_holes_give_a_hint_that_is_not_absurd(redis: RedisServer, index: Index) -> None:
+async def test_holes_yield_a_plausible_hint(redis: RedisServer, index: Index) -> None:
     [a] = await fake_nodes(redis.url, "a")
     chain = Chain(range(50))
     await a.has(chain)

@@ -135,7 +135,7 @@ async def test_each_sign_of_loss_triggers_a_full_announcement(
         await until_found(index, chain.packed, 3)
 
 
-async def test_what_is_forgotten_without_a_sign_is_repeated(
+async def test_silently_lost_entries_are_announced_again(
     redis: RedisServer, index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(announcer_module, "REPEAT_S", 0.2)

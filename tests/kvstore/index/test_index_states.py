@@ -104,7 +104,7 @@ async def test_blocks_without_a_state_are_known_of_live_nodes_alone(redis: Redis
         await again.aclose()
 
 
-async def test_what_was_found_stands_in_while_redis_is_away(
+async def test_cached_hits_are_used_while_redis_is_down(
     redis: RedisServer, index: Index, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     [a] = await fake_nodes(redis.url, "a")

@@ -145,7 +145,7 @@ async def test_a_shard_that_hangs_or_dies_costs_its_own_part(
 
 
 @pytest.mark.usefixtures("patient")
-async def test_a_shard_that_was_emptied_is_told_again(
+async def test_an_emptied_shard_gets_all_blocks_again(
     cluster: list[PortServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = cluster_url(cluster)

@@ -83,7 +83,7 @@ async def test_each_form_makes_a_client(url: str, kind: type) -> None:
         "redis://h1,h2",
     ],
 )
-def test_urls_are_judged_at_start(url: str) -> None:
+def test_urls_are_checked_at_start(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Index(url)
     assert "secret" not in caught.value.message

@@ -178,7 +178,7 @@ def test_a_block_under_a_wrong_parent_is_never_found(ledger: Ledger) -> None:
     assert open_ticket(ledger, gateway, prompt(1, 9), 3).blocks == 1
 
 
-def test_wrong_runs_are_refused(ledger: Ledger) -> None:
+def test_wrong_runs_are_rejected(ledger: Ledger) -> None:
     gateway, worker, other = (ledger.attach(n, r) for n, r in (("g", SESSION), ("w", "decode"), ("o", "decode")))
     hashes = prompt(1, 2)
     ticket = open_ticket(ledger, gateway, hashes)

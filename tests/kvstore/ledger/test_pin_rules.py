@@ -141,14 +141,14 @@ class PinLife:
     def check(self) -> None:
         model, table = self.model, self.table
         check_integrity(self.pool.ledger)
-        assert {key: pin.wish for key, pin in table.all.items()} == model.pins
+        assert {key: pin.request for key, pin in table.all.items()} == model.pins
         assert {key: pin.hits for key, pin in table.all.items()} == model.hits
         assert all(pin.blocks <= self.present(model.chains[key]) for key, pin in table.all.items())
         for owner in "ab":
-            assert [pin.wish for pin in table.of(owner)] == [w for (one, _), w in model.pins.items() if one == owner]
+            assert [pin.request for pin in table.of(owner)] == [w for (one, _), w in model.pins.items() if one == owner]
         for chain in model.chains.values():
             found = table.ending_with(chain[-1])
-            assert {pin.wish.name for pin in found} == {n for (_, n), c in model.chains.items() if c == chain}
+            assert {pin.request.name for pin in found} == {n for (_, n), c in model.chains.items() if c == chain}
         assert table.blocks == sum(wish.blocks for wish in model.pins.values())
         assert (table.refused_ever, table.lapsed_ever, table.hits_ever) == (
             model.refused,

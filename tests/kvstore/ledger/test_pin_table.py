@@ -213,7 +213,7 @@ def test_a_longer_ephemeral_pin_replaces_those_that_it_covers() -> None:
     pool.serve(1, 2, 3, 4)
     for length in range(1, 5):
         pool.pin_prefix("a", f"turn {length}", *[1, 2, 3, 4][:length], ephemeral=True)
-    assert [one.wish.name for one in pool.ledger.prefix_pins.of("a")] == ["turn 4"]
+    assert [one.request.name for one in pool.ledger.prefix_pins.of("a")] == ["turn 4"]
     assert pool.ledger.prefix_pins.blocks == 4
     # That of another owner, and one that a user has named, stay.
     pool.pin_prefix("b", "mine", 1, ephemeral=True)
@@ -256,7 +256,7 @@ def test_the_length_of_a_pin_is_checked(ephemeral: bool) -> None:
     prefix_pins.pin_prefix(PrefixPinRequest("a", "right", c, 3, 200.0), 0.0)
     check_integrity(pool.ledger)
     pool.serve(1, 2, 3)
-    assert {one.wish.name for one in prefix_pins.of("a")} == {"before", "right"}
+    assert {one.request.name for one in prefix_pins.of("a")} == {"before", "right"}
     assert prefix_pins.all["a", "right"].blocks == 3
     assert prefix_pins.refused_ever == 1
     check_integrity(pool.ledger)
@@ -265,7 +265,7 @@ def test_the_length_of_a_pin_is_checked(ephemeral: bool) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        "pin.wish = replace(pin.wish, blocks=1); prefix_pins.blocks -= 1",
+        "pin.request = replace(pin.request, blocks=1); prefix_pins.blocks -= 1",
         "block.prefix_pins += 1",
         "pin.end = None",
         "prefix_pins.blocks += 1",

@@ -76,7 +76,7 @@ def test_chains_and_states_are_found(scenes: list[Random]) -> None:
                 assert tree.state_behind(block.parent, pages[-1], PAGES) == []
 
 
-def test_a_policy_takes_the_place_of_the_plain_one_behind_pins_or_without_them() -> None:
+def test_a_policy_replaces_the_default_with_and_without_pins() -> None:
     bare, pinned = BlockTree(LruEviction()), BlockTree(LruEviction())
     PrefixPinTable(pinned, 50, 25)
     around, other = pinned.policy, LruEviction()

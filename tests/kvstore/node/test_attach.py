@@ -240,7 +240,7 @@ async def test_refusals_are_one_line(node: AttachNode, block_bytes: int, why: st
     assert "\n" not in caught.value.message
 
 
-async def test_a_foreign_protocol_is_refused(node: AttachNode) -> None:
+async def test_a_foreign_protocol_is_rejected(node: AttachNode) -> None:
     hello = b'{"protocol":%d,"component_id":"w","role":"x","block_bytes":1}\n' % (PROTOCOL + 2)
     reply = await asyncio.to_thread(speak, node.path, hello)
     assert b"upgrade one version at a time" in reply

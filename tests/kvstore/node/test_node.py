@@ -155,7 +155,7 @@ async def test_waiters_are_granted_in_order(cluster: NodeHarness, attachments: l
     assert (await client.heartbeat(attachments[0].epoch)).recall_blocks == 0
 
 
-async def test_a_resumed_stream_goes_first(cluster: NodeHarness, attachments: list[Attachment]) -> None:
+async def test_a_resumed_stream_is_granted_first(cluster: NodeHarness, attachments: list[Attachment]) -> None:
     client, epoch = cluster.client, cluster.session.epoch
     attachments.append(await cluster.worker())
     first = await client.open_ticket(epoch, b"", 15)

@@ -298,7 +298,7 @@ async def test_a_restarted_keeper_gets_the_pool_again(short_folder: str) -> None
             assert await lives.hits(worker, CHAIN) == 6
 
 
-async def test_a_node_that_stops_gives_its_pool_to_a_keeper_that_has_just_begun(
+async def test_a_stopping_node_hands_its_pool_to_a_new_keeper(
     short_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An upgrade replaces the keeper and then the node, between two checks of the node for its keeper."""
@@ -385,7 +385,7 @@ def test_a_place_is_held_as_long_as_the_memory_is_mapped() -> None:
     segment.close()
 
 
-def test_every_place_is_found_in_whatever_order_it_was_taken() -> None:
+def test_every_place_is_found_in_any_order() -> None:
     segment, chance = OwnedSegment(4096), random.Random(5)
     assert segment.own()
     places = {1, 2, 2**62, *(chance.randrange(3, 2**62) for _ in range(40))}

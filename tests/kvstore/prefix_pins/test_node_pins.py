@@ -190,7 +190,7 @@ async def test_pins_expire(redis: RedisServer) -> None:
     assert life.ledger.prefix_pins.lapsed_ever == 1
 
 
-async def test_what_is_refused() -> None:
+async def test_rejected_requests() -> None:
     life = NodePinsLife()
     pins = NodePrefixPins(life.ledger)
     for wrong in (life.asked(ttl_s=10**9), life.asked(name="n" * 300), life.asked(block_hashes=CHAIN[:31])):

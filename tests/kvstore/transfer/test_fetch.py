@@ -198,7 +198,7 @@ async def test_a_whole_chain_is_fetched_and_pinned():
     assert node.ledger.tickets[other].blocks == 10
 
 
-async def test_what_one_source_lacks_comes_from_the_next():
+async def test_missing_blocks_come_from_the_next_source():
     node = FetchingNode()
     node.add("gone", -1)
     node.add("short", 3)

@@ -151,7 +151,7 @@ def test_a_node_that_accepts_nothing_is_not_asked_again() -> None:
     assert plan.left == [named([1])]
 
 
-def test_a_chain_goes_to_the_node_that_has_its_beginning() -> None:
+def test_a_chain_is_handed_to_the_node_with_its_prefix() -> None:
     plan: HandOver[tuple[int, ...]] = HandOver(
         map(named, [[1], [2], [1, 1]]), {"a": 50, "b": 50}, block_bytes=1, bytes_per_s=1e9, begun_s=0.0, until_s=1e9
     )

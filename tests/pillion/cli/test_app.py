@@ -139,7 +139,7 @@ def test_help_lists_every_command() -> None:
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else None,
 )
-def test_mistakes_are_one_line_on_standard_error(command: Run, argv: list[str], status: int, complaint: str) -> None:
+def test_user_errors_are_one_line_on_stderr(command: Run, argv: list[str], status: int, complaint: str) -> None:
     done = command(*argv)
     assert done.returncode == status
     last = done.stderr.strip().splitlines()[-1]
@@ -456,7 +456,7 @@ def every_command(command: click.Command) -> Iterator[click.Command]:
     yield from chain(*map(every_command, command.commands.values())) if isinstance(command, click.Group) else [command]
 
 
-def test_every_command_refuses_unknown_variables() -> None:
+def test_every_command_rejects_unknown_variables() -> None:
     """Including those of rooms, which are created apart from their group."""
     assert [command.name for command in every_command(cli) if not isinstance(command, FlagCommand)] == []
 

@@ -21,7 +21,7 @@ PROVEN = {"internal_tls_cert": "c", "internal_tls_key": "k", "internal_tls_ca": 
 @pytest.mark.parametrize(
     ("cls", "name"), [(KVNodeFlags, "node_listen"), (PrefillFlags, "listen"), (DecodeFlags, "listen")]
 )
-def test_a_component_is_not_open_by_mistake(cls: Any, name: str, address: str) -> None:
+def test_a_component_listens_publicly_only_on_request(cls: Any, name: str, address: str) -> None:
     assert not is_local(address)
     with pytest.raises(ConfigError, match="--insecure-internal") as caught:
         check_flags(cls(**{name: address}))

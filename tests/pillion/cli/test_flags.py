@@ -90,7 +90,7 @@ def test_repeatable_flags(tmp_path: pathlib.Path) -> None:
         ("--served-model-name a --http-port 3 here", "here", ("a",)),
     ],
 )
-def test_a_repeatable_flag_takes_several_words_as_vllms_does(argv: str, model: str, names: tuple[str, ...]) -> None:
+def test_a_repeatable_flag_accepts_several_words_like_vllm(argv: str, model: str, names: tuple[str, ...]) -> None:
     made: list[Any] = []
 
     @click.command(cls=FlagCommand)
@@ -321,7 +321,7 @@ def test_every_flag_has_one_name_everywhere() -> None:
 
 
 @pytest.mark.parametrize("cls", ALL_FLAGS)
-def test_every_number_has_bounds(cls: Any) -> None:
+def test_every_number_has_limits(cls: Any) -> None:
     """A negative one is rejected by name unless it is documented to have a meaning."""
     unbounded = [field.name for field in fields(cls) if type(field.default) in (int, float)]
     assert [name for name in unbounded if cls.__dataclass_fields__[name].metadata["least"] is None] == []
@@ -339,9 +339,7 @@ def test_a_component_gets_the_flags_it_shares() -> None:
 
 
 @pytest.mark.parametrize("command", [["status"], ["keys", "hash"], ["bench", "run"], ["version"], ["kvnode"]])
-def test_every_command_refuses_a_variable_that_nothing_reads(
-    command: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_command_rejects_unused_variables(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PILLION_HTTP_PRT", "1")
     with pytest.raises(ConfigError, match=r"variable PILLION_HTTP_PRT; did you mean PILLION_HTTP_PORT?"):
         cli.main(command, standalone_mode=False)

@@ -197,7 +197,7 @@ def test_every_flag_is_declared_once() -> None:
         ("PILLION_XYZZY", "PILLION_XYZZY"),
     ],
 )
-def test_an_unknown_variable_is_refused_by_name(role: str, name: str, complaint: str) -> None:
+def test_an_unknown_variable_is_rejected_by_name(role: str, name: str, complaint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         CliRunner().invoke(cli, [role], env={name: "1"}, standalone_mode=False, catch_exceptions=False)
     assert caught.value.message == f"unknown environment variable {complaint}"
@@ -219,7 +219,7 @@ def test_every_variable_that_the_code_names_is_known() -> None:
 
 
 @pytest.mark.parametrize("role", [*COMPONENTS, "serve", "prepare"])
-def test_an_unknown_key_is_refused_by_name(tmp_path: pathlib.Path, role: str) -> None:
+def test_an_unknown_key_is_rejected_by_name(tmp_path: pathlib.Path, role: str) -> None:
     file = tmp_path / "pillion.toml"
     file.write_text("max-num-seq = 8\n")
     with pytest.raises(ConfigError, match=r"unknown key 'max-num-seq'; did you mean max-num-seqs\?"):

@@ -36,7 +36,7 @@ def blocking(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-async def test_results_stand_in_the_prompts_order(blocking: bool) -> None:
+async def test_results_have_the_prompts_order(blocking: bool) -> None:
     async with running_fake_cluster("The answer.") as fakes:
         prompts = ["Once", [5, 6, 7], [{"role": "user", "content": "x"}]] * 4
         sampling = [SamplingParams(max_tokens=1 + n, seed=n) for n in range(12)]
@@ -64,7 +64,7 @@ async def test_never_more_than_the_bound_at_once(blocking: bool) -> None:
         assert fakes.decode.most_streams == 3
 
 
-async def test_errors_stand_in_their_places_or_end_the_batch(blocking: bool) -> None:
+async def test_errors_replace_results_or_end_the_batch(blocking: bool) -> None:
     async with running_fake_cluster("The answer.") as fakes:
         prompts = ["a", "y" * 300, "b"]
         results = await batch(fakes, blocking, prompts, raise_errors=False)

@@ -136,7 +136,7 @@ async def test_every_connection_error_says_what_to_do(made: pathlib.Path) -> Non
         ("h:1", {"ca": __file__}, "test_connection_errors.py is no PEM"),
     ],
 )
-def test_addresses_and_files_that_cannot_be_are_refused_at_once(target: str, options: dict, expected: str) -> None:
+def test_invalid_addresses_and_files_are_rejected_at_once(target: str, options: dict, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         connect(target, **options)
     assert expected in caught.value.message

@@ -66,7 +66,7 @@ def test_a_file_has_limits_for_all_kinds_and_for_one(tmp_path: pathlib.Path) -> 
         ("missing.toml", "", "cannot be read"),
     ],
 )
-def test_a_wrong_contract_is_refused(name: str, text: str, said: str, tmp_path: pathlib.Path) -> None:
+def test_a_wrong_contract_is_rejected(name: str, text: str, said: str, tmp_path: pathlib.Path) -> None:
     (tmp_path / name.replace("missing", "other")).write_text(text)
     with pytest.raises(ConfigError, match=said):
         read_contract(tmp_path / name)

@@ -68,7 +68,7 @@ async def test_an_open_loop_measures_from_the_scheduled_arrival():
     assert run.duration_s >= max(record.ended_s for record in run.records)
 
 
-async def test_a_cap_holds_back_and_the_wait_is_in_the_latency():
+async def test_a_concurrency_cap_adds_waits_to_the_latency():
     target = FakeTarget()
     run = await drive(target, [single(0.0) for _ in range(4)], max_concurrency=1)
     assert target.most == 1

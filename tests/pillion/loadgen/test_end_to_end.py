@@ -148,7 +148,7 @@ def test_the_load_test_notices_what_is_wrong():
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else None,
 )
-def test_mistakes_are_one_line(argv, status, complaint, capsys):
+def test_user_errors_are_one_line(argv, status, complaint, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["bench", *argv, "--no-progress"] if argv else ["bench", "run"])
     assert ended.value.code == status

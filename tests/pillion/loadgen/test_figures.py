@@ -140,7 +140,7 @@ def test_goodput_counts_requests_that_met_every_objective(outcomes):
     assert good((), records) == [fine for _, _, fine in outcomes]
 
 
-def test_a_result_is_json_and_says_when_the_client_was_slow():
+def test_a_result_is_json_and_flags_a_slow_client():
     records = (record(0, due=1.0), record(1, due=2.0, messages=(), status="empty"))
     objectives = parse_slo("ttft=1")
     config = {"load": {"concurrency": None}}

@@ -61,7 +61,7 @@ def test_constant_gaps_are_equal_and_processes_have_their_factor():
 
 
 @given(st.integers(1, MAX_TOKENS), st.integers(1, MAX_TOKENS), st.integers())
-def test_lengths_stay_within_their_bounds(one, other, seed):
+def test_lengths_stay_within_their_limits(one, other, seed):
     low, high = sorted((one, other))
     draw = random.Random(seed)
     assert parse_lengths(str(low)).draw(draw) == low

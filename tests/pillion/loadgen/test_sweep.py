@@ -28,7 +28,7 @@ def test_a_threshold_is_found_within_the_tolerance(start, threshold, tolerance):
 
 
 @given(st.floats(0.01, 100), st.integers(1, 12), st.lists(st.booleans(), min_size=12, max_size=12))
-def test_runs_are_bounded_and_no_rate_is_tried_twice_whatever_happens(start, max_runs, outcomes):
+def test_runs_are_limited_and_no_rate_is_tried_twice(start, max_runs, outcomes):
     left = iter(outcomes)
     tried = search(start, 0.05, max_runs, lambda rate: next(left))
     assert 1 <= len(tried) <= max_runs

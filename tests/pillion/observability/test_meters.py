@@ -85,7 +85,7 @@ def test_metrics_have_the_names_of_the_catalog() -> None:
         assert bool(metric.bounds) == (metric.kind == "histogram"), metric.name
 
 
-def test_labels_are_bounded() -> None:
+def test_the_number_of_labels_is_limited() -> None:
     meters = Meters()
     for number in range(MAX_CELLS + 50):
         meters.counter(names.GENERATED_TOKENS, f"model-{number}").add()
@@ -107,7 +107,7 @@ def test_books_that_cannot_be_read_hide_nothing_else() -> None:
     assert meters.collect() == {names.KV_DISK_BLOCKS: {(): 3}, names.KV_FENCED: {(): 1}}
 
 
-def test_vllm_names_say_the_same() -> None:
+def test_vllm_names_are_aliases() -> None:
     meters = Meters()
     for source, tokens in (("pool", 30), ("fetched", 10), ("restored", 2), ("prefill", 50), ("tail", 8)):
         meters.counter(names.PROMPT_TOKENS, "demo", source).add(tokens)
@@ -199,7 +199,7 @@ async def test_a_health_check_reads_whether_a_part_serves_and_whether_it_lives(m
         ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_SDK_DISABLED": "True"}, False),
     ],
 )
-def test_the_environment_says_whether_spans_are_exported(
+def test_the_environment_enables_the_export_of_spans(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], wanted: bool
 ) -> None:
     for name in [name for name in os.environ if name.startswith("OTEL_")]:

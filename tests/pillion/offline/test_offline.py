@@ -196,7 +196,7 @@ def test_one_bad_prompt_ends_the_call_and_is_named(llm: LLM) -> None:
         (lambda llm: llm.chat([]), InvalidRequest, "the prompt is empty"),
     ],
 )
-def test_wrong_requests_are_refused_with_a_reason(llm: LLM, call, error: type[Exception], complaint: str) -> None:
+def test_wrong_requests_are_rejected_with_a_reason(llm: LLM, call, error: type[Exception], complaint: str) -> None:
     with pytest.raises(error, match=complaint):
         call(llm)
 

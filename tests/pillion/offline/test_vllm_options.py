@@ -139,12 +139,12 @@ def test_the_tokenizer_is_transformers(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("name", ["encode", "reward"])
-def test_rows_and_rewards_are_refused_by_name(name: str, llm: LLM) -> None:
+def test_rows_and_rewards_are_rejected_by_name(name: str, llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match=f"LLM.{name} is not .*, no rows.*; for token ids, use get_tokenizer"):
         getattr(llm, name)(["x"], use_tqdm=False)
 
 
-def test_a_search_by_beams_is_refused(llm: LLM) -> None:
+def test_beam_search_is_rejected(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match=r"beam_search is not supported: .* SamplingParams\(n="):
         llm.beam_search(["x"], object())
 
@@ -190,7 +190,7 @@ def test_a_message_may_come_in_parts_of_text(llm: LLM) -> None:
     assert found[0] == found[1]
 
 
-def test_adapters_are_refused_in_words_of_a_program(llm: LLM) -> None:
+def test_adapter_errors_name_the_python_arguments(llm: LLM) -> None:
     for call in (
         lambda: llm.generate("x", GREEDY, False, lora_request=LoRARequest("a", 1, "/nowhere")),
         lambda: llm.load_adapter("a", "/nowhere"),
@@ -212,7 +212,7 @@ def test_a_call_may_have_its_own_template(llm: LLM) -> None:
         llm.chat(talk, GREEDY, False, chat_template="{{ messages[0")
 
 
-def test_a_tokenizer_of_a_larger_vocabulary_is_refused(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_a_tokenizer_of_a_larger_vocabulary_is_rejected(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 10**6, "content": "<far>"})
     tokenizer["model"]["vocab"]["<far>"] = 10**6

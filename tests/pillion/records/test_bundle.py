@@ -116,7 +116,7 @@ def test_signed_data_may_be_no_bundle(tmp_path: pathlib.Path) -> None:
         read(tmp_path / "nowhere", None)
 
 
-def test_a_bundle_has_a_bound(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_size_of_a_bundle_is_limited(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = encode(bundle_of(), KEY)
     write(tmp_path, NAME, raw)
     monkeypatch.setattr(bundles, "MAX_BUNDLE_BYTES", len(raw) - 1)

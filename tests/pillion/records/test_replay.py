@@ -84,7 +84,7 @@ async def test_token_ids_alone_ask_for_the_same(components: Components, recorded
     assert notes == sum(kind in KINDS for kind in ("chat", "tools"))
 
 
-async def test_another_plan_gives_the_same_tokens(components: Components, recorded: pathlib.Path) -> None:
+async def test_another_plan_computes_the_same_tokens(components: Components, recorded: pathlib.Path) -> None:
     for path in bundles_in(recorded)[:3]:
         status, lines = await replayed(path, components.gateway.grpc_address, plan="policy=colocated")
         assert status == 0

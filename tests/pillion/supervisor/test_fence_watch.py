@@ -36,7 +36,7 @@ def test_it_is_due_after_the_time_and_only_once() -> None:
     assert watch.overdue(1, ("b",), 20.5) == [("b", 6.0)]
 
 
-def test_who_came_back_meanwhile_is_forgotten() -> None:
+def test_returned_workers_are_not_overdue() -> None:
     watch = FenceWatch(5.0)
     assert watch.overdue(1, ("a",), 10.0) == []
     assert watch.overdue(1, (), 12.0) == []

@@ -43,7 +43,7 @@ def test_defaults_depend_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any("--kv-device=cpu" in spec.argv for spec in process_specs(flags, pathlib.Path("/run/x"), None))
 
 
-def test_budgets_of_a_cpu_hold_what_each_step_must_hold() -> None:
+def test_budgets_of_a_cpu_cover_a_minimal_step() -> None:
     """A step has a token for each stream, and a prefill step a block."""
     assert with_budgets(DecodeFlags(device="cpu", max_num_seqs=300)).max_num_batched_tokens == 300
     assert with_budgets(PrefillFlags(device="cpu", block_size=1024)).max_num_batched_prefill_tokens == 1024
@@ -78,7 +78,7 @@ def test_a_pool_is_on_the_gpu_of_each_rank(
         ({"load_format": "dummy"}, "--load-format dummy needs a GPU"),
     ],
 )
-def test_what_needs_a_gpu_is_refused_without_one(
+def test_gpu_flags_are_rejected_without_a_gpu(
     monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], words: str
 ) -> None:
     monkeypatch.setattr("pillion.engine.backends.gpu.gpu_devices.device_count", lambda: 0)
@@ -87,7 +87,7 @@ def test_what_needs_a_gpu_is_refused_without_one(
         resolved(ServeFlags(**flags))
 
 
-def test_kv_of_a_type_that_a_gpu_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_of_a_type_that_a_gpu_does_not_have_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.engine.backends.gpu.gpu_devices.device_count", lambda: 1)
     with pytest.raises(ConfigError, match="--kv-cache-dtype int8 is for the CPU kernels"):
         resolved(ServeFlags(kv_cache_dtype="int8"))
@@ -268,7 +268,7 @@ def test_the_environment_keeps_libraries_quiet() -> None:
         ("print('reading'); print('pillion: no such model'); sys.exit(2)", "no such model"),
     ],
 )
-def test_a_preparation_that_fails_says_why(
+def test_a_failed_preparation_reports_the_reason(
     program: str, told: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = ChildProcess.start

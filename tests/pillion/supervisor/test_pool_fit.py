@@ -25,7 +25,7 @@ def test_the_pool_in_tokens() -> None:
 
 
 @pytest.mark.parametrize("reserve", [0, 10, 50, 90])
-def test_a_pool_too_small_says_how_much_is_enough(reserve: int) -> None:
+def test_a_too_small_pool_names_the_required_size(reserve: int) -> None:
     small = replace(POOL, kv_pool_bytes=2**26)
     with pytest.raises(ConfigError) as caught:
         fitted(small, reserve)
@@ -39,7 +39,7 @@ def test_a_pool_too_small_says_how_much_is_enough(reserve: int) -> None:
 
 
 @pytest.mark.parametrize("megabytes", [24, 40, 100, 200, 400])
-def test_a_length_that_nobody_asked_for_is_what_the_pool_holds(megabytes: int) -> None:
+def test_the_default_length_is_limited_by_the_pool(megabytes: int) -> None:
     unasked = replace(POOL, kv_pool_bytes=megabytes * 2**20, max_model_len=0)
     made = fitted(unasked)
     assert fitted(replace(unasked, max_model_len=made.max_model_len_tokens // 16 * 16)) == made
@@ -53,7 +53,7 @@ def test_a_length_is_not_lowered_to_nothing() -> None:
         fitted(replace(POOL, kv_pool_bytes=16 * 2**20, max_model_len=0))
 
 
-def test_a_pool_larger_than_the_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_larger_than_the_machine_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "machine_bytes", lambda: 2**29)
     with pytest.raises(ConfigError, match="is more than this machine's memory, 512 MiB"):
         fitted(POOL)

@@ -158,7 +158,7 @@ def test_certificates_that_cannot_be_used(model: str, tmp_path: pathlib.Path) ->
             assert refusal("serve", model, *inner).startswith(f"{flags}: TLS: {complaint}")
 
 
-def test_somebody_elses_metrics_port_is_refused(model: str) -> None:
+def test_a_metrics_port_in_use_is_rejected(model: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert f"--metrics-port {port} on 127.0.0.1 cannot be used" in refusal("serve", model, "--metrics-port", port)

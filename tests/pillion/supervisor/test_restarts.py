@@ -11,7 +11,7 @@ from pillion.supervisor.restarts import EXIT_CONFIG, Restart, RestartPolicy
 from tests.support.scenes import random_scenes
 
 
-def test_delays_double_up_to_a_bound() -> None:
+def test_delays_double_up_to_a_limit() -> None:
     policy = RestartPolicy(max_deaths=7, window_s=60, first_delay_ms=200, max_delay_ms=1000)
     delays = [policy.died("a", 1, now) for now in range(6)]
     # A lone death is followed at once, as somebody may be waiting.

@@ -106,7 +106,7 @@ def test_the_start_counts_the_weights_of_all_ranks(tmp_path: pathlib.Path, monke
         assert notices.lines[-1].endswith(words)
 
 
-def test_the_start_says_how_large_steps_are(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_start_logs_step_budgets(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
     given = ServeFlags(model=str(save_model(tmp_path / "model")), device="cpu", dtype="float32", kv_pool_bytes=2**24)
     for more, words in (

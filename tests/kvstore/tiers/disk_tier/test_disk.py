@@ -262,7 +262,7 @@ def test_two_nodes_cannot_share_a_folder(tmp_path: Path) -> None:
     DiskFolder(tmp_path).close()
 
 
-def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_used_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--disk-path"):
         DiskFolder(tmp_path / "file" / "below")

@@ -35,7 +35,7 @@ def test_urls_name_a_bucket() -> None:
         ("s3://[bucket", "is not a URL"),
     ],
 )
-def test_other_urls_are_refused_and_secrets_not_repeated(url: str, message: str) -> None:
+def test_other_urls_are_rejected_and_secrets_not_repeated(url: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         parse_object_url(url)
     assert "hidden" not in caught.value.message

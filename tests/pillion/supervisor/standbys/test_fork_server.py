@@ -205,7 +205,7 @@ def test_a_supervisor_that_is_lost_while_the_server_imports_is_its_end() -> None
         assert process.stderr.read() == b""
 
 
-async def test_what_starts_a_thread_while_it_is_imported_is_not_forked(folder: pathlib.Path) -> None:
+async def test_modules_that_start_threads_on_import_are_not_forked(folder: pathlib.Path) -> None:
     (folder / "with_thread.py").write_text(
         "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
     )

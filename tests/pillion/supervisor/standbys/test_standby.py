@@ -29,7 +29,7 @@ def waiting(children: NewChildren) -> list[psutil.Process]:
     return [child for child in children() if alive(child) and child.name() == WAITING_NAME]
 
 
-async def test_a_standby_takes_over_at_once_and_is_replaced(folder: pathlib.Path) -> None:
+async def test_a_standby_replaces_a_dead_component_at_once(folder: pathlib.Path) -> None:
     notices, children = RecordedNotices(), NewChildren()
     kept = dataclasses.replace(spec(folder, "a", program=STANDING_BY), standby=True)
     supervisor = Supervisor([kept], notices, standby_delay_s=0.01)
