@@ -94,7 +94,7 @@ class _DecodeStream:
     # Written by the step thread, read here.
     progress: SequenceProgress | None = None
 
-    def tell_timings(self, new_tokens: int) -> bool:
+    def should_send_timings(self, new_tokens: int) -> bool:
         """Return whether a delta that is not the last has timings, because a stream that the gateway ends has no last
         delta: that of the first tokens, and any before which drafts were judged, which are then marked as sent."""
         if self.progress is None:
@@ -247,7 +247,7 @@ class DecodeSession:
             return
         stream, ending = self._streams.get(key), update.ending
         if ending is None:
-            if stream is not None and stream.tell_timings(len(update.token_ids)):
+            if stream is not None and stream.should_send_timings(len(update.token_ids)):
                 assert stream.progress is not None
                 delta.timings.CopyFrom(_timings_of(stream.progress))
             return

@@ -493,7 +493,7 @@ class Ledger:
         for slot, block_hash in run:
             del holder.leased[slot]
             last_block = self.tree.add(slot, block_hash, last_block, _is_page(block_hash, last_block))
-            self._came(last_block)
+            self._on_commit(last_block)
             blocks.append(last_block)
         if last_block is not None:
             self.tree.unpin(last_block)
@@ -516,17 +516,17 @@ class Ledger:
         holder.leased.update(dict.fromkeys(slots, charge))
         return slots
 
-    def _came(self, block: Block) -> None:
+    def _on_commit(self, block: Block) -> None:
         self._events.append(IndexEvent(block.hash, here=True, segment=block.segment, parent=block.parent_hash))
         if block.page:
             self.tree.order_by(self.states)
-            self.states.came(block)
-        self.prefix_pins.came(block)
+            self.states.on_commit(block)
+        self.prefix_pins.on_commit(block)
 
     def _evicted(self, block: Block) -> int:
         self.evicted_ever += 1
-        self.prefix_pins.went(block)
-        self.states.went(block)
+        self.prefix_pins.on_evict(block)
+        self.states.on_evict(block)
         self._events.append(IndexEvent(block.hash, here=False, segment=block.segment))
         return block.slot
 
@@ -648,7 +648,7 @@ class Ledger:
             # A fetch does not mark pages of states.
             page = page or (holder.role == FETCH and _is_page(block_hash, ticket.last_block))
             ticket.last_block = block = self.tree.add(slot, block_hash, ticket.last_block, page)
-            self._came(block)
+            self._on_commit(block)
             return slot
         holder.leased[slot] = LOST_RACE
         if block.depth >= ticket.blocks:

@@ -183,7 +183,7 @@ class PrefixPinTable:
                 pin.hits += 1
                 self.hits_ever += 1
 
-    def came(self, block: Block) -> None:
+    def on_commit(self, block: Block) -> None:
         """Handle a committed or restored block. A prefix pin that requested another length of its chain ends. The state
         after a whole chain becomes prefix-pinned with it."""
         if block.page and block.parent is not None:
@@ -197,7 +197,7 @@ class PrefixPinTable:
                 self._remove(pin)
                 self.refused_ever += 1
 
-    def went(self, block: Block) -> None:
+    def on_evict(self, block: Block) -> None:
         """Handle an evicted block: the pins that ended there now end at its parent."""
         if block.prefix_pins and block.parent is not None:
             block.parent.prefix_pins += block.prefix_pins - 1

@@ -135,7 +135,7 @@ class StateEviction:
                     return place
         return match.known
 
-    def came(self, page: Block) -> None:
+    def on_commit(self, page: Block) -> None:
         if not self._in_use:
             self._in_use = True
             self._useless.update((block, None) for block in self.plain if self._is_useless(block))
@@ -149,7 +149,7 @@ class StateEviction:
         state.missing = max(0, state.missing - 1)
         self._by_page[page] = state
 
-    def went(self, block: Block) -> None:
+    def on_evict(self, block: Block) -> None:
         left = block.parent
         if block.page:
             state = self._by_page.pop(block)

@@ -22,7 +22,7 @@ log = logging.getLogger("pillion.kvnode")
 WARN_EVERY_S = 30.0
 
 
-class Corrupt(Exception):  # noqa: N818
+class CorruptBlock(Exception):  # noqa: N818
     """Bytes from a medium that are damaged, incomplete or of another block."""
 
 

@@ -36,7 +36,7 @@ from pillion.kvstore.hashing import request_root
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.node.pool import Pool
 from pillion.kvstore.tiers.disk_tier.disk_files import BlockFiles
-from pillion.kvstore.tiers.tiers import Corrupt
+from pillion.kvstore.tiers.tiers import CorruptBlock
 from pillion.kvstore.transfer.fetch import Fetcher
 
 Mutation = Callable[[], AbstractContextManager[object]]
@@ -242,7 +242,7 @@ def _stop_without_landing(_: Any) -> Any:
 
 def _read_unverified(read: Any) -> Any:
     def mutant(self: Any, *args: Any) -> None:
-        with contextlib.suppress(Corrupt):
+        with contextlib.suppress(CorruptBlock):
             read(self, *args)
 
     return mutant

@@ -453,7 +453,7 @@ class Client:
     def _channel_of(self, number: int) -> grpc.Channel:
         return self._channels[number][0]
 
-    def _leave(self, number: int) -> None:
+    def _switch_address(self, number: int) -> None:
         """Switch to the next address, unless another call has done so."""
         with self._opening:
             if self._number == number:
@@ -491,7 +491,7 @@ class Client:
                 found, spoken = rpc.from_rpc_error(error), rpc.said_by_server(error)
                 if not should_retry(found, spoken, sent, len(self._connection.targets)):
                     raise self._connection.explained(found, found, spoken, number) from None
-                self._leave(number)
+                self._switch_address(number)
         raise AssertionError("the last call returns or raises")
 
 
@@ -527,7 +527,7 @@ class _BlockingStream:
                     spoken = spoken or isinstance(found, DeadlineExceeded)
                     raise connection.explained(final, found, spoken, self._number) from None
                 if is_loss(found, spoken):
-                    self._client._leave(self._number)
+                    self._client._switch_address(self._number)
                 self._client._connection.pause(self._client._channel(), pause_s, self._ended)
                 self._begin()
         except KeyboardInterrupt:

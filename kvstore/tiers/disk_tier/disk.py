@@ -33,7 +33,7 @@ from itertools import takewhile
 
 from pillion.kvstore.memory.memory import until_over
 from pillion.kvstore.tiers.disk_tier.disk_files import NO_ROOM, SHARDS, BlockFileLayout, BlockFiles, DiskFolder
-from pillion.kvstore.tiers.tiers import BlockName, Corrupt, MediumTier
+from pillion.kvstore.tiers.tiers import BlockName, CorruptBlock, MediumTier
 
 log = logging.getLogger("pillion.kvnode")
 
@@ -179,7 +179,7 @@ class DiskTier(MediumTier):
         failures: list[str | None] = [None] * len(jobs)
         for first, read in enumerate(reads):
             failures[first::READ_THREADS] = read.result()
-        return self._came(names, failures)
+        return self._settle_reads(names, failures)
 
     async def restore(self) -> None:
         """Read the headers of existing files. Call once, before anything else."""
@@ -291,7 +291,7 @@ class DiskTier(MediumTier):
             surplus.append(self._kept.popitem(last=False)[1])
         return surplus
 
-    def _came(self, names: list[BlockName], failures: list[str | None]) -> int:
+    def _settle_reads(self, names: list[BlockName], failures: list[str | None]) -> int:
         """Account for a read; return how many blocks came before the first failure. Broken blocks are removed."""
         good = len(list(takewhile(lambda failure: failure is None, failures)))
         # A chain's head must stay more recent than its other blocks. Blocks after a failed one count as used.
@@ -363,7 +363,7 @@ class DiskTier(MediumTier):
             try:
                 self._files.read(name, target)
                 failures.append(None)
-            except Corrupt:
+            except CorruptBlock:
                 failures.append(_CORRUPT)
             except OSError as error:
                 failures.append(error.strerror or str(error))

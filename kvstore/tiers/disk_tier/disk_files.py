@@ -26,7 +26,7 @@ from pathlib import Path
 from pillion.errors import ConfigError
 from pillion.kvstore.hashing import HASH_BYTES
 from pillion.kvstore.memory.memory import block_checksum
-from pillion.kvstore.tiers.tiers import BlockName, Corrupt
+from pillion.kvstore.tiers.tiers import BlockName, CorruptBlock
 
 MAGIC = b"PILLIONB"
 VERSION = 1
@@ -70,19 +70,19 @@ class BlockFileLayout:
         return fields + _CHECKSUM.pack(block_checksum(fields))
 
     def unpack(self, header: bytes, block_hash: bytes) -> BlockName:
-        """Decode the header of a block's file. Raises Foreign for another namespace, Corrupt unless it is an intact
-        header of ``block_hash`` in this version and size."""
+        """Decode the header of a block's file. Raises Foreign for another namespace, CorruptBlock unless it is an
+        intact header of ``block_hash`` in this version and size."""
         if len(header) != HEADER_BYTES or _CHECKSUM.unpack(header[_FIELDS.size :])[0] != block_checksum(
             header[: _FIELDS.size]
         ):
-            raise Corrupt("the header is damaged")
+            raise CorruptBlock("the header is damaged")
         magic, version, parent_bytes, namespace, found, parent, segment, length, checksum = _FIELDS.unpack_from(header)
         if namespace != self.namespace:
             raise Foreign
         if magic != MAGIC or version != VERSION:
-            raise Corrupt(f"format version {version}, not {VERSION}")
+            raise CorruptBlock(f"format version {version}, not {VERSION}")
         if found != block_hash or length != self.block_bytes or parent_bytes not in (0, HASH_BYTES):
-            raise Corrupt("it belongs to another block")
+            raise CorruptBlock("it belongs to another block")
         return BlockName(found, parent[:parent_bytes], segment, checksum)
 
 
@@ -172,20 +172,20 @@ class BlockFiles:
         return os.path.exists(self.path_of(block_hash))
 
     def read(self, name: BlockName, target: memoryview) -> None:
-        """Read a block into ``target``. Raises Corrupt, or OSError (FileNotFoundError for a missing file)."""
+        """Read a block into ``target``. Raises CorruptBlock, or OSError (FileNotFoundError for a missing file)."""
         header = bytearray(HEADER_BYTES)
         fd = os.open(self.path_of(name.hash), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             if os.fstat(fd).st_size != HEADER_BYTES + self.layout.block_bytes:
-                raise Corrupt("it has another length")
+                raise CorruptBlock("it has another length")
             _read_all(fd, [memoryview(header), target])
             try:
                 if self.layout.unpack(bytes(header), name.hash) != name:
-                    raise Corrupt("its header changed")
+                    raise CorruptBlock("its header changed")
             except Foreign:
-                raise Corrupt("its header changed") from None
+                raise CorruptBlock("its header changed") from None
             if block_checksum(target) != name.checksum:
-                raise Corrupt("its bytes do not match their checksum")
+                raise CorruptBlock("its bytes do not match their checksum")
         finally:
             os.close(fd)
 
@@ -226,7 +226,7 @@ class BlockFiles:
                 except OSError:
                     # It may be readable later; otherwise the next write of this hash replaces it.
                     found.append((0, None))
-                except Corrupt:
+                except CorruptBlock:
                     with contextlib.suppress(OSError):
                         os.unlink(folder + file)
                     if file.endswith(SUFFIX):
@@ -235,7 +235,7 @@ class BlockFiles:
 
     def _inspect(self, path: str, file: str) -> tuple[int, BlockName]:
         if not file.endswith(SUFFIX):
-            raise Corrupt("it was never finished")
+            raise CorruptBlock("it was never finished")
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             header, status = os.pread(fd, HEADER_BYTES, 0), os.fstat(fd)
@@ -243,7 +243,7 @@ class BlockFiles:
             os.close(fd)
         name = self.layout.unpack(header, bytes.fromhex(file.removesuffix(SUFFIX)))
         if status.st_size != HEADER_BYTES + self.layout.block_bytes:
-            raise Corrupt("it has another length")
+            raise CorruptBlock("it has another length")
         return status.st_mtime_ns, name
 
 
@@ -262,7 +262,7 @@ def _read_all(fd: int, pieces: list[memoryview]) -> None:
     while pieces:
         done = os.readv(fd, pieces)
         if not done:
-            raise Corrupt("it ends early")
+            raise CorruptBlock("it ends early")
         while pieces and done >= len(pieces[0]):
             done -= len(pieces.pop(0))
         if pieces:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from pillion.kvstore.hashing import HASH_BYTES, SEGMENT_BLOCKS
 from pillion.kvstore.memory.memory import block_checksum
-from pillion.kvstore.tiers.tiers import BlockName, Corrupt
+from pillion.kvstore.tiers.tiers import BlockName, CorruptBlock
 
 MAGIC = b"PILLIONR"
 VERSION = 1
@@ -128,9 +128,11 @@ class RunLayout:
         return f"{self.folder(run.segment)}/{run}"
 
     def size_bytes(self, run: RunName) -> int:
-        """Return the size of a run's object in bytes. Raises Corrupt for a name with too many blocks."""
+        """Return the size of a run's object in bytes. Raises CorruptBlock for a name with too many blocks."""
         if len(run) > _most_blocks(self.block_bytes):
-            raise Corrupt(f"its name has {len(run)} blocks, and a run has at most {_most_blocks(self.block_bytes)}")
+            raise CorruptBlock(
+                f"its name has {len(run)} blocks, and a run has at most {_most_blocks(self.block_bytes)}"
+            )
         return HEADER_BYTES + len(run) * self.block_bytes
 
     def pack(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> bytearray:
@@ -151,23 +153,23 @@ class RunLayout:
 
     def unpack(self, data: memoryview, run: RunName) -> dict[bytes, tuple[int, memoryview]]:
         """Return the checksum and payload of each block of an object, by its hash, with the payloads unchecked. Raises
-        Corrupt unless it is an intact object of this run, version and size."""
+        CorruptBlock unless it is an intact object of this run, version and size."""
         checked = HEADER_BYTES - _CHECKSUM.size
         if len(data) < HEADER_BYTES or _CHECKSUM.unpack_from(data, checked)[0] != block_checksum(data[:checked]):
-            raise Corrupt("the header is damaged")
+            raise CorruptBlock("the header is damaged")
         magic, version, count, length, parent_bytes, namespace, segment, _ = _FIELDS.unpack_from(data)
         if magic != MAGIC or version != VERSION:
-            raise Corrupt(f"format version {version}, not {VERSION}")
+            raise CorruptBlock(f"format version {version}, not {VERSION}")
         if (namespace, segment, length) != (self.namespace, run.segment, self.block_bytes):
-            raise Corrupt("it belongs to another namespace or segment")
+            raise CorruptBlock("it belongs to another namespace or segment")
         if parent_bytes not in (0, HASH_BYTES) or count != len(run):
-            raise Corrupt("it belongs to another run")
+            raise CorruptBlock("it belongs to another run")
         if len(data) != HEADER_BYTES + count * self.block_bytes:
-            raise Corrupt("it has another length")
+            raise CorruptBlock("it has another length")
         entries = [_ENTRY.unpack_from(data, _FIELDS.size + place * _ENTRY.size) for place in range(count)]
         hashes = [block_hash for block_hash, _ in entries]
         if hashes[0] != run.first or run.leading(hashes) != count:
-            raise Corrupt("it belongs to another run")
+            raise CorruptBlock("it belongs to another run")
         begins = range(HEADER_BYTES, len(data), self.block_bytes)
         payloads = (data[begin : begin + self.block_bytes] for begin in begins)
         return {block_hash: (checksum, part) for (block_hash, checksum), part in zip(entries, payloads, strict=True)}

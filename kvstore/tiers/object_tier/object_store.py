@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from pillion.errors import ConfigError
-from pillion.kvstore.tiers.tiers import Corrupt
+from pillion.kvstore.tiers.tiers import CorruptBlock
 
 FLAG = "--object-url"
 REQUEST_TIMEOUT_MS = 10_000
@@ -139,7 +139,7 @@ class ObjectStore:
         await self._within_timeout(self._obstore.put_async(self._store, path, data, use_multipart=False))
 
     async def get(self, path: str, size_bytes: int) -> memoryview:
-        """Read an object of ``size_bytes``. Raises MissingObject, ObjectStoreFailure, and Corrupt for an object of
+        """Read an object of ``size_bytes``. Raises MissingObject, ObjectStoreFailure, and CorruptBlock for an object of
         another size, which is not read: any writer to the bucket may have put anything there."""
 
         async def read() -> Any:
@@ -149,7 +149,7 @@ class ObjectStore:
                 return None
             said = found.meta["size"]
             if said != size_bytes:
-                raise Corrupt(f"it has {said} bytes, not {size_bytes}")
+                raise CorruptBlock(f"it has {said} bytes, not {size_bytes}")
             return await found.bytes_async()
 
         found = await self._within_timeout(read())

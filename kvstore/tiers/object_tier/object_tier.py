@@ -40,7 +40,7 @@ from pillion.kvstore.tiers.object_tier.object_store import (
     ObjectStore,
     ObjectStoreFailure,
 )
-from pillion.kvstore.tiers.tiers import BlockName, Corrupt, MediumTier, heads_first
+from pillion.kvstore.tiers.tiers import BlockName, CorruptBlock, MediumTier, heads_first
 from pillion.tasks import OwnTasks
 
 log = logging.getLogger("pillion.kvnode")
@@ -300,11 +300,11 @@ class ObjectTier(MediumTier):
             sources = self._layout.unpack(data, run)
             count = await until_over(asyncio.to_thread(_copy, part, sources))
             if count < len(part) and part[count][0] in sources:
-                raise Corrupt("its bytes do not match their checksum")
+                raise CorruptBlock("its bytes do not match their checksum")
         except MissingObject:
             self._forget(run)
             return 0
-        except Corrupt as error:
+        except CorruptBlock as error:
             self.counts.corrupt += 1
             self._warn("an object is damaged; its blocks are computed again", f"{error} ({self._layout.path(run)})")
             self._forget(run)

@@ -19,7 +19,7 @@ from pillion.kvstore.tiers.object_tier.object_runs import (
     places_in,
     split_runs,
 )
-from pillion.kvstore.tiers.tiers import Corrupt
+from pillion.kvstore.tiers.tiers import CorruptBlock
 from tests.support.disk import BLOCK_BYTES, NAMESPACE, OTHER, Stored
 from tests.support.object_blocks import branched
 
@@ -62,13 +62,13 @@ def test_a_name_contains_the_objects_size_which_is_limited() -> None:
     """A name with more blocks than a run has was not written by this code, and would be read whole."""
     layout, first = RunLayout(bytes(32), MAX_RUN_BYTES // 4), bytes(32)
     assert layout.size_bytes(RunName(first, first, (b"ab",) * 3)) == HEADER_BYTES + MAX_RUN_BYTES
-    with pytest.raises(Corrupt, match="its name has 5 blocks, and a run has at most 4"):
+    with pytest.raises(CorruptBlock, match="its name has 5 blocks, and a run has at most 4"):
         layout.size_bytes(RunName(first, first, (b"ab",) * 4))
 
 
 @given(st.data())
 def test_damage_is_always_detected(data: st.DataObject) -> None:
-    """A bit, a length or another run's object: it is Corrupt, or the damage is in a payload, whose checksum shows
+    """A bit, a length or another run's object: it is CorruptBlock, or the damage is in a payload, whose checksum shows
     it."""
     run = branched([5])[0]
     name = RunName.of([one for one, _ in run])
@@ -83,7 +83,7 @@ def test_damage_is_always_detected(data: st.DataObject) -> None:
             packed = LAYOUT.pack(branched([5, 5])[1])
     try:
         found = LAYOUT.unpack(memoryview(packed), name)
-    except Corrupt:
+    except CorruptBlock:
         return
     assert any(block_checksum(payload) != checksum for checksum, payload in found.values())
 
@@ -93,7 +93,7 @@ def test_foreign_objects_are_rejected() -> None:
     name = RunName.of([one for one, _ in run])
     for layout in (RunLayout(OTHER, BLOCK_BYTES), RunLayout(NAMESPACE, BLOCK_BYTES - 64)):
         blocks: list[Stored] = [(one, payload[: layout.block_bytes]) for one, payload in run]
-        with pytest.raises(Corrupt, match="another namespace or segment"):
+        with pytest.raises(CorruptBlock, match="another namespace or segment"):
             LAYOUT.unpack(memoryview(layout.pack(blocks)), name)
     for text in ("", "README", str(name)[:-1], str(name) + "zz", f"{name.first.hex()}-{'00' * 2 * SEGMENT_BLOCKS}"):
         assert RunName.parse(name.segment, text) is None
