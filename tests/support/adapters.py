@@ -1,4 +1,4 @@
-"""Small random adapters, which PEFT makes, saves and runs."""
+"""Small random adapters, created, saved and run by PEFT."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 def make_adapter(
     model_folder: pathlib.Path, into: pathlib.Path, *, seed: int = 0, strength: float = 0.5, **config: Any
 ) -> pathlib.Path:
-    """Writes an adapter for a model, whose matrices are random and whose effect is of the order of ``strength``;
-    ``config`` are options of PEFT's LoraConfig. Returns the folder."""
+    """Write an adapter with random matrices for a model, with an effect of the order of ``strength``; ``config`` are
+    options of PEFT's LoraConfig. Return the folder."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     with _quiet_patterns():
@@ -37,7 +37,7 @@ def make_adapter(
 
 
 def adapted_model(model_folder: pathlib.Path, adapter: pathlib.Path) -> Any:
-    """transformers' model with PEFT's adapter, in float32."""
+    """Return transformers' model with PEFT's adapter, in float32."""
     base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     with _quiet_patterns():
         return PeftModel.from_pretrained(base, adapter).eval()
@@ -45,15 +45,14 @@ def adapted_model(model_folder: pathlib.Path, adapter: pathlib.Path) -> Any:
 
 @contextmanager
 def _quiet_patterns() -> Iterator[None]:
-    """Leaves out a warning of PEFT's, which looks for a pattern's parameters among modules, says that it ignores the
-    pattern, and obeys it."""
+    """Suppress a warning of PEFT, which claims to ignore a pattern that it applies."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*did not match any targeted module", RuntimeWarning)
         yield
 
 
 def write_adapter(model: ModelConfig, into: pathlib.Path, *, rank: int = 4, seed: int = 0) -> pathlib.Path:
-    """Writes a random adapter of the query projections as PEFT would; the model is not loaded. Returns the folder."""
+    """Write a random query-projection adapter in PEFT's format, without loading the model; return the folder."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {"A": (rank, model.hidden_size), "B": (model.num_heads * model.head_dim, rank)}
     into.mkdir(parents=True)
@@ -74,14 +73,14 @@ def write_adapter(model: ModelConfig, into: pathlib.Path, *, rank: int = 4, seed
 
 
 def edit_config(adapter: pathlib.Path, **changes: Any) -> pathlib.Path:
-    """Changes keys of an adapter's config. Returns the folder."""
+    """Change keys of an adapter's config. Return the folder."""
     path = adapter / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     return adapter
 
 
 def edit_tensors(adapter: pathlib.Path, change: Any) -> pathlib.Path:
-    """Writes what ``change`` makes of an adapter's tensors. Returns the folder."""
+    """Replace an adapter's tensors by ``change`` of them. Return the folder."""
     path = adapter / "adapter_model.safetensors"
     save_file({name: tensor.clone().contiguous() for name, tensor in change(load_file(path)).items()}, path)
     return adapter

@@ -1,6 +1,5 @@
-"""Conversations of agents, grown turn by turn in the shapes of tests/clients/bodies: what came is sent back as the
-client sends it, with a tool's result or the user's next words, and what changes in each request of a client changes.
-"""
+"""Conversations of agents, grown turn by turn in the shapes of tests/clients/bodies: answers are sent back as the
+client does, with a tool's result or the user's next message, and with the client's per-request changes."""
 
 from __future__ import annotations
 
@@ -8,20 +7,20 @@ import copy
 import json
 from typing import Any
 
-# A user speaks at every so many turns; the others bring the results of tools.
+# Turns per user message; the others bring tool results.
 SPEAKS_EVERY = 5
 RESULT = 'a.py\n  1\tx = "ü" # {n}\n'
-# What clients leave out of an item of a response when they send it back.
+# Keys that clients drop from a response's items when sending them back.
 _DROPPED = {"Codex": ("id", "status"), "Vercel": ("status",)}
 
 
 def compact(value: Any) -> str:
-    """Returns a value as clients in JavaScript write it."""
+    """Return a value as JSON in the style of JavaScript clients."""
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
 
 
 def called_names(body: dict[str, Any]) -> list[str]:
-    """Returns the names by which a model knows a body's tools; a custom tool's has a star before it."""
+    """Return the names of a body's tools as the model sees them; a custom tool's is prefixed by a star."""
     names = []
     for tool in body.get("tools", ()):
         match tool:
@@ -37,7 +36,7 @@ def called_names(body: dict[str, Any]) -> list[str]:
 
 
 class AgentTurns:
-    """A client's conversation. ``body`` is its next request, which asks for a whole answer."""
+    """A client's conversation. ``body`` is its next request, for a whole answer."""
 
     def __init__(self, sent: dict[str, Any]) -> None:
         self.client, self.path = sent["client"], sent["path"]
@@ -53,18 +52,18 @@ class AgentTurns:
 
     @property
     def calls(self) -> bool:
-        """Whether the model calls a tool in this turn."""
+        """Return True if the model calls a tool in this turn."""
         return bool(self.tools) and (self.must_call or self.turn % SPEAKS_EVERY > 0)
 
     def call(self) -> tuple[str, dict[str, Any]]:
-        """Returns the tool that the model calls in this turn, and its arguments."""
+        """Return the tool that the model calls in this turn, and its arguments."""
         name = self.tools[self.turn % len(self.tools)]
         if name.startswith("*"):
             return name[1:], {"input": f"*** Begin Patch\n*** Delete File: {self.turn} é\n*** End Patch\n"}
         return name, {"command": f"grep -n '\"é\\n' a{self.turn}.py", "more": [1, {"x": None}]}
 
     def answered(self, answer: dict[str, Any]) -> None:
-        """Adds a whole answer and what follows it to the conversation."""
+        """Append a whole answer and the next messages to the conversation."""
         self.turn += 1
         said = f"Go on, {self.turn}."
         if self.path == "/v1/messages":
@@ -84,7 +83,7 @@ class AgentTurns:
     def _answered_blocks(self, answer: dict[str, Any], said: str) -> None:
         mark = {"cache_control": {"type": "ephemeral"}}
         messages = self.body["messages"]
-        # Claude Code has its mark at the last message, and its header differs in each request.
+        # Claude Code marks the last message, and its header differs per request.
         for block in messages[-1]["content"]:
             block.pop("cache_control", None)
         results = [
@@ -115,11 +114,11 @@ class AgentTurns:
 
 
 def hermes_call(name: str, arguments: dict[str, Any]) -> str:
-    """Returns a call as a model of Hermes' format writes it."""
+    """Return a call in the format of Hermes models."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
 
 
 def shared(one: Any, other: Any) -> int:
-    """Returns how many items two sequences share from their beginning."""
+    """Return the length of the common prefix of two sequences."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((n for n, (left, right) in pairs if left != right), min(len(one), len(other)))

@@ -1,7 +1,7 @@
-"""The fake model on a device that runs ahead: launches return at once, a thread runs them in order and takes its time.
+"""The fake model on a device that runs ahead: launches return at once, a thread runs them in order, with delays.
 
-Beside the model it keeps what a device would not forgive: how many steps are under way, which slots they use, and, at
-the node, whether one of those was free for somebody else meanwhile.
+It also records what a real device would not tolerate: the number of steps in flight, the slots that they use, and, at
+the node, whether one of those was free for another owner meanwhile.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pillion.kernels.step import Sampled, SamplingRows, StepBatch
 from pillion.kvstore.ledger.ledger import Ledger
 from tests.support.fake_backend import FakeBackend
 
-# Longest time that the device takes before, and after, a step: its lateness is what it is there for.
+# Max delay before, and after, a step.
 MAX_DELAY_S = 0.002
 LANDING_TIMEOUT_S = WITHIN_S
 
@@ -53,7 +53,7 @@ class Launched:
         self.chosen.set()
 
     def wait(self) -> Sampled:
-        # A step that is waited for without a choice is abandoned.
+        # A step that is awaited without its choices is abandoned.
         self.chosen.set()
         assert self.over.wait(LANDING_TIMEOUT_S)
         self._backend.landed(self)
@@ -63,8 +63,8 @@ class Launched:
 
 
 class AheadBackend(FakeBackend):
-    """``resolved``: tokens that only the device knew. ``most_under_way``: steps at once. ``late_choices``: steps whose
-    choices were begun after their launch."""
+    """``resolved``: tokens that only the device had. ``most_under_way``: max concurrent steps. ``late_choices``: steps
+    whose choices were begun after their launch."""
 
     max_steps_under_way = 2
 
@@ -90,7 +90,7 @@ class AheadBackend(FakeBackend):
         return flight
 
     def landed(self, flight: Launched) -> None:
-        """Record a landing; steps land in the order of their launches, each once."""
+        """Record a landing; each step lands once, in launch order."""
         with self._lock:
             assert self.under_way[0] is flight
             del self.under_way[0]
@@ -124,7 +124,7 @@ class AheadBackend(FakeBackend):
                 assert flight.chosen.wait(LANDING_TIMEOUT_S)
                 before = flight.sampled = Sampled() if flight.rows is None else sample(logits, flight.rows)
             except Exception as error:
-                # What such a step chose is anything, but it is there.
+                # The choices of an abandoned step may be anything, but must exist.
                 before = Sampled((0,) * len(flight.batch.sample_rows))
                 flight.error = error
             self._take_time()
@@ -132,14 +132,14 @@ class AheadBackend(FakeBackend):
 
 
 def watch(ledger: Ledger, *backends: AheadBackend) -> list[str]:
-    """Fills with what went back to the node while a step under way used it. Called on the node's thread."""
+    """Record freed slots that a step in flight used. Called on the node's thread."""
     found: list[str] = []
 
     def watched(name: str, change: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             before = set().union(*(backend.slots() for backend in backends))
             result = change(*args, **kwargs)
-            # What landed meanwhile is nobody's concern any more.
+            # Steps that landed meanwhile no longer use them.
             used = before & set().union(*(backend.slots() for backend in backends))
             safe = {slot for holder in ledger.holders.values() for slot in holder.leased}
             safe |= {block.slot for block in ledger.tree.by_hash.values() if block.ref_count}

@@ -1,7 +1,7 @@
 """A scheduler over a device that runs ahead: steps are launched, run later, and land when the next one is launched.
 
-What a step reads and writes while it is under way is watched: a slot that the node gave to somebody else, or might give
-away, is a defect at once, and not only where it happens to spoil a token.
+A slot of a step in flight that the node reassigned, or could reassign, fails at once, not only when it corrupts a
+token.
 """
 
 from __future__ import annotations
@@ -47,17 +47,15 @@ class _Step:
 
 
 class SimulatedDevice:
-    """Runs steps in the order of their launch, each some time before it lands: ``draw`` chooses the earliest moment or
-    the latest."""
+    """Runs steps in launch order, each before it lands: ``draw`` picks the earliest moment or the latest."""
 
     def __init__(self, pool: Int64, draw: Random) -> None:
         self._pool = pool
         self._draw = draw
         self._in_flight: deque[_Step] = deque()
         self._before = Sampled()
-        # Of the last steps that ran, by launch: unknown tokens that they were given.
+        # Unknown tokens passed to the last steps that ran, by launch.
         self.resolved = 0
-        # What a step does beside writing KV, before that.
         self.beside: Callable[[StepBatch], None] = lambda batch: None
 
     def launch(self, plan: StepPlan, batch: StepBatch, placed: Mapping[int, int]) -> None:
@@ -68,7 +66,7 @@ class SimulatedDevice:
             self._catch_up(len(self._in_flight))
 
     def choose(self, plan: StepPlan, placed: Mapping[int, int]) -> None:
-        """Begin the choices of the step that was launched last."""
+        """Begin the choices of the last launched step."""
         assert self._in_flight[-1].choices is None
         self._in_flight[-1].choices = choices_of(plan, placed)
         if self._draw.random() < 0.5:
@@ -85,7 +83,7 @@ class SimulatedDevice:
         return set().union(*(step.slots for step in self._in_flight))
 
     def places(self) -> set[int]:
-        """Return the adapters' slots that in-flight steps read."""
+        """Return the adapter slots that in-flight steps read."""
         return {slot for step in self._in_flight if step.batch.adapters is not None for slot in step.batch.adapters}
 
     def _catch_up(self, steps: int) -> None:
@@ -102,10 +100,10 @@ class SimulatedDevice:
 
 
 class AheadHarness(SchedulerHarness):
-    """A scheduler harness that launches one step ahead, as the step loop does for a backend that runs ahead, or more
-    where ``max_under_way`` steps may be under way.
+    """A scheduler harness that launches one step ahead, as the step loop does for a backend that runs ahead, or more up
+    to ``max_under_way``.
 
-    ``refuse_commits``: so many orders are refused. ``breaks``: the next "launch" or "landing" fails.
+    ``refuse_commits``: number of orders to refuse. ``breaks``: the next "launch" or "landing" fails.
     """
 
     def __init__(
@@ -136,13 +134,12 @@ class AheadHarness(SchedulerHarness):
         self.rival = self.ledger.attach("rival", "decode")
         self.refuse_commits = 0
         self.breaks = ""
-        # Rows that were computed for nobody.
         self.void_rows = 0
         self.launches = 0
         self.late_choices = 0
 
     def step(self) -> StepPlan:
-        """Schedule and launch; land what was under way before."""
+        """Schedule and launch; first land the steps in flight."""
         self.now += 0.01
         self.masks.catch_up()
         before = {id(s) for s in self.scheduler.queues.running if s.decoding}
@@ -184,7 +181,7 @@ class AheadHarness(SchedulerHarness):
         return not broken
 
     def land(self) -> None:
-        """The oldest step is over, well or not."""
+        """End the oldest step, successfully or not."""
         self.now += 0.001
         plan, broken = self.out.popleft()
         sampled = Sampled() if broken else self.device.land()
@@ -198,13 +195,13 @@ class AheadHarness(SchedulerHarness):
         self.void_rows += len(sampled.token_ids) - reported
 
     def answer(self) -> bool:
-        """Answer as SchedulerHarness does, and check that no in-flight step uses a slot that the node frees."""
+        """Answer as SchedulerHarness does, and check that no freed slot is used by a step in flight."""
         answered = super().answer()
         self._check_in_flight()
         return answered
 
     def scribble(self) -> None:
-        """Another worker gets all slots that it can get, and writes there."""
+        """Let another worker allocate all free slots and write to them."""
         slots = self.ledger.lease(self.rival, len(self.pool))
         self.pool[list(slots)] = -7
         self._check_in_flight()
@@ -217,7 +214,7 @@ class AheadHarness(SchedulerHarness):
         return super().commit_order(order)
 
     def _check_in_flight(self) -> None:
-        """Check that each slot of an in-flight step is leased to this worker, or committed and held."""
+        """Check that each slot of a step in flight is leased to this worker, or committed and pinned."""
         leased = self.ledger.holders[self.worker].leased
         held = {block.slot for block in self.ledger.tree.by_hash.values() if block.ref_count}
         lost = {slot for slot in self.device.slots() if slot not in leased and slot not in held}
@@ -227,8 +224,8 @@ class AheadHarness(SchedulerHarness):
         return super().busy() or bool(self.out)
 
     def check_answers(self) -> None:
-        """Those that a broken step ended, or a refused prefill range, are right as far as they came. Answers that had
-        not begun went with the one whose prompt they share."""
+        """Check the prefixes of sequences that a broken step or a refused prefill range ended. Parallel samples that
+        had not begun end with their leader."""
         whole = {}
         for seq_id, record in self.records.items():
             if record.end is None and record.parent and not record.token_ids:

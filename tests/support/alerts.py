@@ -1,6 +1,6 @@
-"""Alert rules evaluated by Prometheus' own promtool, over series that a test writes or has read from a metrics page.
+"""Alert rules evaluated by Prometheus' promtool, over series that a test writes or reads from a metrics page.
 
-series, minute by minute --promtool test rules--> how many alerts of a name fire at a minute
+series per minute --promtool test rules--> number of firing alerts by name and minute
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ TIMEOUT_S = 120
 
 
 def check_alerts(series: Mapping[str, str], wanted: Sequence[tuple[str, int, int]]) -> None:
-    """Asserts how many alerts of each name fire after some minutes.
+    """Assert the number of firing alerts by name after some minutes.
 
     ``series`` are values by selectors with all labels, in promtool's notation: "1+0x60" is 1, and 60 times 1 more.
-    ``wanted`` are triples of an alert's name, the minutes, and how many then fire. Raises AssertionError with
-    promtool's words.
+    ``wanted`` are triples of an alert's name, the minutes, and the number firing. Raises AssertionError with promtool's
+    output.
     """
     assert PROMTOOL is not None, MISSING
     expected = []

@@ -1,6 +1,6 @@
-"""Batches over a packed pool for the tests of the CPU attention.
+"""Batches over a packed pool for tests of CPU attention.
 
-A token's query, key and value follow from its text and its position alone, so different batches can hold one token.
+A token's query, key and value depend only on its text and position, so different batches can contain the same token.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ from tests.support.plain_pools import pack_pool, unpack_pool
 LAYERS, LAYER = 2, 1
 KV_HEADS = 2
 PARTIAL_ROWS = 256
-# Queries are kept in buffers with room for more rows than the batch has.
+# Rows of query buffers beyond the batch.
 SPARE_ROWS = 3
-# (text, tokens that are there already, tokens of this step)
+# (text, earlier tokens, tokens of this step)
 Part = tuple[int, int, int]
 
 
 class KernelRunner(Protocol):
-    """Runs one kernel: :class:`tests.support.kernel_runner.Runner`, or the runner on emulated ARM."""
+    """A kernel runner: :class:`tests.support.kernel_runner.Runner`, or the one on emulated ARM."""
 
     def run(self, spec: KernelSpec, values: dict[str, object], step: CpuStepRecord, threads: int = 3) -> None: ...
 
 
 def dtype_of(shape: AttentionShape) -> torch.dtype:
-    """The type of queries, keys, values and results."""
+    """Type of queries, keys, values and results."""
     return torch.bfloat16 if shape.bf16 else torch.float32
 
 
 @lru_cache(maxsize=64)
 def text_of(text: int, length: int, group: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries [length, KV_HEADS, group, head_dim]; keys and values [length, 2, KV_HEADS, head_dim]."""
+    """Return queries [length, KV_HEADS, group, head_dim]; keys and values [length, 2, KV_HEADS, head_dim]."""
     generator = torch.Generator().manual_seed(text)
-    # Token by token, so that a longer text begins like a shorter one.
+    # Drawn per token, so that a longer text begins like a shorter one.
     drawn = torch.randn((length, KV_HEADS * (group + 2), head_dim), generator=generator)
     queries, pairs = drawn.split((KV_HEADS * group, KV_HEADS * 2), 1)
     return queries.unflatten(1, (KV_HEADS, group)), pairs.unflatten(1, (2, KV_HEADS))
 
 
 def packed(pool: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
-    """A plain pool in the layout and the type of ``shape``; in 8 bits, rows of NaN have NaN's codes and scales."""
+    """Return a plain pool in the layout and the type of ``shape``; in 8 bits, rows of NaN have NaN codes and scales."""
     if not shape.codes:
         return pack_pool(pool.to(dtype_of(shape)))
-    # The latents of a row and its rotated key have scales of their own.
+    # A row's latents and its rotated key are scaled separately.
     parts = pool.split((shape.latents, shape.head_dim - shape.latents), -1)[0 if shape.latents else 1 :]
     codes, scales = zip(*(quantize_rows(part, shape.codes) for part in parts), strict=True)
     joined = torch.cat(codes, -1)
@@ -68,13 +68,13 @@ def packed(pool: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
 
 
 def unpacked(pool: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
-    """The plain form of a pool."""
+    """Return the plain form of a pool."""
     return dequantized(pool, shape.block_size, shape.codes, shape.latents) if shape.codes else unpack_pool(pool)
 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """A batch, its queries [KV_HEADS, rows, group, head_dim], and the packed pool with the K and V of its texts."""
+    """A batch, its queries [KV_HEADS, rows, group, head_dim], and the packed pool with its texts' K and V."""
 
     shape: AttentionShape
     batch: StepBatch
@@ -85,14 +85,14 @@ class AttentionCase:
     def of(
         cls, shape: AttentionShape, parts: Sequence[Part], *, stale: float = torch.nan, window: int = 0
     ) -> AttentionCase:
-        """Memory that nothing was written to holds ``stale``, but for V after a sequence's end in its last block.
+        """Build a case whose unwritten memory is ``stale``, except for V after a sequence's end in its last block.
 
-        With a ``window``, so do blocks that no row of this step sees.
+        With a ``window``, blocks that no row of this step sees are stale as well.
         """
         size = shape.block_size
         slots = sum(-(-(before + now) // size) for _, before, now in parts) + 2
         pool = torch.full((slots, LAYERS, 2, KV_HEADS, size, shape.head_dim), stale)
-        # Values that are the first ones of keys are multiplied by weights of 0, too.
+        # Values that are prefixes of keys are also multiplied by weights of 0.
         cleared = slice(0 if shape.latents else 1, 2)
         sequences = Sequences(slots, size, len(parts))
         numbers = sequences.add(len(parts))
@@ -129,7 +129,7 @@ class AttentionCase:
         selected: torch.Tensor | None = None,
         threads: int = 3,
     ) -> torch.Tensor:
-        """attended [T, heads * head_dim] by the kernels, to the tokens of ``selected`` [T, groups of 16 bits]."""
+        """Return [T, heads * head_dim] by kernels, to the tokens of ``selected`` [T, groups of 16 bits]."""
         shape = self.shape
         width = KV_HEADS * shape.group * shape.value_dim
         out = padded(torch.full((self.batch.num_tokens, width), torch.nan, dtype=self.queries.dtype))
@@ -172,7 +172,7 @@ class AttentionCase:
     def reference(
         self, *, window: int = 0, softcap: float = 0.0, sinks: torch.Tensor | None = None, chunked: bool = False
     ) -> torch.Tensor:
-        """The attended rows by torch, in float32."""
+        """Return the attended rows by torch, in float32."""
         rows = self.queries[:, : self.batch.num_tokens].float()
         shape, pool = self.shape, self.pool
         codes = "" if shape.latents else shape.codes

@@ -1,4 +1,4 @@
-"""Checks a folder of batches, as tests leave it at any moment."""
+"""Consistency checks of a batch folder, valid at any moment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pillion.gateway.batches.batch_records import FileRecord
 
 
 def check_batches(folder: BatchFolder) -> None:
-    """Raises AssertionError where records, files, journals and outputs do not fit each other."""
+    """Raise AssertionError if records, files, journals and outputs are inconsistent."""
     records = (folder.path / "files").glob("*.json")
     known = {path.stem: msgspec.json.decode(path.read_bytes(), type=FileRecord) for path in records}
     for name, file in known.items():

@@ -1,4 +1,4 @@
-"""Builds step batches over a pool whose blocks are dealt out in a scrambled order."""
+"""Step batches over a pool whose blocks are assigned in scrambled order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pillion.kernels.step import StepBatch
 
 
 class Sequences:
-    """Texts that grow in a paged pool. Slot 0 is never used: it pads block tables, and no kernel may read it."""
+    """Texts that grow in a paged pool. Slot 0 is unused: it pads block tables, and no kernel may read it."""
 
     def __init__(self, num_slots: int, block_size: int, seed: int = 0) -> None:
         self._block_size = block_size
@@ -21,8 +21,8 @@ class Sequences:
         self._adapters: list[int] = []
 
     def add(self, count: int = 1, rope_shift: int = 0, adapter: int = -1) -> list[int]:
-        """Adds empty sequences and returns their numbers. ``rope_shift``: their first row of the rotary tables;
-        ``adapter``: the slot of their adapter."""
+        """Add empty sequences and return their numbers. ``rope_shift``: their first row of the rotary tables;
+        ``adapter``: their adapter's slot."""
         self._tables += [[] for _ in range(count)]
         self._shifts += [rope_shift] * count
         self._adapters += [adapter] * count
@@ -30,7 +30,7 @@ class Sequences:
         return list(range(len(self._tables) - count, len(self._tables)))
 
     def parallel_sample(self, number: int) -> tuple[int, list[int], list[int]]:
-        """Adds a parallel sample of a sequence, with its full blocks; returns its number, and sources and targets of
+        """Add a parallel sample of a sequence, sharing its full blocks; return its number, and sources and targets of
         copies."""
         table = list(self._tables[number])
         sources = table[self._lengths[number] // self._block_size :]
@@ -42,13 +42,13 @@ class Sequences:
         return len(self._tables) - 1, sources, targets
 
     def take_slots(self, count: int) -> tuple[int, ...]:
-        """Returns free slots that hold no blocks of texts."""
+        """Return free slots."""
         return tuple(int(self._free.pop()) for _ in range(count))
 
     def step(
         self, parts: Sequence[tuple[int, Sequence[int]]], sample: Sequence[int] | None = None, extra_blocks: int = 0
     ) -> StepBatch:
-        """Appends tokens to sequences. ``sample``: rows to sample; by default the last row of each part."""
+        """Append tokens to sequences. ``sample``: rows to sample; by default the last row of each part."""
         positions: list[int] = []
         starts = [0]
         for number, tokens in parts:

@@ -1,4 +1,4 @@
-"""The Helm chart, rendered by Helm's own library, as objects; and what is checked of each, whatever the values are."""
+"""The Helm chart rendered by Helm's library, as objects, and checks that hold for all values."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import yaml
 from tests.support.compose import ROOT
 
 CHART = ROOT / "deploy" / "helm" / "pillion"
-# The oldest that Chart.yaml names, and the newest whose schemas the pinned package has.
+# Oldest version of Chart.yaml, and newest with schemas in the pinned package.
 KUBERNETES_VERSIONS = ("1.33", "1.37")
 
 Manifest = Mapping[str, Any]
 
-# Schemas of other people's kinds: only the fields that the chart uses, in our own words, and no others.
+# Schemas of third-party kinds, restricted to the fields that the chart uses.
 _TEXT, _NUMBER = {"type": "string", "minLength": 1}, {"type": "integer", "minimum": 0}
 
 
@@ -99,7 +99,7 @@ CUSTOM = {
 def render(
     values: Mapping[str, Any] | None = None, name: str = "rel", namespace: str = "ns", folder: Path = CHART
 ) -> list[Manifest]:
-    """Every object of the chart in ``folder``. Raises HelmError for values that the chart refuses."""
+    """Return every object of the chart in ``folder``. Raises HelmError for values that the chart refuses."""
     with helm_python.Chart.load(str(folder)) as chart:
         merged = dict(values or {})
         chart.validate_schema(merged)
@@ -109,7 +109,7 @@ def render(
 
 
 def check_schema(manifest: Manifest) -> None:
-    """Raises ValidationError. Fields that Kubernetes does not know are an error, not ignored."""
+    """Validate a manifest; unknown fields are errors. Raises ValidationError."""
     if manifest["kind"] in CUSTOM:
         jsonschema.validate(manifest, CUSTOM[manifest["kind"]])
         return
@@ -118,30 +118,30 @@ def check_schema(manifest: Manifest) -> None:
 
 
 def of_kind(manifests: Sequence[Manifest], kind: str, name: str = "") -> Manifest:
-    """The only one of its kind, or the one whose name ends so."""
+    """Return the only object of a kind, or the one whose name ends with ``suffix``."""
     found = [one for one in manifests if one["kind"] == kind and one["metadata"]["name"].endswith(name)]
     assert len(found) == 1, [one["metadata"]["name"] for one in found]
     return found[0]
 
 
 def pod_of(manifest: Manifest) -> Manifest:
-    """The pod's specification of a Deployment or StatefulSet."""
+    """Return the pod spec of a Deployment or StatefulSet."""
     return manifest["spec"]["template"]["spec"]  # type: ignore[no-any-return]
 
 
 def containers(pod: Manifest) -> Iterator[Manifest]:
-    """Initial ones and sidecars too."""
+    """Return all containers, including init containers and sidecars."""
     yield from pod.get("initContainers", ())
     yield from pod["containers"]
 
 
 def environment(container: Manifest) -> dict[str, str]:
-    """Name -> value, or where it comes from."""
+    """Return environment variables: name -> value, or its source."""
     return {one["name"]: one.get("value", str(one.get("valueFrom"))) for one in container.get("env", ())}
 
 
 def check_restricted(pod: Manifest) -> None:
-    """Kubernetes' Pod Security Standard "restricted", and a root file system that nobody writes to."""
+    """Assert Kubernetes' Pod Security Standard "restricted", and a read-only root file system."""
     context = pod["securityContext"]
     assert context["runAsNonRoot"] is True
     assert context.get("runAsUser", 1) > 0
@@ -167,7 +167,7 @@ def check_restricted(pod: Manifest) -> None:
 
 @functools.cache
 def lint() -> tuple[str, ...]:
-    """Return the findings of `helm lint --strict` that are more than advice."""
+    """Return the findings of `helm lint --strict` above advice."""
     report = helm_python.lint(str(CHART), strict=True)
     advice = 1
     found = [message["error"] for message in report["messages"] if message["severity"] > advice]

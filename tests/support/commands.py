@@ -1,4 +1,4 @@
-"""The command ``pillion`` again and again in one process beside the tests, because its start takes longest."""
+"""Repeated runs of the command ``pillion`` in one process beside the tests, to avoid its start-up time."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ for line in sys.stdin:
 
 @contextlib.contextmanager
 def pillion_commands(**environ: str) -> Iterator[Run]:
-    """A function that runs the command with these words, as often as it is called; ``asked`` is what the command reads.
+    """Return a function that runs the command with the given words; ``asked`` is its stdin.
 
-    Libraries read their variables once, so the environment is that of all calls. No variable of Pillion's and of the
-    hub's is passed on.
+    Libraries read their variables once, so all calls share one environment, without variables of Pillion or the hub.
     """
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PILLION_", "HF_"))}
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -1,7 +1,7 @@
-"""A plugin of pytest that compiles what tests launch on a GPU: ``-p tests.support.compiling_tests``.
+"""A pytest plugin that only compiles GPU launches of tests: ``-p tests.support.compiling_tests``.
 
-Tests of kernels run over tensors of the CPU as they would natively, but launches only compile. What tests compare
-passes, so that they go on to their next launch; a test that fails for what a kernel has not written is no harm.
+Kernel tests run over CPU tensors as they would natively, but launches only compile. Comparisons pass, so that tests
+reach their next launch; failures due to missing kernel output are harmless.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 
 import torch
 
-# The tests decide where kernels run when this is imported, before any kernel is.
+# Tests choose where kernels run on import, so import this before any kernel.
 from tests.support import gpu
 
 gpu.NATIVE, gpu.DEVICE = True, torch.device("cpu")
@@ -20,7 +20,7 @@ _counts: collections.Counter[str] = collections.Counter()
 
 
 def pytest_configure() -> None:
-    """Begins to compile in place of launching."""
+    """Compile instead of launching."""
     from lab.gpu_builds.cache import KEY, compile_for_gpu, compiler_key
     from lab.gpu_builds.compilations import counted_kernels
 
@@ -33,5 +33,5 @@ def pytest_configure() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """Says what was compiled."""
+    """Report the compiled kernels."""
     print(f"\ncompiled {_counts['compiled']}, in the cache {_counts['in the cache']}")

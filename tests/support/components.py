@@ -1,4 +1,4 @@
-"""The real parts in one process over a real Redis: what traces, parity and fault tests run on."""
+"""The real components in one process over a real Redis, for trace, parity and fault tests."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.support.fixed_limits import split_limits
 from tests.support.patient_calls import patient_calls
 from tests.support.redis_nodes import patient
 
-# Unless a test says otherwise every prompt goes the whole way, by the prefill worker.
+# By default every prompt is prefilled by the prefill worker.
 DISAGGREGATED: dict[str, Any] = {"split_policy": "disaggregated"}
 
 
 @dataclass(slots=True)
 class Components:
-    """Handles of a running line; ``client`` talks to ``gateway``."""
+    """Handles of running components; ``client`` is connected to ``gateway``."""
 
     kvnode: Any
     prefill: Any
@@ -38,8 +38,8 @@ class Components:
     model: dict[str, Any]
 
     async def proven(self) -> None:
-        """Waits until nothing is held any more, and the node has all blocks of the workers, which may come after an
-        answer's end; proves that the pool adds up."""
+        """Wait until nothing is leased or pinned and the node has all blocks of the workers, which may follow an
+        answer's end; check the pool's integrity."""
         pool, gateway = self.kvnode.pool, self.gateway.gateway
         await until("tickets and requests to end", lambda: not (pool.ledger.tickets or gateway.active_requests))
         for component in (self.prefill, self.decode):
@@ -68,7 +68,7 @@ class Components:
 
 
 async def until_known(gateway: Any, names: set[str]) -> None:
-    """Returns when a gateway knows all components of these names: it is ready without a prefill worker, too."""
+    """Wait until a gateway has discovered all of these components: it is ready without a prefill worker."""
     from pillion.gateway.admission.tenants import OPEN
 
     def known() -> set[str]:
@@ -90,7 +90,7 @@ async def running_components(
 ) -> AsyncIterator[Components]:
     """Start Redis, one KV node, one prefill worker, one decode worker and one gateway under ``folder``.
 
-    ``folder`` must be short: a Unix socket's path has some hundred characters. Extra flags are given per component.
+    ``folder`` must be short: a Unix socket's path is limited to some hundred characters. Extra flags are per component.
     """
     from pillion.decode_service.assemble import start_decode
     from pillion.gateway.assemble import start_gateway

@@ -1,7 +1,7 @@
-"""docker-compose.yml and the Dockerfile as data: what Docker would start, with which words and in which order.
+"""docker-compose.yml and the Dockerfile as data: the services that Docker would start, with their arguments and order.
 
-Only the parts of the compose specification that our files use: interpolation with defaults, anchors and merges (YAML's
-own), the short forms of volumes, tmpfs and ports, and depends_on with conditions.
+Supports only the parts of the compose specification that our files use: interpolation with defaults, anchors and merges
+(YAML's own), the short forms of volumes, tmpfs and ports, and depends_on with conditions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import yaml
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 COMPOSE_FILE = ROOT / "docker-compose.yml"
 DOCKERFILE = ROOT / "Dockerfile"
-# The image that this repository builds.
 OWN_IMAGE = "pillion"
 
 _VARIABLE = re.compile(r"\$(?:\{(?P<name>\w+)(?::-(?P<default>[^}]*))?\}|(?P<dollar>\$))")
@@ -53,7 +52,7 @@ class ComposeService:
 
     @property
     def own(self) -> bool:
-        """Whether it runs this repository's image."""
+        """True if it runs this repository's image."""
         return self.image.partition(":")[0] == OWN_IMAGE
 
 
@@ -67,13 +66,13 @@ class Image:
 
 
 def read_services(environ: Mapping[str, str], path: pathlib.Path = COMPOSE_FILE) -> dict[str, ComposeService]:
-    """Every service of the file, those of profiles included; ``environ`` fills in its variables."""
+    """Return every service of the file, including those of profiles; ``environ`` provides its variables."""
     file = _filled_in(yaml.safe_load(path.read_text()), environ)
     return {name: _service(name, entry) for name, entry in file["services"].items()}
 
 
 def needed_for(services: Mapping[str, ComposeService], names: Iterable[str]) -> dict[str, ComposeService]:
-    """The services that ``docker compose up NAMES`` starts: these and all that they depend on."""
+    """Return the services that ``docker compose up NAMES`` starts: these and all dependencies."""
     found: dict[str, ComposeService] = {}
     waiting = list(names)
     while waiting:
@@ -85,7 +84,7 @@ def needed_for(services: Mapping[str, ComposeService], names: Iterable[str]) -> 
 
 
 def read_image(path: pathlib.Path = DOCKERFILE) -> Image:
-    """The last stage of a Dockerfile."""
+    """Return the last stage of a Dockerfile."""
     environment: dict[str, str] = {}
     entrypoint: tuple[str, ...] = ()
     user = "root"
@@ -114,7 +113,7 @@ def _filled_in(node: Any, environ: Mapping[str, str]) -> Any:
     def value(match: re.Match[str]) -> str:
         if match["dollar"]:
             return "$"
-        # ":-" takes the default for an empty value, too.
+        # ":-" also applies to an empty value.
         return environ.get(match["name"]) or match["default"] or ""
 
     return _VARIABLE.sub(value, node)
@@ -152,7 +151,7 @@ def _health(entry: Mapping[str, Any]) -> Health:
 
 
 def seconds(text: str) -> float:
-    """The seconds of a duration as compose files write it, such as 1m30s."""
+    """Return the seconds of a compose duration, such as 1m30s."""
     parts = re.findall(r"(\d+)(ms|s|m|h)", text)
     assert "".join(number + unit for number, unit in parts) == text, text
     return sum(int(number) * _UNITS_S[unit] for number, unit in parts)

@@ -29,25 +29,25 @@ from lab.testbed.forks import ForkedChild, shared_forks
 from lab.testbed.redis import redis_executable
 from tests.support.compose import ROOT, ComposeService, Image
 
-# These variables are alike in all containers, and are what imports read of them but for caches, in which no model of
-# these tests is. All components are forks of one process that has them.
+# Same in all containers, and read at import (except for caches, which contain no model here), since all components are
+# forks of one process.
 IMPORTED_IN = (
     *("PATH", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"),
     *("TOKENIZERS_PARALLELISM", "GOMP_SPINCOUNT", "GRPC_ENABLE_FORK_SUPPORT", "HF_HUB_DISABLE_TELEMETRY"),
 )
-# Seconds between two health checks, where the file has longer ones: nothing else here learns who serves.
+# Seconds between two health checks, if the file's interval is longer: the only source of health here.
 ASK_EVERY_S = 1.0
 STARTED, HEALTHY, DONE = "service_started", "service_healthy", "service_completed_successfully"
 
 
 class UnhealthyError(AssertionError):
-    """A container ended, or never became healthy. The message has its last lines."""
+    """A container ended, or never became healthy. The message includes its last lines."""
 
 
 @dataclass
 class Container:
-    """One process that stands for a container. ``environment`` is that of its last start; ``history`` has its lines;
-    ``exit_code`` is None while it runs."""
+    """One process that represents a container. ``environment`` is that of its last start; ``history`` has its output
+    lines; ``exit_code`` is None while it runs."""
 
     name: str
     service: ComposeService
@@ -75,7 +75,7 @@ class ComposeRun:
         self.started: list[str] = []
         self._image = image
         self._folder = folder
-        # Other runs on this machine have other addresses, and with them the same ports.
+        # Concurrent runs on this machine share ports but not addresses.
         network = f"127.{random.randint(1, 254)}.{random.randint(0, 254)}"
         names = [
             (name, number)
@@ -90,24 +90,23 @@ class ComposeRun:
         self._reached = {(name, at): asyncio.Event() for name in services for at in (STARTED, HEALTHY, DONE)}
 
     def of(self, name: str) -> list[Container]:
-        """The containers of a service."""
         return [container for container in self.containers if container.service.name == name]
 
     async def up(self, timeout_s: float) -> None:
-        """Starts all; returns when every health check passes. Raises UnhealthyError."""
+        """Start all; return when every health check passes. Raises UnhealthyError."""
         async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
             for name in self.services:
                 group.create_task(self._bring_up(name), name=name)
 
     async def kill(self, container: Container) -> None:
-        """Kills a container's process, and starts it again, as ``restart: unless-stopped`` does."""
+        """Kill a container's process and restart it, as ``restart: unless-stopped`` does."""
         assert container.child is not None
         await container.child.stop(0.0)
         await self._start(container)
         await self._until_healthy(container)
 
     async def down(self) -> dict[str, int | None]:
-        """Stops all, dependents first. Returns container -> exit code, None where it had to be killed."""
+        """Stop all, dependents first. Return container -> exit code, None if it had to be killed."""
         codes: dict[str, int | None] = {}
         for name in reversed(self.started):
             await asyncio.gather(*(self._stop(container, codes) for container in self.of(name)))
@@ -124,7 +123,6 @@ class ComposeRun:
     async def _bring_up(self, name: str) -> None:
         service, containers = self.services[name], self.of(name)
         for needed, condition in service.depends_on.items():
-            # Docker does not wait for what has no containers.
             if self.of(needed):
                 await self._reached[needed, condition].wait()
         for container in containers:
@@ -145,7 +143,7 @@ class ComposeRun:
     async def _start(self, container: Container) -> None:
         service = container.service
         environment = {key: os.environ[key] for key in ("PATH", "LANG", "LD_LIBRARY_PATH") if key in os.environ}
-        # Nobody is taken for lost because the machine is busy with tests.
+        # A busy machine must not cause lost heartbeats.
         environment |= {"PYTHONPATH": str(ROOT), "PILLION_HEARTBEAT_TIMEOUT_MS": str(PATIENT_MS)}
         image = {key: value for key, value in self._image.environment.items() if key != "PATH"} if service.own else {}
         own = {**image, **service.environment}
@@ -177,10 +175,10 @@ class ComposeRun:
     async def _well(self, container: Container) -> bool:
         assert container.service.health is not None
         argv = self._command(container.service.health.test, container)
-        # As inside the container: with TLS between components, the check needs the component's certificates.
+        # As inside the container: with TLS between components, the check needs their certificates.
         child = await launch(argv, container.environment, lambda line: None)
         try:
-            # The file's 5 s are for a machine that serves; one that runs tests may need that to start a program.
+            # The file's 5 s suit a serving machine; under test load a program may take that long to start.
             longest_s = max(WITHIN_S, container.service.health.timeout_s)
             return await asyncio.wait_for(child.wait(), longest_s) == 0
         except TimeoutError:
@@ -198,15 +196,13 @@ class ComposeRun:
         late = time.monotonic() - stopped_s >= container.service.stop_grace_s
         codes[container.name] = container.exit_code = None if late else await ended
 
-    # Translation.
-
     def _command(self, words: Sequence[str], container: Container) -> list[str]:
         here = [self._here(word, container) for word in words]
         data = self._folder_of("/data", container) if words[0] == "redis-server" else ""
         return local_command(here, container.address, data)
 
     def _here(self, text: str, container: Container) -> str:
-        """A text of the container's configuration, with this machine's addresses and paths."""
+        """Return a text of the container's configuration with this machine's addresses and paths."""
         text = container.address if text == "::" else text.replace("[::]", container.address)
         text = re.sub(r"\b(127\.0\.0\.1|localhost)\b", container.address, text)
         for name in self.services:
@@ -221,22 +217,20 @@ class ComposeRun:
         source = container.service.mounts[path]
         if "/" in source:
             return str((ROOT / source).resolve())
-        # All containers share a volume; a tmpfs belongs to one.
         folder = self._folder / (source or f"{container.name}{path.replace('/', '-')}")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return str(folder)
 
 
 async def launch(argv: Sequence[str], environ: Mapping[str, str], forward: Callable[[str], None]) -> ForkedChild:
-    """Starts what stands for a container's process. Raises OSError where it does not start."""
+    """Start the process for a container. Raises OSError on failure."""
     return await shared_forks({key: environ[key] for key in IMPORTED_IN if key in environ}).launch(
         argv, environ, forward
     )
 
 
 def local_command(words: Sequence[str], address: str, data: str) -> list[str]:
-    """Returns the command of this machine that stands for a container's, whose address is ``address`` here; ``data`` is
-    the folder of a Redis."""
+    """Return this machine's command for a container's, with address ``address``; ``data`` is the folder of a Redis."""
     program, *rest = words
     if program == "pillion":
         return [sys.executable, "-m", "pillion", *rest]

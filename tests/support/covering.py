@@ -1,4 +1,4 @@
-"""Covering arrays: few cases in which every value occurs, or every pair of values of two dimensions."""
+"""Covering arrays: few cases that include every value, or every pair of values of two dimensions."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ Made = TypeVar("Made")
 
 
 def pairs_of(row: Row) -> Iterator[tuple[int, object, int, object]]:
-    """Yields (dimension, value, dimension, value) for each pair of a row."""
+    """Yield (dimension, value, dimension, value) for each pair of a row."""
     for (one, left), (other, right) in itertools.combinations(enumerate(row), 2):
         yield one, left, other, right
 
 
 def covering_rows(dimensions: Sequence[Sequence[object]]) -> list[Row]:
-    """Rows of the product in which every pair of values occurs, chosen greedily; always the same ones."""
+    """Return rows of the product that cover every pair of values, chosen greedily and deterministically."""
     rows = {row: set(pairs_of(row)) for row in itertools.product(*dimensions)}
     missing = set().union(*rows.values())
     chosen: list[Row] = []
@@ -29,7 +29,7 @@ def covering_rows(dimensions: Sequence[Sequence[object]]) -> list[Row]:
 
 
 def each_value(cases: Sequence[Made], row_of: Callable[[Made], Row]) -> list[Made]:
-    """A few of the cases, chosen greedily, in which each value occurs that occurs in any; always the same ones."""
+    """Return a few of the cases that cover every occurring value, chosen greedily and deterministically."""
     missing = {value for case in cases for value in enumerate(row_of(case))}
     chosen: list[Made] = []
     while missing:

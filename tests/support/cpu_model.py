@@ -1,4 +1,4 @@
-"""Drives the CPU kernels by hand, as :mod:`tests.support.torch_model` drives torch."""
+"""Manual driver of the CPU kernels, as :mod:`tests.support.torch_model` of torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cpu_backend(
     checked: bool | None = None,
     rounds_codes: bool = False,
 ) -> CpuBackend:
-    """A backend of the kernels for this processor, or of another instruction set that it has."""
+    """Return a backend of the kernels for this processor, or of another instruction set that it supports."""
     isa = choose_isa(kernels, host_features(), exact_codes=True)
     assert isa is not None
     isa = replace(isa, rounds_codes=rounds_codes)

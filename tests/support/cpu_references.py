@@ -1,4 +1,4 @@
-"""The results that the CPU kernels must have, computed by torch: one function for each kernel."""
+"""Reference results of the CPU kernels by torch: one function per kernel."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ from pillion.kernels.step import StepBatch
 from tests.support.eight_bit_kv import dequantized, pack_codes, quantize_rows, unpack_codes
 from tests.support.plain_pools import pack_pool, unpack_pool, write_kv
 
-# The numbers of "gated_clamped" in tests of products, whose values are about 1.
+# Parameters of "gated_clamped" in GEMM tests, whose values are about 1.
 CLAMPED = ClampedSwiglu(alpha=1.3, limit=0.8)
-# xIELU's factors above and below 0, and the numbers of a checkpoint whose softplus gives them, the second one with the
-# slope at 0.
+# xIELU's factors above and below 0, and checkpoint values whose softplus gives them (the second plus the slope at 0).
 BENDS = 0.8, 1.3
 _RAW_BENDS = torch.tensor([BENDS[0], BENDS[1] - XIELU_SLOPE]).expm1().log()
 
 
 def reference_embed(table: torch.Tensor, token_ids: torch.Tensor, scale: float) -> torch.Tensor:
-    """table [vocab, width], token_ids [T] -> [T, width] float32."""
+    """Embed: table [vocab, width], token_ids [T] -> [T, width] float32."""
     return table[token_ids].float() * scale
 
 
 def reference_norm(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float, kind: str, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [rows, width] float32 -> normed rows of the same shape and type."""
+    """Norm: x [rows, width] float32 -> normed rows of the same shape and type."""
     if weight is None or kind == "none":
         return x
     if kind == "layer":
@@ -47,19 +46,19 @@ def reference_norm(
 def reference_norm_add(
     hidden: torch.Tensor, found: torch.Tensor, weight: torch.Tensor, eps: float, factor: float
 ) -> torch.Tensor:
-    """hidden and found [rows, width] float32 -> the new value of hidden."""
+    """Add the residual: hidden and found [rows, width] float32 -> the new value of hidden."""
     return hidden + factor * reference_norm(found, weight, eps, "rms")
 
 
 def reference_gather_rows(
     hidden: torch.Tensor, attended: torch.Tensor, sample_rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """hidden and attended [T, ...], sample_rows [R] -> both [R, ...]."""
+    """Select the sampled rows: hidden and attended [T, ...], sample_rows [R] -> both [R, ...]."""
     return hidden[sample_rows], attended[sample_rows]
 
 
 def reference_soft_cap_scale(logits: torch.Tensor, divisor: float, cap: float) -> torch.Tensor:
-    """logits [R, vocab] float32 -> scaled and capped logits; cap 0 caps nothing."""
+    """Scale and cap logits [R, vocab] float32; cap 0 disables the cap."""
     scaled = logits / divisor
     return cap * torch.tanh(scaled / cap) if cap else scaled
 
@@ -73,9 +72,9 @@ def reference_rotate(
     eps: float,
     growth: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """qkv [T, (heads + 2 * kv_heads) * head_dim] float32 -> queries [T, heads, head_dim], keys and values
-    [T, kv_heads, head_dim], of the model's type; keys and values that become 8 bits are float32. tables: cosines,
-    sines; norms: weights of queries, of keys; growth: factors of queries [positions]."""
+    """Split, norm and rotate: qkv [T, (heads + 2 * kv_heads) * head_dim] float32 -> queries [T, heads, head_dim], keys
+    and values [T, kv_heads, head_dim], of the model's type; keys and values to be quantized to 8 bits are float32.
+    tables: cosines, sines; norms: weights of queries, of keys; growth: factors of queries [positions]."""
     parts = torch.split(qkv.view(len(qkv), -1, spec.head_dim), [spec.heads, spec.kv_heads, spec.kv_heads], 1)
     found = []
     for number, part in enumerate(parts[:2]):
@@ -102,9 +101,8 @@ def reference_rotate(
 def reference_write(
     pool: torch.Tensor, layer: int, batch: StepBatch, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """The pool in the layout of :mod:`pillion.kernels.cpu.attention.kv_layout` after the step; V is 0 after the ends
-    of blocks that the step has begun.
-    """
+    """Return the pool in the layout of :mod:`pillion.kernels.cpu.attention.kv_layout` after the step; V is 0 after the
+    ends of blocks that the step began."""
     plain = unpack_pool(pool)
     write_kv(plain, layer, batch, keys, values)
     for slot, rows in _begun(batch, plain.shape[4]):
@@ -115,7 +113,7 @@ def reference_write(
 def reference_write_codes(
     pool: torch.Tensor, layer: int, batch: StepBatch, keys: torch.Tensor, values: torch.Tensor, kind: str, size: int
 ) -> torch.Tensor:
-    """As :func:`reference_write` for a pool in 8 bits with blocks of ``size`` tokens; scales of V are 0 after ends."""
+    """Return :func:`reference_write` for an 8-bit pool with blocks of ``size`` tokens; scales of V are 0 after ends."""
     codes, scales = unpack_codes(pool, size, kind)
     as_bytes = codes.view(torch.uint8)
     (key_codes, key_scales), (value_codes, value_scales) = (quantize_rows(part, kind) for part in (keys, values))
@@ -127,7 +125,7 @@ def reference_write_codes(
 
 
 def _begun(batch: StepBatch, block_size: int) -> Iterator[tuple[int, slice]]:
-    """The blocks that this step has begun and not filled, and the rows after their ends."""
+    """Yield the blocks that this step began and did not fill, and the rows after their ends."""
     for seq, end in enumerate(batch.context_lens.tolist()):
         first = end - int(batch.query_starts[seq + 1] - batch.query_starts[seq])
         block, rest = divmod(end, block_size)
@@ -143,7 +141,8 @@ def reference_gemm(
     out: torch.Tensor | None = None,
     factor: float = 1.0,
 ) -> torch.Tensor:
-    """One group's result in float64. x [T, depth] -> [T, pairs * 32], gated [T, pairs * 16]; "add" adds to ``out``."""
+    """Compute one group's GEMM in float64. x [T, depth] -> [T, pairs * 32], gated [T, pairs * 16]; "add" adds to
+    ``out``."""
     total = x.double() @ unpack(packed).double().T
     if bias is not None:
         total = total + bias.double()
@@ -162,12 +161,12 @@ def reference_gemm(
 
 
 def reference_sum_inputs(x: torch.Tensor, depth: int, inputs: int) -> torch.Tensor:
-    """x [rows, depth or more] -> the sum of each group of ``inputs`` values, [rows, groups] float32."""
+    """Sum groups of ``inputs`` values: x [rows, depth or more] -> [rows, groups] float32."""
     return torch.stack([part.sum(1) for part in x[:, :depth].float().split(inputs, 1)], 1)
 
 
 def reference_gather_inputs(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """x [rows, ...], order [depth] -> [rows, depth]."""
+    """Reorder columns: x [rows, ...], order [depth] -> [rows, depth]."""
     return x[:, order.long()]
 
 
@@ -180,9 +179,11 @@ def reference_route(
     scale: float = 1.0,
     groups: tuple[int, int, int] = (1, 1, 1),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``groups``: how many there are, in how many of them a row's experts are, and how many best ones count there.
+    """Select experts. ``groups``: number of groups, groups that a row's experts are from, best scores that count per
+    group.
 
-    logits [rows, experts] float32 -> scores [rows, chosen] float32, experts [rows, chosen] int32."""
+    logits [rows, experts] float32 -> scores [rows, chosen] float32, experts [rows, chosen] int32.
+    """
     every = torch.sigmoid(logits) if sigmoid else torch.softmax(logits, -1)
     choices = every if bias is None else every + bias
     count, kept, best = groups
@@ -196,7 +197,8 @@ def reference_route(
 
 
 def reference_group(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """experts [rows, chosen] -> group_starts [num_experts + 1], places [rows, chosen], sources [rows * chosen]."""
+    """Sort by expert: experts [rows, chosen] -> group_starts [num_experts + 1], places [rows, chosen], sources [rows *
+    chosen]."""
     order = experts.view(-1).argsort(stable=True)
     counts = torch.bincount(experts.view(-1), minlength=num_experts)
     places = torch.empty_like(order)
@@ -206,14 +208,14 @@ def reference_group(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tens
 
 
 def reference_gather_groups(rows: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
-    """rows [rows, ...], sources [N] -> [N, ...]."""
+    """Gather: rows [rows, ...], sources [N] -> [N, ...]."""
     return rows[sources]
 
 
 def reference_combine(
     out: torch.Tensor, found: torch.Tensor, scores: torch.Tensor, places: torch.Tensor, factor: float, add: bool
 ) -> torch.Tensor:
-    """out [rows, width], found [rows * chosen, width], scores and places [rows, chosen] -> the new out."""
+    """Combine: out [rows, width], found [rows * chosen, width], scores and places [rows, chosen] -> the new out."""
     total = factor * (found[places] * scores[..., None]).sum(1)
     return out + total if add else total
 
@@ -232,8 +234,8 @@ def reference_attention(
     codes: str = "",
     block_size: int = 0,
 ) -> torch.Tensor:
-    """The kernels' result by torch. queries [kv_heads, T, group, head_dim] -> attended [T, heads * head_dim].
-    ``codes`` and ``block_size`` are those of a pool in 8 bits."""
+    """Attend by torch: queries [kv_heads, T, group, head_dim] -> attended [T, heads * head_dim]. ``codes`` and
+    ``block_size`` are those of a pool in 8 bits."""
     rows = queries.transpose(0, 1).flatten(1, 2)
     pool = dequantized(packed_pool, block_size, codes) if codes else unpack_pool(packed_pool)
     options = {"window": window, "chunked": chunked, "softcap": softcap, "sinks": sinks}

@@ -1,4 +1,4 @@
-"""Ways in which a tensor of a checkpoint may be damaged, and the words with which each is refused."""
+"""Kinds of damage to a checkpoint's tensor, and the error message of each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-# ``folder``, ``file`` and ``name`` stand for where the tensor is, each escaped; a change to None takes it away.
+# ``folder``, ``file`` and ``name`` are replaced by the tensor's location, escaped; a change to None removes it.
 CHANGES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor | None], str]] = {
     "missing": (lambda _: None, r"{folder} lacks {name}, which a \S+ model needs"),
     "another shape": (lambda tensor: tensor[:-1].clone(), r"{file}: {name} is \[.*\], but config\.json requires \["),

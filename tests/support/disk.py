@@ -20,7 +20,7 @@ Stored = tuple[BlockName, memoryview]
 
 
 def chain(length: int, first_token: int = 0) -> list[Stored]:
-    """A prompt's blocks, head first, with bytes of their own."""
+    """Return a prompt's blocks, head first, with distinct bytes."""
     hashes = split_hashes(chain_hashes(bytes(32), range(first_token, first_token + length), 1))
     blocks = []
     for parent, block_hash in zip([b"", *hashes], hashes, strict=False):
@@ -33,7 +33,7 @@ def chain(length: int, first_token: int = 0) -> list[Stored]:
 async def opened(
     path: Path, *, namespace: bytes = NAMESPACE, block_bytes: int = BLOCK_BYTES, blocks: int = 100
 ) -> AsyncIterator[DiskTier]:
-    """A tier for as many blocks of BLOCK_BYTES."""
+    """Return a tier for this number of blocks of BLOCK_BYTES."""
     folder = DiskFolder(path)
     try:
         tier = await open_disk_tier(
@@ -48,7 +48,7 @@ async def opened(
 
 
 async def loaded(tier: DiskTier, blocks: Iterable[Stored]) -> int:
-    """How many leading blocks came; those came whole."""
+    """Return the number of leading blocks that were loaded, after checking their contents."""
     wanted = list(blocks)
     targets = [bytearray(BLOCK_BYTES) for _ in wanted]
     count = await tier.load([name.hash for name, _ in wanted], [memoryview(target) for target in targets])
@@ -58,18 +58,18 @@ async def loaded(tier: DiskTier, blocks: Iterable[Stored]) -> int:
 
 
 def file_of(path: Path, name: BlockName) -> Path:
-    """The one file of a block below ``path``."""
+    """Return the one file of a block below ``path``."""
     [found] = path.rglob(f"{name.hash.hex()}.kv")
     return found
 
 
 def files_in(path: Path) -> list[Path]:
-    """Return the names of all files in the folder, whole ones and partly written ones."""
+    """Return the names of all files in the folder, complete and partial."""
     return list(path.rglob("*.kv*"))
 
 
 def flip(file: Path, at: int) -> None:
-    """One bit."""
+    """Flip one bit."""
     data = bytearray(file.read_bytes())
     data[at] ^= 16
     file.write_bytes(data)

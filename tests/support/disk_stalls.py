@@ -1,4 +1,4 @@
-"""A disk that hangs: whoever opens one of its files waits in the kernel, as on a network file system that is away."""
+"""A hanging disk: opening one of its files blocks in the kernel, as on an unreachable network file system."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def stalled(files: Iterable[Path]) -> Iterator[None]:
-    """Puts a FIFO without a writer in the place of each file, until this ends."""
+    """Replace each file by a FIFO without a writer until this ends."""
     away = {file: file.with_suffix(".away") for file in files}
     for file, kept in away.items():
         file.rename(kept)
@@ -19,7 +19,7 @@ def stalled(files: Iterable[Path]) -> Iterator[None]:
         yield
     finally:
         for file, kept in away.items():
-            # A writer lets the readers go, who find that this is no block.
+            # A writer unblocks the readers, which then find an invalid block.
             writer = os.open(file, os.O_RDWR | os.O_NONBLOCK)
             kept.rename(file)
             os.close(writer)

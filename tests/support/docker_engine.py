@@ -33,22 +33,22 @@ CALL_TIMEOUT_S = 120.0
 PULL_TIMEOUT_S = 300.0
 BUILD_TIMEOUT_S = 1800.0
 STOP_TIMEOUT_S = 60.0
-# Docker finds the layers of an earlier build by the arguments of the build, so these have the same port each time.
+# Fixed, since Docker's layer cache depends on build arguments.
 WHEELS_PORT = 47110
 DEBIAN, MIRROR = "bookworm", "http://deb.debian.org/debian"
-# What the Dockerfile expects of its base image, and a Redis, for the image of Redis is not within reach either.
+# Packages that the Dockerfile expects of its base image, and a Redis, whose image may be unavailable.
 PACKAGES = ("python3", "python3-venv", "python-is-python3", "ca-certificates", "redis-server")
 CERTIFICATES = pathlib.Path("/etc/ssl/certs/ca-certificates.crt")
 DEBIAN_IMAGE, BUILT_IMAGE = "pillion-check-debian", "pillion:check"
 
 
 class NoDockerError(Exception):
-    """Says by name what is missing, so that a test can be skipped with that reason."""
+    """Docker or a tool is missing; the message is the reason to skip a test."""
 
 
 @dataclass(frozen=True)
 class DockerEngine:
-    """Represents an engine. ``host`` is its DOCKER_HOST, "" for the one that the client finds by itself."""
+    """An engine. ``host`` is its DOCKER_HOST, "" for the client's default."""
 
     host: str = ""
 
@@ -57,7 +57,7 @@ class DockerEngine:
         return {**os.environ, **({"DOCKER_HOST": self.host} if self.host else {})}
 
     def docker(self, *words: str, timeout_s: float = CALL_TIMEOUT_S) -> str:
-        """Run the client and return what it says. Raises AssertionError with that, where it fails."""
+        """Run the client and return its output. Raises AssertionError with that output on failure."""
         done = subprocess.run(["docker", *words], env=self.environ, capture_output=True, text=True, timeout=timeout_s)
         assert done.returncode == 0, f"docker {' '.join(words)}:\n{(done.stdout + done.stderr)[-3000:]}"
         return done.stdout.strip()
@@ -65,11 +65,11 @@ class DockerEngine:
     def answers(self) -> bool:
         command = ["docker", "info", "--format", "{{.ServerVersion}}"]
         done = subprocess.run(command, env=self.environ, capture_output=True, text=True, timeout=CALL_TIMEOUT_S)
-        # A client without an engine still prints its own part, and exits with 0 in some versions.
+        # Without an engine, some versions of the client still print their own part and exit with 0.
         return done.returncode == 0 and bool(re.match(r"\d", done.stdout))
 
     def pulled(self, image: str) -> bool:
-        """Say whether the image is there now, from a registry perhaps."""
+        """Return True if the image is available, pulling it if needed."""
         with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
             self.docker("image", "inspect", "--format", "{{.Id}}", image)
             return True
@@ -85,8 +85,8 @@ class DockerEngine:
         return named[1] if self.pulled(named[1]) else self.debian_image()
 
     def debian_image(self) -> str:
-        """Return an image of Debian's packages, with a Python 3.11 and a Redis, which debootstrap makes. Raises
-        NoDockerError where there is no debootstrap, or where it fails: it needs root and a mirror of Debian."""
+        """Return an image of Debian's packages, with Python 3.11 and Redis, made by debootstrap. Raises NoDockerError
+        if debootstrap is missing or fails: it needs root and a mirror of Debian."""
         with contextlib.suppress(AssertionError):
             self.docker("image", "inspect", "--format", "{{.Id}}", DEBIAN_IMAGE)
             return DEBIAN_IMAGE
@@ -98,7 +98,7 @@ class DockerEngine:
             if done.returncode:
                 raise NoDockerError(f"debootstrap failed: {(done.stdout + done.stderr).strip()[-300:]}")
             if CERTIFICATES.exists():
-                # Where a proxy stands before the package index, this machine knows its certificate.
+                # A proxy before the package index may need this machine's certificates.
                 shutil.copyfile(CERTIFICATES, folder + str(CERTIFICATES))
             with started(
                 ["tar", "-C", folder, "--exclude=./var/cache/apt/*", "-c", "."], stdout=subprocess.PIPE
@@ -108,7 +108,7 @@ class DockerEngine:
         return DEBIAN_IMAGE
 
     def build(self) -> str:
-        """Build this tree's Dockerfile and return the image's name. Raises NoDockerError, and AssertionError where the
+        """Build this tree's Dockerfile and return the image's name. Raises NoDockerError, and AssertionError if the
         build fails."""
         given = {"PYTHON_IMAGE": self.python_image(), "TORCH": os.environ.get("TORCH", "")}
         given |= {name: os.environ.get(name, "") for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL")}
@@ -121,17 +121,17 @@ class DockerEngine:
 
 
 def running_engine() -> DockerEngine | None:
-    """Return the engine that the client reaches by itself."""
+    """Return the engine that the client finds by default."""
     engine = DockerEngine()
     return engine if shutil.which("docker") and engine.answers() else None
 
 
 @contextlib.contextmanager
 def own_engine() -> Iterator[DockerEngine]:
-    """Start an engine for the block, in a new folder that is gone afterwards. Raises NoDockerError.
+    """Start an engine for the block, in a temporary folder. Raises NoDockerError.
 
-    It makes neither a bridge nor rules of a firewall, which would outlive it and concern others on this machine:
-    containers of one network reach each other, and published ports are passed on by the engine's own processes.
+    It creates no bridge and no firewall rules, which would outlive it and affect this machine: containers of one
+    network reach each other, and published ports are forwarded by the engine's own processes.
     """
     dockerd = shutil.which(
         "dockerd", path=os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"))
@@ -161,14 +161,14 @@ def own_engine() -> Iterator[DockerEngine]:
 
 @contextlib.contextmanager
 def some_engine() -> Iterator[DockerEngine]:
-    """The engine that runs or, where there is none, one that is started for the block. Raises NoDockerError."""
+    """Yield the running engine or, if there is none, one started for the block. Raises NoDockerError."""
     engine = running_engine()
     with contextlib.nullcontext(engine) if engine is not None else own_engine() as found:
         yield found
 
 
 def _unmount(folder: pathlib.Path) -> None:
-    """Unmounts what an engine left mounted in its folder, such as the network namespace of its own."""
+    """Unmount what an engine left mounted in its folder, such as its network namespace."""
     with open("/proc/self/mounts") as mounts:
         places = [line.split()[1] for line in mounts]
     for place in reversed(places):
@@ -176,7 +176,7 @@ def _unmount(folder: pathlib.Path) -> None:
             subprocess.run(["umount", "--lazy", place], check=True)
 
 
-# Where an engine keeps what it has, in its folder.
+# Options of dockerd that name folders or files, with their names in its folder.
 PLACES: Mapping[str, str] = {"data-root": "data", "exec-root": "run", "pidfile": "pid"}
 
 
@@ -186,7 +186,7 @@ def _answers_or_ended(engine: DockerEngine, process: subprocess.Popen[bytes]) ->
 
 @contextlib.contextmanager
 def _served(folders: list[str]) -> Iterator[list[str]]:
-    """Serve each folder over loopback for the block, and yield what pip is told: a URL for each, others unchanged."""
+    """Serve each folder over loopback and yield pip's values: a URL for each folder, others unchanged."""
     with contextlib.ExitStack() as stack:
         links = []
         for place in folders:
@@ -202,7 +202,7 @@ def _served(folders: list[str]) -> Iterator[list[str]]:
 
 
 def _listening(port: int, handler: Callable[..., http.server.SimpleHTTPRequestHandler]) -> http.server.HTTPServer:
-    """Returns a server on this port, or on another one where somebody has it."""
+    """Return a server on this port, or on another one if it is in use."""
     try:
         return http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
     except OSError:
@@ -210,7 +210,7 @@ def _listening(port: int, handler: Callable[..., http.server.SimpleHTTPRequestHa
 
 
 class _QuietFiles(http.server.SimpleHTTPRequestHandler):
-    """Serves a folder's files without a line for each."""
+    """Request handler that serves a folder without logging."""
 
     def log_message(self, *_: object) -> None:
         pass

@@ -1,4 +1,4 @@
-"""docker-compose.yml on an engine: its containers, what becomes of streams while one is killed, and what is left."""
+"""docker-compose.yml on an engine: its containers, streams during a kill of one, and leftovers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.support.docker_engine import DockerEngine, NoDockerError
 from tests.support.watched_streams import Addresses
 
 UP_TIMEOUT_S = 600.0
-# The first process of a container is an init, whose only child is the component.
+# A container's first process is an init, whose only child is the component.
 KILL = "kill -9 $(cat /proc/1/task/1/children)"
 
 
 class Kill(NamedTuple):
-    """What became of the streams while a container's process was killed. ``running``: those that had not ended yet."""
+    """Results of the streams during a container's kill. ``running``: those that had not ended yet."""
 
     service: str
     streams: int
@@ -43,10 +43,10 @@ class Kill(NamedTuple):
 
 
 class DockerProject:
-    """Represents the compose file as one project of an engine, with a name and published ports of its own.
+    """The compose file as one project of an engine, with its own name and published ports.
 
-    ``image`` is this repository's, and ``scale`` has a service's number of containers. Files of models and adapters are
-    in ``folder``. Raises NoDockerError where there is no compose.
+    ``image`` is this repository's, and ``scale`` is a service's number of containers. Files of models and adapters are
+    in ``folder``. Raises NoDockerError if compose is missing.
     """
 
     def __init__(self, engine: DockerEngine, image: str, folder: pathlib.Path, scale: Mapping[str, int]) -> None:
@@ -55,7 +55,7 @@ class DockerProject:
         self._engine = engine
         self._scale = scale
         self._files = ["-f", str(COMPOSE_FILE), *self._stand_ins(folder)]
-        # A container may take minutes to start where the machine is busy; docker-compose 1.29 gives the engine 60 s.
+        # Containers may take minutes to start on a busy machine; docker-compose 1.29 allows the engine 60 s.
         told = {
             "COMPOSE_HTTP_TIMEOUT": str(round(UP_TIMEOUT_S)),
             "MODEL": "demo",
@@ -64,20 +64,20 @@ class DockerProject:
         }
         told |= {"GRPC_PORT": self.addresses.grpc.split(":")[1], "HTTP_PORT": self.addresses.http.split(":")[1]}
         for name in ("MODELS", "ADAPTERS"):
-            # Docker would make those that are missing beside the compose file.
+            # Docker would create missing ones beside the compose file.
             (folder / name.lower()).mkdir()
             told[name] = str(folder / name.lower())
         self._environ = {**engine.environ, **told}
         self._compose = compose_command()
 
     def up(self) -> None:
-        """Start the components; returns when the gateway serves and sees them all."""
+        """Start the components; return when the gateway serves and sees them all."""
         scale = [word for name, number in self._scale.items() for word in ("--scale", f"{name}={number}")]
         self.compose("up", "-d", "--no-build", *scale, "gateway")
         self.until_whole()
 
     def until_whole(self) -> None:
-        """Wait until the gateway sees each component, and no other."""
+        """Wait until the gateway sees exactly the expected components."""
         expected = sorted([*self._scale, *self._scale, "gateway", "kvnode"])
         assert all(number == 2 for number in self._scale.values())
 
@@ -92,8 +92,7 @@ class DockerProject:
         wait_for("the gateway to serve", lambda: self._get("/health")[0] == 200, UP_TIMEOUT_S)
 
     def kill(self, service: str, prompts: Sequence[str], tokens: int, texts: Sequence[str]) -> Kill:
-        """Kill a container's process in the middle of streams, whose ``texts`` are known, and wait until Docker has
-        started it again."""
+        """Kill a container's process amid streams with known ``texts``, and wait until Docker has restarted it."""
         container = self.containers(service)[0]
         restarts = self._inspect(container, "{{.RestartCount}}")
         with self.addresses.streams(prompts, tokens) as streams:
@@ -106,8 +105,8 @@ class DockerProject:
         return Kill(service, len(streams), running, lost, differing, max(stream.pause_s for stream in streams))
 
     def drill(self, *kinds: str) -> str:
-        """Let `pillion drill` kill a container of each kind, as docs/recorder.md says; return its table. Raises
-        AssertionError where a stream was lost, or the cluster did not come back."""
+        """Run `pillion drill` against a container of each kind, as docs/recorder.md describes; return its table. Raises
+        AssertionError if a stream was lost, or the cluster did not recover."""
         compose = shlex.join(self._words())
         kill = f"sh -c {shlex.quote(f'docker kill -s {{signal}} $({compose} ps -q {{role}} | head -n 1)')}"
         asked = [word for kind in kinds for word in ("--kind", kind)]
@@ -118,7 +117,7 @@ class DockerProject:
         return done.stdout
 
     def replays(self) -> float:
-        """Return how many further attempts the gateway has made so far."""
+        """Return the number of retries by the gateway so far."""
         lines = self._get("/metrics")[1].splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("pillion_replays_total{"))
 
@@ -134,22 +133,22 @@ class DockerProject:
         return codes
 
     def down(self) -> str:
-        """Remove the project, and return what is left of it: nothing."""
+        """Remove the project, and return leftovers (normally none)."""
         self.compose("down", "--volumes", "--remove-orphans")
         kinds = (("ps", "--all"), ("volume", "ls"), ("network", "ls"))
         return "".join(self._engine.docker(*words, "--quiet", *self._own()) for words in kinds)
 
     def containers(self, service: str) -> list[str]:
-        """Return the ids of a service's containers that run."""
+        """Return the ids of a service's running containers."""
         only = ["--filter", f"label=com.docker.compose.service={service}"]
         return self._engine.docker("ps", "--quiet", *self._own(), *only).split()
 
     def log(self) -> str:
-        """Return the end of what the containers said."""
+        """Return the end of the containers' logs."""
         return self.compose("logs", "--no-color", "--tail=20")
 
     def compose(self, *words: str) -> str:
-        """Run compose. Raises AssertionError with what it said, where it fails."""
+        """Run compose. Raises AssertionError with its output on failure."""
         command = [*self._words(), *words]
         done = subprocess.run(command, env=self._environ, capture_output=True, text=True, timeout=UP_TIMEOUT_S)
         assert done.returncode == 0, f"compose {' '.join(words)}:\n{(done.stdout + done.stderr)[-3000:]}"
@@ -176,7 +175,7 @@ class DockerProject:
             connection.close()
 
     def _stand_ins(self, folder: pathlib.Path) -> list[str]:
-        """Name Debian's Redis where the file's image of Redis is not within reach."""
+        """Use Debian's Redis if the file's image of Redis is unavailable."""
         redis = read_services({})["redis"].image
         if self._engine.pulled(redis):
             return []
@@ -186,7 +185,7 @@ class DockerProject:
 
 
 def compose_command() -> list[str]:
-    """Return what runs compose files: Compose v2 or docker-compose. Raises NoDockerError."""
+    """Return the command for compose files: Compose v2 or docker-compose. Raises NoDockerError."""
     if shutil.which("docker") and not subprocess.run(["docker", "compose", "version"], capture_output=True).returncode:
         return ["docker", "compose"]
     if shutil.which("docker-compose"):

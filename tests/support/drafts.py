@@ -18,14 +18,15 @@ from pillion.types import SamplingParams
 
 
 def speculative(tokens: int, method: str = "ngram") -> SpeculativeConfig:
-    """Return a configuration that drafts so many tokens a step; with 0, none."""
+    """Return a configuration that drafts this number of tokens per step, or none if 0."""
     return SpeculativeConfig(method=method, num_speculative_tokens=tokens) if tokens else SpeculativeConfig()
 
 
 def text_to_guess_for(
     tokens: Seq[int], block_size: int, max_model_len: int, sampling: SamplingParams | None = None
 ) -> Sequence:
-    """Return a stream of these tokens, greedy or sampled so, whose own KV has a slot and is not computed."""
+    """Return a stream of these tokens with these sampling parameters, whose last token's KV has a slot and is not
+    computed."""
     return Sequence(
         AdoptedTicket(1, (), (0,)),
         block_size,
@@ -42,6 +43,6 @@ def text_to_guess_for(
 def speculate(
     drafter: Drafter, control: DraftControl, cost: StepCost, decodes: Seq[ScheduledChunk], left: int
 ) -> list[ScheduledChunk]:
-    """Return the decodes, lengthened by draft tokens of ``left`` tokens together."""
+    """Return the decodes with draft tokens, at most ``left`` in total."""
     DraftTokens(control, drafter).draft(decodes, left, left, 0.0, cost=cost, grammars=None)
     return [chunk.lengthened() for chunk in decodes]

@@ -1,4 +1,4 @@
-"""EAGLE-3 in plain torch, from the published algorithm: no cache, no blocks, every text computed anew."""
+"""EAGLE-3 in plain torch, from the published algorithm, without any cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 
 class EagleReference:
-    """A head in float32, and the transformers model whose states it reads."""
+    """A head in float32, and the transformers model that provides its hidden states."""
 
     def __init__(self, folder: pathlib.Path, main: Any) -> None:
         config = json.loads((folder / "config.json").read_text())
@@ -29,13 +29,13 @@ class EagleReference:
 
     @torch.inference_mode()
     def states(self, text: Sequence[int]) -> torch.Tensor:
-        """[T, layers * hidden], the inputs of the layers that the head reads."""
+        """Return [T, layers * hidden], the inputs of the layers that the head reads."""
         found = self.main(torch.tensor([list(text)]), output_hidden_states=True).hidden_states
         return torch.cat([found[layer][0] for layer in self.state_layers], -1)
 
     @torch.inference_mode()
     def draft_tokens(self, text: Sequence[int], count: int, begin: int = 0) -> list[int]:
-        """The likeliest ``count`` tokens after ``text``, by the states from position ``begin`` on."""
+        """Return the likeliest ``count`` tokens after ``text``, by the states from position ``begin`` on."""
         states = self._times(self.states(text)[begin:-1], "fc")
         tokens = list(text[begin + 1 :])
         found: list[int] = []

@@ -1,4 +1,4 @@
-"""Pools with keys and values in 8 bits, in plain torch: how rows are rounded, and where codes and scales lie.
+"""Pools with keys and values in 8 bits, in plain torch: rounding of rows, and layout of codes and scales.
 
 A pool is uint8 [slots, layers, 2, kv_heads, piece bytes] as :mod:`pillion.kernels.cpu.attention.kv_layout` describes.
 """
@@ -12,7 +12,7 @@ TYPES = {"fp8_e4m3": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}
 
 
 def quantize_rows(rows: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """[..., head_dim] float32 -> codes of a type of 8 bits, of the same shape, and scales [...] float32."""
+    """Quantize [..., head_dim] float32 -> codes of an 8-bit type, of the same shape, and scales [...] float32."""
     dtype, most = TYPES[kind]
     largest = rows.abs().amax(-1)
     scales = (largest / most).clamp(min=2.0**-100)
@@ -21,7 +21,7 @@ def quantize_rows(rows: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Te
 
 
 def places(block_size: int, head_dim: int, parts: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bytes in a piece of codes [2 (K, V), block_size, head_dim], and of scales [block_size, parts * 4]."""
+    """Return the bytes in a piece of codes [2 (K, V), block_size, head_dim], and of scales [block_size, parts * 4]."""
     token, column = torch.arange(block_size).unsqueeze(-1), torch.arange(head_dim)
     group, token = token // LANES * (LANES * (head_dim + 4 * parts)), token % LANES
 
@@ -35,8 +35,8 @@ def places(block_size: int, head_dim: int, parts: int = 1) -> tuple[torch.Tensor
 
 
 def pack_codes(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Codes [slots, layers, 2, kv_heads, block_size, head_dim] and scales without the last dimension, or with the parts
-    of a row there, -> a pool."""
+    """Pack codes [slots, layers, 2, kv_heads, block_size, head_dim] and scales without the last dimension, or with a
+    row's parts in its place, into a pool."""
     (block_size, head_dim), parts = codes.shape[-2:], scales.shape[-1] if scales.dim() == codes.dim() else 1
     pool = torch.zeros((*codes.shape[:-2], block_size * (head_dim + 4 * parts)), dtype=torch.uint8)
     of_codes, of_scales = places(block_size, head_dim, parts)
@@ -47,15 +47,15 @@ def pack_codes(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_codes(pool: torch.Tensor, block_size: int, kind: str, parts: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inverse of :func:`pack_codes`; scales have ``parts`` as their last dimension where there are several."""
+    """Invert :func:`pack_codes`; scales have ``parts`` as their last dimension if there are several."""
     of_codes, of_scales = places(block_size, pool.shape[-1] // block_size - 4 * parts, parts)
     codes = torch.stack([pool[:, :, part][..., of_codes[part]] for part in range(2)], 2)
     return codes.view(TYPES[kind][0]), pool[..., of_scales].view(torch.float32).squeeze(-1)
 
 
 def dequantized(pool: torch.Tensor, block_size: int, kind: str, latents: int = 0) -> torch.Tensor:
-    """The values of a pool, float32 [slots, layers, 2, kv_heads, block_size, head_dim]. The first ``latents`` values of
-    a row and those after them have scales of their own."""
+    """Return the values of a pool, float32 [slots, layers, 2, kv_heads, block_size, head_dim]. The first ``latents``
+    values of a row and those after them are scaled separately."""
     codes, scales = unpack_codes(pool, block_size, kind, 2 if latents else 1)
     if not latents:
         return codes.float() * scales.unsqueeze(-1)

@@ -1,8 +1,8 @@
-"""Kernels for 64-bit ARM on a machine that has none: linked with a small C program, run under qemu's user emulation.
+"""Kernels for 64-bit ARM on other machines: linked with a small C program, run under qemu's user emulation.
 
 Needs ``qemu-aarch64`` and ``aarch64-linux-gnu-gcc`` (Debian: qemu-user, gcc-aarch64-linux-gnu, libc6-dev-arm64-cross).
-The emulated program maps a file that holds the records and all memory that they point to. It runs the real thread
-pool: the main thread calls pool_run, and its helpers are pthreads in pool_main.
+The emulated program maps a file with the records and all memory that they point to. It runs the real thread pool: the
+main thread calls pool_run, and its helpers are pthreads in pool_main.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pillion.kernels.cpu.runtime.program import CpuStepRecord
 from tests.support.machine_code import object_code
 
 GCC, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64"
-# The address of the file in the emulated program's memory.
+# Address of the file in the emulated program's memory.
 BASE = 1 << 36
 _ALIGNMENT = 64
 _HEADER_WORDS = 8
@@ -84,14 +84,14 @@ int main(int count, char **args) {{
 
 
 def available() -> bool:
-    """Whether the emulator and the cross compiler are installed."""
+    """Return True if the emulator and the cross compiler are installed."""
     return bool(shutil.which(GCC) and shutil.which(QEMU))
 
 
 class EmulatedRunner:
     """Runs single kernels as :class:`tests.support.kernel_runner.Runner`, on emulated ARM; its files are in ``folder``.
 
-    One emulated process runs all kernels, a line in and a line out for each, because an emulator starts slowly.
+    One emulated process runs all kernels, one line in and one line out for each, since an emulator starts slowly.
     """
 
     def __init__(self, specs: Sequence[KernelSpec], folder: Path, checked: bool, isa: str = "neon") -> None:
@@ -120,11 +120,11 @@ class EmulatedRunner:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
 
     def close(self) -> None:
-        """Ends the emulated process."""
+        """End the emulated process."""
         self._process.communicate(timeout=_TIMEOUT_S)
 
     def run(self, spec: KernelSpec, values: Mapping[str, Any], step: CpuStepRecord, threads: int = 3) -> None:
-        """Runs one kernel; afterwards the arrays of ``values`` and ``step`` hold what it wrote."""
+        """Run one kernel, in place on the arrays of ``values`` and ``step``."""
         args = np.zeros(spec.layout.num_words, np.int64)
         spec.layout.fill(args, values)
         places = [*_pointers(spec.layout, args), *_pointers(STEP, step.words)]
@@ -133,7 +133,7 @@ class EmulatedRunner:
         size = _HEADER_WORDS * 8
         begins = []
         for address, length in ranges:
-            # Arrays in one cache line stay there, and a stray of a line meets no other range.
+            # Arrays in one cache line stay there, and overruns of up to a line hit no other range.
             size = -(-size // _ALIGNMENT) * _ALIGNMENT + address % _ALIGNMENT
             begins.append(size)
             size += length + _ALIGNMENT
@@ -167,7 +167,7 @@ def _pointers(layout: RecordLayout, words: Words) -> list[tuple[Words, int]]:
 
 
 def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """(address, bytes) of memory that several pointers may share; ranges that overlap or touch become one."""
+    """Return (address, bytes) of memory that several pointers may share; overlapping or adjacent ranges are merged."""
     found: list[tuple[int, int]] = []
     for address, length in sorted(ranges):
         if found and address <= sum(found[-1]):

@@ -1,4 +1,4 @@
-"""Sorts pairs of a row and one of its experts in plain torch."""
+"""Sorting of (row, expert) pairs in plain torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def sorted_pairs(chosen: torch.Tensor, tile_rows: int) -> tuple[list[int], list[tuple[int, int, int]]]:
-    """The pairs in order, and their tiles, in plain torch."""
+    """Return the pairs in order, and their tiles."""
     flat = chosen.flatten().cpu()
     order = [pair for pair in flat.argsort(stable=True).tolist() if flat[pair] >= 0]
     tiles, first = [], 0

@@ -1,4 +1,4 @@
-"""Jobs for the process that reads adapters, which say what it is and go wrong on demand. Imports no torch."""
+"""Jobs for the adapter reader process, with failures on demand. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from pillion.errors import Overloaded
 
 @dataclass(frozen=True, slots=True)
 class FakeJobs(AdapterJobs):
-    """``greeting`` shows what was described to the process."""
+    """Jobs; ``greeting`` shows the description passed to the process."""
 
     greeting: str
 
     def say(self) -> tuple[list[Any], Bytes]:
-        """The greeting, the process and its niceness, and some bytes."""
+        """Return the greeting, the pid and its niceness, and some bytes."""
         print("a line that is no answer")
         return [self.greeting, os.getpid(), os.getpriority(os.PRIO_PROCESS, 0)], np.arange(10**6).view(np.uint8)
 
     def take(self, size_bytes: int) -> tuple[list[Any], Bytes]:
-        """Uses so much memory."""
+        """Allocate this memory."""
         return [np.ones(size_bytes, np.uint8).sum().item()], NO_BYTES
 
     def hang(self) -> tuple[list[Any], Bytes]:
-        """Never ends by itself."""
+        """Never return."""
         time.sleep(3600)
         return [], NO_BYTES
 
     def compute(self, seconds: float) -> tuple[list[Any], Bytes]:
-        """Computes for so long, in small operations."""
+        """Compute for this time, in small operations."""
         end, turns = time.process_time() + seconds, 0
         while time.process_time() < end:
             turns += 1

@@ -1,4 +1,4 @@
-"""Reads adapters for the fake model, in the process that reads adapters. Imports no torch."""
+"""Reads adapters for the fake model, in the reader process. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYER = "layers.0.o"
 
 
 class FakeAdapterReader(AdapterReader):
-    """Its adapters are nothing but their digests; the matrices tell which process read them."""
+    """Adapters that consist of digests; the matrices contain the reader's pid."""
 
     def packed(self, folder: str, digest: str) -> tuple[list[Any], Bytes]:
         if AdapterFiles(pathlib.Path(folder)).digest() != digest:
@@ -27,6 +27,6 @@ class FakeAdapterReader(AdapterReader):
 
 
 def packer_of(layers: Layers) -> tuple[int, int]:
-    """The process that read an adapter, and its niceness."""
+    """Return the pid that read an adapter, and its niceness."""
     (pair,) = layers[LAYER]
     return int(pair.a[0, 0]), int(pair.b[0, 0])

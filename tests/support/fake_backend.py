@@ -1,7 +1,7 @@
-"""A model without arithmetic whose every answer depends on what it reads back from the pool.
+"""A model without arithmetic, whose answers depend on what it reads back from the pool.
 
 The KV of a token is one int64 that mixes its id and position. The digest of a sequence is folded over the values found
-through its block table, so a wrong slot, a lost block or a stale position gives another token.
+through its block table, so a wrong slot, a lost block or a stale position changes the token.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from pillion.kernels.step import States, StepBatch
 from tests.support.fake_adapter_reader import FakeAdapterReader, packer_of
 
 VOCAB_SIZE = 97
-# Ends a text, where the model has a tokenizer.
+# EOS, if the model has a tokenizer.
 EOS = 96
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 Int64 = npt.NDArray[np.int64]
 
 
 def kv_of(token_ids: npt.ArrayLike, positions: npt.ArrayLike) -> Int64:
-    """int64 [T]: never zero, so that an unwritten row shows."""
+    """Return int64 [T]: never zero, so that an unwritten row is detected."""
     ids = np.asarray(token_ids, dtype=np.uint64)
     mixed = (ids + np.uint64(1)) * _MIX + np.asarray(positions, dtype=np.uint64) * np.uint64(0xBF58476D1CE4E5B9)
     return (mixed | np.uint64(1)).view(np.int64)
 
 
 def logits_of(values: Int64) -> npt.NDArray[np.float32]:
-    """float32 [VOCAB_SIZE] from the KV of a whole context, in order."""
+    """Return float32 [VOCAB_SIZE] from the KV of a whole context, in order."""
     weights = np.arange(1, len(values) + 1, dtype=np.uint64) * _MIX | np.uint64(1)
     digest = np.bitwise_xor.reduce(values.view(np.uint64) * weights)
     row: npt.NDArray[np.uint64] = (digest ^ (np.arange(1, VOCAB_SIZE + 1, dtype=np.uint64) * _MIX)) * np.uint64(
@@ -53,7 +53,8 @@ def logits_of(values: Int64) -> npt.NDArray[np.float32]:
 
 
 def greedy(prompt: Sequence[int], count: int, adapter: str = "") -> list[int]:
-    """The oracle: what follows ``prompt``, without any pool; an adapter shifts every token by its own number."""
+    """Return the expected tokens after ``prompt``, computed without a pool; an adapter shifts every token by its
+    number."""
     tokens = list(prompt)
     for _ in range(count):
         token = int(np.argmax(logits_of(kv_of(tokens, np.arange(len(tokens))))))
@@ -62,7 +63,7 @@ def greedy(prompt: Sequence[int], count: int, adapter: str = "") -> list[int]:
 
 
 def shift_of(adapter: str) -> int:
-    """How far an adapter shifts tokens, by its digest."""
+    """Return the shift of an adapter, by its digest."""
     return 1 + int(adapter[:8], 16) % (VOCAB_SIZE - 1) if adapter else 0
 
 
@@ -75,7 +76,7 @@ class ShiftAdapter:
 
 
 def run(pool: Int64, batch: StepBatch) -> npt.NDArray[np.float32]:
-    """float32 [R, VOCAB_SIZE]; ``pool`` is int64 [slots, block_size], written like a backend's."""
+    """Return float32 [R, VOCAB_SIZE]; ``pool`` is int64 [slots, block_size], written like a backend's."""
     block_size = pool.shape[1]
     owners = np.repeat(np.arange(batch.num_seqs), np.diff(batch.query_starts))
     slots = batch.block_tables[owners, batch.positions // block_size]
@@ -94,7 +95,7 @@ def copy_blocks(pool: Int64, sources: Sequence[int], targets: Sequence[int]) -> 
 
 
 class FakeAdapters(PlainAdapters):
-    """Adapters that are nothing but their digests."""
+    """Adapters that consist of their digests."""
 
     def __init__(self, backend: FakeBackend, max_adapters: int, max_rank: int) -> None:
         super().__init__(max_adapters, max_rank, {})
@@ -113,11 +114,10 @@ class FakeAdapters(PlainAdapters):
 class FakeBackend(HostBackend):
     """A HostBackend over the KV of :func:`kv_of`.
 
-    ``before_step`` may be replaced to fail or to look at a batch. ``gate`` blocks steps while it is cleared, and
-    ``waiting`` is set while a step waits there; it clears itself before the step that has so many before it as
-    ``hold_after`` says. ``bound`` counts the pools. After the token ``broken`` no logit is a number. ``packing``
-    blocks the loading of adapters while it is cleared; ``packed`` are their digests, and ``packers`` the process and
-    the niceness that each was packed with.
+    ``before_step`` may be replaced to fail or to inspect a batch. ``gate`` blocks steps while it is cleared, and
+    ``waiting`` is set while a step waits there; it is cleared before the step with ``hold_after`` steps before it.
+    ``bound`` counts the pools. After the token ``broken`` all logits are NaN. ``packing`` blocks the loading of
+    adapters while it is cleared; ``packed`` are their digests, and ``packers`` the pid and niceness that packed each.
     """
 
     adapters: FakeAdapters | None = None
@@ -136,7 +136,7 @@ class FakeBackend(HostBackend):
         self.packing.set()
         self.packed: list[str] = []
         self.packers: list[tuple[int, int]] = []
-        # The KV of the last step's rows, which are their states, too.
+        # KV of the last step's rows, which serves as their states.
         self._last_kv = np.empty(0, np.int64)
 
     def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
@@ -173,7 +173,7 @@ class FakeBackend(HostBackend):
 
 
 def prepared_model(max_model_len: int = 4096, folder: str = "nowhere") -> PreparedModel:
-    """A model that has no files, but for a tokenizer where ``folder`` has one."""
+    """A model without files, except a tokenizer if ``folder`` has one."""
     return PreparedModel(
         folder=pathlib.Path(folder),
         name="fake",
@@ -187,12 +187,12 @@ def prepared_model(max_model_len: int = 4096, folder: str = "nowhere") -> Prepar
 
 
 def factory(backend: FakeBackend, folder: str = "nowhere") -> Callable[[WorkerFlags, int], LoadedModel]:
-    """A backend_factory that always gives ``backend``, with the tokenizer in ``folder``."""
+    """Return a backend_factory that always returns ``backend``, with the tokenizer in ``folder``."""
     return lambda flags, threads: FakeModel(prepared_model(folder=folder), backend)
 
 
 class FakeModel(LoadedModel):
-    """A model whose adapters are nothing but their digests."""
+    """A model whose adapters consist of their digests."""
 
     def adapter_reader(self, max_rank: int, targets: tuple[str, ...] = ()) -> FakeAdapterReader:
         return FakeAdapterReader("nowhere", "float32", max_rank, None, PlainForm())

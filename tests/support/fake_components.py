@@ -1,6 +1,6 @@
-"""Peers of the gateway, scripted: a KV node, a prefill and a decode worker that compute nothing, over real gRPC.
+"""Scripted peers of the gateway: a KV node, a prefill and a decode worker that compute nothing, over real gRPC.
 
-The decode worker's answer is a script of token ids by position after the prompt, so that a replay can be judged.
+The decode worker's answer is a script of token ids by position after the prompt, so that a replay can be checked.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def record(component_id: str, role: str, address: str, **more: Any) -> Component
 
 
 def vector_of(token_ids: Sequence[int]) -> np.ndarray:
-    """The vector that a fake decode worker gives of a text: it has a length of its own, and tells all tokens."""
+    """Return the vector of a text at a fake decode worker: of a fixed length, and dependent on all tokens."""
     return np.array([len(token_ids), sum(token_ids), *token_ids[:1], *token_ids[-1:]], "<f4")
 
 
 def logits_of(token_ids: Sequence[int], wanted: Sequence[int]) -> np.ndarray:
-    """The logits of tokens after a text, with which a fake worker ends its stream."""
+    """Return the logits of tokens after a text, with which a fake worker ends its stream."""
     return np.array([(sum(token_ids) * (1 + one)) % 7 - 3 for one in wanted], "<f4")
 
 
@@ -75,9 +75,9 @@ def script_of(text: str) -> tuple[int, ...]:
 
 
 class FakeKVNode(kvnode_pb2_grpc.KVNodeServicer):
-    """Grants every ticket; says that ``pinned`` blocks are there.
+    """Grants every ticket, with ``pinned`` blocks.
 
-    ``brings``: for the next prefetches, how far the chain reaches then, or an error; without a word, all that is asked.
+    ``brings``: ends of the chain after the next prefetches, or errors; by default everything requested.
     """
 
     def __init__(self, node_id: str = "kv-0") -> None:
@@ -119,7 +119,7 @@ class FakeKVNode(kvnode_pb2_grpc.KVNodeServicer):
         return kvnode_pb2.OpenTicketReply(ticket_id=ticket, pinned_blocks=blocks)
 
     async def granted(self) -> None:
-        """Returns when there is memory. Raises what the test wants."""
+        """Return when there is memory. Raises the test's error."""
         self.waiting += 1
         try:
             await self.gate.wait()
@@ -134,7 +134,7 @@ class FakeKVNode(kvnode_pb2_grpc.KVNodeServicer):
             del self.held[ticket]
         self.forgotten.update(request.nonces)
         for nonce in request.nonces:
-            # Granted in the moment in which the caller went away.
+            # Granted just as the caller disconnected.
             self.held.pop(self._by_nonce.get(nonce, 0), None)
         return kvnode_pb2.ReleaseTicketReply()
 
@@ -162,7 +162,7 @@ class FakeKVNode(kvnode_pb2_grpc.KVNodeServicer):
 class FakePrefill(prefill_pb2_grpc.PrefillServicer):
     """Acknowledges chunk by chunk. ``failures`` are (chunks before it, error), one per prefill range.
 
-    ``hang_at``: the chunk that is never computed. ``breaks_at``: places in line at which the connection breaks, one
+    ``hang_at``: the chunk that is never computed. ``breaks_at``: queue positions at which the connection breaks, one
     per prefill range; at 0 its first step has begun.
     """
 
@@ -176,7 +176,7 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
         self.running = 0
         self.tells_queued = False
         self.metadata: list[Any] = []
-        # By ticket: set when its prefill range is through.
+        # By ticket: set when its prefill range is done.
         self.through: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
 
     async def RunPrefill(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
@@ -208,13 +208,13 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
 class FakeDecode(decode_pb2_grpc.DecodeServicer):
     """Streams ``script`` after the prompt, ``per_delta`` tokens at a time, then ends with EOS or max_tokens.
 
-    ``scripts``: another script by seed, for several answers. ``break_after``: how many tokens (all streams together)
-    until the connection breaks, once. ``refusals``: errors for the next submits, whose message is ``refusal``; with
+    ``scripts``: another script by seed, for several answers. ``break_after``: number of tokens (all streams together)
+    until the connection breaks, once. ``refusals``: errors for the next submits, with the message ``refusal``; with
     ``refuses_in_step`` they come in one delta with the beginning of the prompt's step and the first token. ``gate``:
-    closed, no stream moves; a stream closes it that has said ``hold_after`` tokens, so that nothing but the test ends
-    it. ``silent``: keys of streams that say nothing any more. ``pace_s``: seconds that a step of a stream takes.
-    ``is_killed_by``: whether the connection breaks in the first step of a submit. ``breaks_in_line``: at so many more
-    submits it breaks while they wait in line.
+    while closed, no stream continues; a stream closes it after ``hold_after`` tokens, so that only the test ends it.
+    ``silent``: keys of streams that send nothing any more. ``pace_s``: seconds per step of a stream. ``is_killed_by``:
+    predicate for submits in whose first step the connection breaks. ``breaks_in_line``: number of further submits
+    during whose queueing it breaks.
     """
 
     def __init__(self, script: str) -> None:
@@ -222,21 +222,21 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         self.scripts: dict[int, tuple[int, ...]] = {}
         self.worth: dict[int, float] = {}
         self.per_delta = 1
-        # Sent at the end, and where there are drafts with each delta.
+        # Sent at the end, and with each delta if there are drafts.
         self.timings = DecodeTimings(tail_tokens=1, tail_steps=1, queue_ms=0.25)
         self.pace_s = 0.001
         self.is_killed_by: Callable[[Submit], bool] = lambda submit: False
         self.breaks_in_line = 0
-        # Whether a stream that the gate holds says every 50 ms that it waits; prefill ranges likewise.
+        # True if streams and prefill ranges blocked by the gate report every 50 ms that they are queued.
         self.tells_queued = False
         self.submits: list[Submit] = []
         self.cancelled: list[int] = []
         self.connections = 0
         self.break_after: int | None = None
-        # How many more times the connection breaks amid the scores of a prompt.
+        # Remaining breaks of the connection amid the scores of a prompt.
         self.breaks_amid_scores = 0
         self.scores_per_delta = 8
-        # Workers of older versions end such a stream without a vector.
+        # Older workers end such a stream without a vector.
         self.knows_vectors = True
         self.refusals: list[tuple[int, bool]] = []
         self.refusal, self.refuses_in_step = "refused by the script", False
@@ -245,15 +245,12 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         self.gate = asyncio.Event()
         self.gate.set()
         self.streams: set[asyncio.Task[None]] = set()
-        # The most streams that were there at once.
         self.most_streams = 0
-        # The prefill worker whose ranges it waits for, where a submit comes before its range is computed.
         self.prefill = FakePrefill()
-        # The node at which it opens tickets.
         self.node = FakeKVNode()
 
     def logprob(self, submit: Submit, at: int, token_id: int) -> TokenLogprob:
-        """Return the log probability of the answer's token at position ``at``: falling with it, exact in 32 bits.
+        """Return the log probability of the answer's token at position ``at``: decreasing with it, exact in 32 bits.
 
         ``worth`` of the seed is added, so that answers can be ranked.
         """
@@ -280,7 +277,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
             if command.HasField("submit"):
                 submit = command.submit
                 self.submits.append(submit)
-                # Set with the first token; a parallel sample of a submit that is refused never moves.
+                # Set with the first token; parallel samples of a refused submit never start.
                 computed = asyncio.Event()
                 works = {submit.key: self._lead(submit, computed, out)}
                 for sample in submit.siblings:
@@ -326,7 +323,6 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
             out.put_nowait(DecodeDelta(key=submit.key, queued=Queued()))
             out.put_nowait(None)
             return
-        # The worker holds the ticket.
         out.put_nowait(DecodeDelta(key=submit.key, pinned_blocks=pinned))
         if self.breaks_in_line:
             self.breaks_in_line -= 1
@@ -371,11 +367,10 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
 
     @property
     def holds(self) -> bool:
-        """Whether a stream stands after ``hold_after`` tokens."""
+        """Return True if a stream is held after ``hold_after`` tokens."""
         return bool(self.streams) and not self.gate.is_set()
 
     def go_on(self) -> None:
-        """Hold nothing any more."""
         self.hold_after = None
         self.gate.set()
 
@@ -386,7 +381,6 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
             if at == self.hold_after:
                 self.gate.clear()
             await self.gate.wait()
-            # The worker is as slow as the test wants it to be.
             await asyncio.sleep(self.pace_s)
             if submit.key in self.silent:
                 await asyncio.Event().wait()
@@ -412,7 +406,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
 
 
 def knows(fakes: FakeCluster, **hits: int) -> None:
-    """Make the index answer so for every prompt from now on: ``kv_0=3`` is three blocks on kv-0."""
+    """Set the index's answer for every prompt from now on: ``kv_0=3`` is three blocks on kv-0."""
     found = [PrefixHit(name.replace("_", "-"), blocks) for name, blocks in hits.items()]
 
     async def longest_prefix(_: bytes) -> list[PrefixHit]:
@@ -423,7 +417,7 @@ def knows(fakes: FakeCluster, **hits: int) -> None:
 
 @dataclass
 class FakeCluster:
-    """Fake peers, a real registry, and a real gateway before them. The far ones are on the node kv-1, if they run."""
+    """Fake peers, a real registry, and a real gateway before them. The far ones, if running, are on the node kv-1."""
 
     node: FakeKVNode
     prefill: FakePrefill
@@ -438,7 +432,7 @@ class FakeCluster:
     servers: dict[str, rpc.RunningServer] = field(default_factory=dict)
 
     async def settled(self) -> None:
-        """Returns when nothing is under way any more, anywhere. Raises AssertionError where something stays."""
+        """Return when nothing is in flight anywhere. Raises AssertionError for leftovers."""
         core = self.gateway.gateway
         for node in (self.node, self.far_node):
             await until(
@@ -454,12 +448,12 @@ class FakeCluster:
 
 
 def impatient_client(fakes: FakeCluster) -> AsyncClient:
-    """Return a client that does not wait for a gateway that is gone: no other will listen there."""
+    """Return a client that does not wait for a lost gateway: no other will listen at its address."""
     return AsyncClient(fakes.gateway.grpc_address, connect_timeout_s=0, resume_timeout_s=0)
 
 
 def toy_model(folder: pathlib.Path, **tokenizer: Any) -> PreparedModel:
-    """A model of which only the tokenizer exists."""
+    """Write a model that consists of its tokenizer."""
     return PreparedModel(
         folder=write_tokenizer(folder, byte_tokenizer(), **tokenizer),
         name="toy",
@@ -476,7 +470,8 @@ def toy_model(folder: pathlib.Path, **tokenizer: Any) -> PreparedModel:
 
 @contextlib.contextmanager
 def short_folder() -> Iterator[pathlib.Path]:
-    """A Unix socket's path may have about a hundred characters; pytest's folders are longer."""
+    """Yield a short folder: a Unix socket's path is limited to some hundred characters, and pytest's folders are
+    longer."""
     with tempfile.TemporaryDirectory(prefix="plf-") as name:
         yield pathlib.Path(name)
 
@@ -489,10 +484,10 @@ async def running_fake_cluster(
     config: pathlib.Path | None = None,
     **flags: Any,
 ) -> AsyncIterator[FakeCluster]:
-    """Redis, the fake parts of ``roles``, and a gateway with ``flags`` whose model has the ``template``.
+    """Run Redis, the fake components of ``roles``, and a gateway with ``flags`` whose model has the ``template``.
 
-    "far-kvnode" and "far-prefill" are those of the node kv-1. With ``config``, a config.json, the workers say that they
-    run adapters for such a model.
+    "far-kvnode" and "far-prefill" are those of the node kv-1. With ``config``, a config.json, the workers support
+    adapters for such a model.
     """
     node, prefill, decode = FakeKVNode(), FakePrefill(), FakeDecode(script)
     far_node, far_prefill = FakeKVNode("kv-1"), FakePrefill()
@@ -529,7 +524,7 @@ async def running_fake_cluster(
         model = toy_model(folder / "model", template=template)
         if config is not None:
             shutil.copy(config, model.folder)
-        # The process of the template starts with the first conversation: most tests have none.
+        # The template process starts with the first conversation, which most tests lack.
         with mock.patch.object(ChatTemplate, "warm_up"):
             gateway = await start_gateway(GatewayFlags(**options), prepared=model, limits=limits)
         stack.push_async_callback(gateway.stop, 0)

@@ -1,7 +1,7 @@
-"""A grammar of numbers for the scheduler's tests: what may come next is a hash of the answer so far.
+"""A grammar of numbers for the scheduler's tests: the allowed tokens are a hash of the answer so far.
 
-The rule is written twice: a matcher for the product's GrammarState, and :func:`choices`, which walks over an answer
-from its begin. Both ask :func:`place`.
+Implemented twice: as a matcher for the product's GrammarState, and as :func:`choices`, which walks an answer from its
+beginning. Both use :func:`place`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.support.fake_backend import VOCAB_SIZE
 
 
 def place(kind: int, answer: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The forced run after an answer, and what may be chosen where nothing is forced; neither where it is complete."""
+    """Return the forced run after an answer, and the choices if nothing is forced; neither if it is complete."""
     hashed = zlib.crc32(bytes([kind, *answer]))
     if len(answer) > 3 and hashed % 19 == 0:
         return [], []
@@ -28,7 +28,8 @@ def place(kind: int, answer: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 def choices(kind: int, answer: Sequence[int]) -> list[int]:
-    """What may come next by the rule of runs: one forced token, or several, or nothing where the answer is complete."""
+    """Return the allowed tokens by the rule of runs: one forced token, several choices, or none if the answer is
+    complete."""
     run: list[int] = []
     for end in range(len(answer) + 1):
         free: list[int] = []
@@ -43,7 +44,7 @@ def choices(kind: int, answer: Sequence[int]) -> list[int]:
 
 
 class NumberMatcher(TokenMatcher):
-    """A place in the grammar of numbers."""
+    """A position in the grammar of numbers."""
 
     def __init__(self, kind: int, answer: Sequence[int] = ()) -> None:
         self.kind = kind
@@ -53,7 +54,7 @@ class NumberMatcher(TokenMatcher):
         return NumberMatcher(self.kind, self.answer)
 
     def consume(self, token: int) -> bool:
-        # The run in which it may stand is known to whoever asks.
+        # The caller determines its position within a run.
         self.answer.append(token)
         return True
 
@@ -80,7 +81,7 @@ class NumberMatcher(TokenMatcher):
 
 
 class LateThreads(MaskThreads):
-    """Computes no mask before it is asked to: ``punctual`` of them at once, by ``draws``, the others later."""
+    """Computes masks only on request: the ``punctual`` ones at once, by ``draws``, the others later."""
 
     def __init__(self, punctual: float, draws: Random) -> None:
         super().__init__()
@@ -103,7 +104,7 @@ class LateThreads(MaskThreads):
         pass
 
     def catch_up(self) -> None:
-        """Compute what waits."""
+        """Compute the pending masks."""
         for job in self._waiting:
             job.run()
             job.grammar.slow = self._draws.random() > self.punctual
@@ -111,14 +112,14 @@ class LateThreads(MaskThreads):
 
 
 class NumberGrammars:
-    """Grammars by their number."""
+    """Grammars by number."""
 
     def __init__(self, threads: LateThreads) -> None:
         self.threads = threads
         self._compiled: dict[int, CompiledGrammar] = {}
 
     def start(self, kind: int, answer: Sequence[int] = ()) -> GrammarState:
-        """The state of an answer so far."""
+        """Return the state of an answer so far."""
         compiled = self._compiled.setdefault(kind, CompiledGrammar(NumberMatcher(kind), VOCAB_SIZE))
         state = GrammarState(compiled, self.threads)
         state.take(answer)
@@ -127,7 +128,7 @@ class NumberGrammars:
 
 
 def number_of(grammar: GrammarState) -> int:
-    """The number of a grammar that NumberGrammars started."""
+    """Return the number of a grammar of NumberGrammars."""
     matcher = grammar._grammar.start
     assert isinstance(matcher, NumberMatcher)
     return matcher.kind

@@ -1,4 +1,4 @@
-"""An EAGLE head without arithmetic, whose every entry has to be made of the right state and the right token."""
+"""An EAGLE head without arithmetic, which checks that every entry is made of the right state and token."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Int64 = npt.NDArray[np.int64]
 
 
 class FakeHead(DraftModel):
-    """A head over states that are the KV of :mod:`tests.support.fake_backend`. Its draft tokens are what the model says
-    without a seed, and are made only where all entries of a text are in its blocks.
+    """A head over states that are the KV of :mod:`tests.support.fake_backend`. Its draft tokens are the model's
+    unseeded ones, and are made only if all entries of a text are in its blocks.
 
     ``first_passes`` are the tokens of each plan's first pass, ``contexts`` the entries after each draft token,
-    ``drafted`` how many tokens were drafted. ``failing``: the passes fail from now on.
+    ``drafted`` the number of drafted tokens. ``failing``: passes fail from now on.
     """
 
     def __init__(self, backend: FakeBackend) -> None:
@@ -51,13 +51,13 @@ class FakeHead(DraftModel):
                 assert end == len(wanted)
                 assert (pool[at][:end] == wanted).all(), "an entry is lost, or another one's"
                 self.contexts.append(end)
-                # The entries of draft tokens: the model's states overwrite them.
+                # Entries of draft tokens, later overwritten by the model's states.
                 pool[at[0][end:], at[1][end:]] = -7
             found.append(np.array(greedy(text.tolist(), chunk.draft_tokens), dtype=np.int32))
             self.drafted += chunk.draft_tokens
         return found
 
     def _places(self, chain: EagleChain, count: int) -> tuple[Int64, tuple[Int64, Int64]]:
-        """The pool, int64 [slots, block size], and where the first ``count`` entries of a chain are in it."""
+        """Return the pool, int64 [slots, block size], and the places of a chain's first ``count`` entries in it."""
         entries, size = np.arange(count), self.fake.layout.block_size
         return self.fake._bound_pool().numpy().view(np.int64), (chain.table()[entries // size], entries % size)

@@ -32,15 +32,15 @@ from tests.support.ahead_backend import AheadBackend
 from tests.support.fake_backend import FakeAdapters, FakeBackend, FakeModel, Int64, prepared_model, run
 
 NAP_S = 0.002
-# The layer whose adapters ranks can pack.
+# Layer whose adapters ranks can pack.
 LAYER = "layers.0.o"
 BLOCK = 4
-# What a rank says where it refuses to load, and three of which tokens in a step break one.
+# Message of a rank that refuses to load; token of which three in a step make one fail.
 REFUSED, BROKEN = "refused", 95
 
 
 class FakeMemory:
-    """Memory of ranks with one meeting, a counter for each rank after the word that ends all waits."""
+    """Memory of ranks with one barrier: a counter per rank after the word that ends all waits."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.fd = descriptor
@@ -63,7 +63,7 @@ class FakeMemory:
             self.fd = -1
 
     def meet(self, rank: int, limit_s: float = float("inf")) -> None:
-        """Waits for all ranks. Raises BackendLost where they are to end, or one does not come within ``limit_s``."""
+        """Wait for all ranks. Raises BackendLost if they are ended, or one does not arrive within ``limit_s``."""
         words, napped_s = self._words, 0.0
         words[1 + rank] += 1
         while (words[1 : 1 + self.size] < words[1 + rank]).any():
@@ -75,7 +75,7 @@ class FakeMemory:
 
 
 class ShareAdapters(FakeAdapters):
-    """Adapters of which other ranks than the first can pack those of one layer."""
+    """Adapters of which ranks above 0 can pack those of one layer."""
 
     def pack(self, weights: AdapterWeights) -> PackedAdapter:
         backend = self._backend
@@ -88,7 +88,7 @@ class ShareAdapters(FakeAdapters):
 
 
 class FakeShare(FakeBackend):
-    """The share of rank ``rank``: it writes the positions whose number is its own, and rank 0 reads all."""
+    """The share of rank ``rank``: it writes every position of its number, and rank 0 reads all."""
 
     def __init__(self, rank: int, memory: FakeMemory) -> None:
         super().__init__(BLOCK)
@@ -116,11 +116,11 @@ class AheadShare(FakeShare, AheadBackend):
     """Rank 0's share on a device that runs ahead."""
 
     def check_step(self, batch: StepBatch) -> None:  # type: ignore[override]
-        """Takes every batch."""
+        """Return True: every batch is supported."""
 
 
 def fake_ranks(size: int, refused: bool = False, ahead: bool = False) -> LoadedModel:
-    """Starts ranks of the fake model. The test has set ``rank_processes.MODULE`` to this module. ``ahead``: rank 0's
+    """Start ranks of the fake model. The test has set ``rank_processes.MODULE`` to this module. ``ahead``: rank 0's
     device runs ahead."""
     memory = FakeMemory.create(size)
     ranks = RankProcesses(size, "fake", memory)
@@ -132,12 +132,12 @@ def fake_ranks(size: int, refused: bool = False, ahead: bool = False) -> LoadedM
 
 
 def load_ranks(flags: WorkerFlags, threads: int) -> LoadedModel:
-    """A backend_factory of as many ranks as the flags say."""
+    """Return a backend_factory with the flags' number of ranks."""
     return fake_ranks(flags.tensor_parallel_size)
 
 
 def load_fake_share(order: dict[str, Any], descriptor: int) -> LoadedShare:
-    """What a rank's process loads."""
+    """Load the model in a rank's process."""
     if order["refused"]:
         raise ConfigError(REFUSED)
     memory = FakeMemory(os.dup(descriptor), order["size"])

@@ -1,4 +1,4 @@
-"""Random small models of each family, with every option that a config can switch on."""
+"""Random small models of each family, with every option that a config can enable."""
 
 from __future__ import annotations
 
@@ -107,11 +107,11 @@ LATENTS = {
     "rms_norm_eps": 1e-3,
 }
 V3 = {**LATENTS, "model_type": "deepseek_v3", **SHARED, **GROUPS}
-# Fewer tokens than the tests' prompts have.
+# Fewer tokens than the tests' prompts.
 SPARSE = {"index_topk": 20, "index_n_heads": 12, "index_head_dim": 32, "mlp_layer_types": None}
 
-# ``serve``: --max-model-len, where the rotary embedding depends on it; without, such models are served at their
-# original length.
+# ``serve``: --max-model-len, if the rotary embedding depends on it; otherwise such models are served at their original
+# length.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama-gqa-tied": {},
     "llama-mha-untied": {"num_key_value_heads": 4, "tie_word_embeddings": False},
@@ -199,7 +199,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **WINDOWS,
         "layer_rope_theta": [10_000.0, 0, 500.0, 10_000.0, 500.0],
     },
-    # The numbers of the activation are those at which many of its values are clamped.
+    # Activation parameters at which many values are clamped.
     "gpt-oss": {
         **GPT_OSS,
         "rope_parameters": {**YARN, "truncate": False},
@@ -380,7 +380,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "no_rope_layers": [1, 0],
         "attn_temperature_tuning": False,
     },
-    # The last two layers see keys and values of earlier ones, and have MLPs of twice the width.
+    # The last two layers reuse keys and values of earlier ones, with MLPs of twice the width.
     "gemma4": {
         **GEMMA4,
         "num_hidden_layers": 5,
@@ -490,22 +490,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "dim_model_base": 32,
     },
 }
-# A short text says nothing of the others: transformers takes their long factors from a text's length.
+# Excludes long-factor families: transformers applies long factors by a text's length.
 SAME_AT_ANY_LENGTH = sorted(name for name, settings in FAMILIES.items() if "serve" not in settings)
 
-# These families differ from others by names and options that those others show, too. ``make test`` runs each of them
-# once, in chunks.
+# Families whose names and options others cover as well. ``make test`` runs each of them once, in chunks.
 BY_ROWS = tuple(
     name for name in tuple(FAMILIES)[list(FAMILIES).index("gemma") :] if name not in ("starcoder2", "cohere")
 )
 
-# Their blocks hold latents, which ranks and GPUs do not have yet.
+# Blocks contain latents, which ranks and GPUs do not support yet.
 OF_LATENTS = tuple(name for name, shape in FAMILIES.items() if "kv_lora_rank" in shape)
 
-# Their queries attend to tokens that an indexer selects, for which there is no GPU kernel.
+# Sparse attention with an indexer, for which there is no GPU kernel.
 OF_INDEXERS = tuple(name for name, shape in FAMILIES.items() if "index_topk" in shape)
 
-# The first case of each family.
 FIRST = {options.get("model_type", "llama"): name for name, options in reversed(FAMILIES.items())}
 
 _ANY = LayerTensor(name="any", role=Role.MATRIX, rows=(), checkpoint_names=())
@@ -513,7 +511,7 @@ _ANY_EXPERTS = Experts(_ANY, _ANY, _ANY, "silu", 2, True)
 
 
 def make_model(folder: pathlib.Path, overrides: dict[str, Any]) -> tuple[pathlib.Path, ModelFlags]:
-    """Its folder, and the flags it is served with."""
+    """Write a family's model; return its folder and its serving flags."""
     shape = dict(overrides)
     serve = shape.pop("serve", 0)
     perturb_vectors(save_model(folder, **shape))
@@ -521,7 +519,7 @@ def make_model(folder: pathlib.Path, overrides: dict[str, Any]) -> tuple[pathlib
 
 
 def mixed(per_token: int, normalize: bool) -> Experts:
-    """A mixture of so many experts; its tensors are not used."""
+    """Return a mixture with this number of experts; its tensors are not used."""
     return dataclasses.replace(_ANY_EXPERTS, per_token=per_token, normalize=normalize)
 
 

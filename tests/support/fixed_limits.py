@@ -1,4 +1,4 @@
-"""Splits what a test sets of a component into its flags and the limits that no flag sets."""
+"""Splits a test's settings of a component into its flags and fixed limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks and stages as forks; pytest loads this module as a plugin."""
+"""Ranks and stages as forks; a pytest plugin."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 @pytest.fixture
 def forked_ranks() -> Iterator[None]:
-    """The ranks and stages of workers in this process are forks of a process that has their packages, as long as a test
-    runs: each would import torch, two seconds of a core. Those of clusters are programs, as for users."""
-    # This plugin is loaded for tests that read sources alone, too.
+    """Fork the ranks and stages of workers in this process from a process that has imported torch (two seconds per
+    import). Those of clusters are programs, as for users."""
+    # Imported lazily: this plugin is also loaded for tests that only read sources.
     from lab.testbed.forks import ForkedComponent, component_forks
     from pillion.engine.ranks import rank_processes
 

@@ -1,4 +1,4 @@
-"""Messages that nobody should send: random bytes, good messages with broken bytes or with strange fields."""
+"""Invalid messages: random bytes, valid messages with damaged bytes or odd fields."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_MUTATIONS = 4
 
 
 def a_request(draw: random.Random, model: str = "") -> gateway_pb2.GenerateRequest:
-    """A good one."""
+    """Return a valid request."""
     sampling = common_pb2.SamplingParams(
         max_tokens=draw.randint(1, 8), temperature=draw.random(), seed=draw.getrandbits(40)
     )
@@ -34,7 +34,7 @@ def a_request(draw: random.Random, model: str = "") -> gateway_pb2.GenerateReque
 
 
 def an_embed(draw: random.Random, model: str = "") -> gateway_pb2.EmbedRequest:
-    """A good one, of a few texts."""
+    """Return a valid request for a few texts."""
     message = gateway_pb2.EmbedRequest(model=model, request_id=f"fuzz-{draw.getrandbits(32)}")
     for _ in range(draw.randint(1, 3)):
         if draw.random() < 0.5:
@@ -45,17 +45,17 @@ def an_embed(draw: random.Random, model: str = "") -> gateway_pb2.EmbedRequest:
 
 
 def a_score(draw: random.Random, model: str = "") -> gateway_pb2.ScoreRequest:
-    """A good one, of a few pairs."""
+    """Return a valid request for a few pairs."""
     documents = ["hello", "there", "x" * draw.randint(1, 60)][: draw.randint(1, 3)]
     return gateway_pb2.ScoreRequest(model=model, queries=["who"], documents=documents)
 
 
 def no_fields(message: Callable[[], Any]) -> Callable[[random.Random, str], Any]:
-    """Makes a request that has none."""
+    """Return a function that makes an empty request."""
     return lambda draw, model: message()
 
 
-# For each method, what makes a good request, and how often one is drawn among all.
+# By method: a factory of valid requests, and its weight among all.
 METHODS: dict[str, tuple[Callable[[random.Random, str], Any], int]] = {
     "Generate": (a_request, 4),
     "Embed": (an_embed, 1),
@@ -66,14 +66,14 @@ METHODS: dict[str, tuple[Callable[[random.Random, str], Any], int]] = {
 
 
 def mutated(draw: random.Random, message: Any) -> Any:
-    """Some of its fields, at any depth, say what nobody expects."""
+    """Set some fields, at any depth, to unexpected values."""
     for _ in range(draw.randint(1, MAX_MUTATIONS)):
         _strange_field(draw, message)
     return message
 
 
 def broken(draw: random.Random, raw: bytes) -> bytes:
-    """Some bytes are others, gone, or there twice."""
+    """Change, remove or repeat some bytes."""
     data = bytearray(raw)
     for _ in range(draw.randint(1, MAX_MUTATIONS)):
         if not data:
@@ -92,7 +92,7 @@ def broken(draw: random.Random, raw: bytes) -> bytes:
 
 
 def malformed(draw: random.Random, model: str = "") -> tuple[str, bytes]:
-    """A method's name and the bytes to send it."""
+    """Return a method's name and the bytes to send."""
     (name,) = draw.choices(list(METHODS), [often for _, often in METHODS.values()])
     good = METHODS[name][0](draw, model)
     match draw.randrange(4):
@@ -105,7 +105,7 @@ def malformed(draw: random.Random, model: str = "") -> tuple[str, bytes]:
 
 
 async def send(channel: grpc.aio.Channel, name: str, raw: bytes, timeout_s: float) -> grpc.StatusCode:
-    """Sends bytes as they are, reads all that comes, tells how it ended."""
+    """Send raw bytes, read the whole response, return its status."""
     path = f"/pillion.v1.Gateway/{name}"
     try:
         if name == "Generate":

@@ -1,9 +1,9 @@
-"""Runs a Gluon kernel for Hopper in Triton's interpreter, which has no Gluon, and finds what it does too early.
+"""Runs a Gluon kernel for Hopper in Triton's interpreter, which has no Gluon, and detects races.
 
-Layouts are left out. Shared memory is an array. Copies land as late as they may: what is on its way is NaN until the
-program has waited for its group and passed a barrier. A product is computed when it is waited for, from what its
-operands hold then, and its result cannot be used before. Whoever writes to memory that a product may still read, in
-this warp or in another one that has not passed a barrier since, is refused.
+Layouts are ignored. Shared memory is an array. Copies land as late as possible: the target is NaN until the program has
+waited for its group and passed a barrier. A product is computed when it is awaited, from its operands at that time, and
+its result cannot be used before. Writes to memory that a product may still read, in this warp or in another one that
+has not passed a barrier since, are refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 
 from pillion.kernels.gpu.dot import dot
 
-# These bits are NaN in bfloat16 and in float16.
+# NaN in both bfloat16 and float16.
 NAN_BITS = 0x7FFF
 
 
@@ -44,12 +44,12 @@ class SharedTile:
         from triton.runtime.interpreter import TensorHandle
 
         kind = tl.block_type(self.dtype, list(self.data.shape))
-        # A transposed tile stays one in memory, as in Triton's interpreter: some libraries multiply the two unlike.
+        # Transposed tiles keep their memory layout, as in Triton's interpreter: some BLAS multiply the two differently.
         return tl.core.tensor(TensorHandle(self.data.copy(order="K"), self.dtype), kind)
 
 
 class BegunProduct:
-    """A product that was begun and has not been waited for."""
+    """A product that was begun and not awaited yet."""
 
     def __init__(self, left: Any, right: SharedTile, start: Any) -> None:
         self.left, self.right, self.start = left, right, start
@@ -64,7 +64,7 @@ class BegunProduct:
 
 
 class WarpGroups:
-    """Copies and products of the program that runs."""
+    """Copies and products of the running program."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[np.ndarray, np.ndarray]] = []
@@ -118,7 +118,7 @@ class WarpGroups:
 
 
 class _Names:
-    """The names of a module, some of them replaced."""
+    """A module's names, some of them replaced."""
 
     def __init__(self, module: ModuleType, **replaced: object) -> None:
         self.__dict__.update(replaced)
@@ -129,7 +129,7 @@ class _Names:
 
 
 def emulated(module: ModuleType, kernel: str) -> Any:
-    """Returns a module's Gluon kernel as one of Triton's interpreter."""
+    """Return a module's Gluon kernel as one of Triton's interpreter."""
     assert not NATIVE
     machine = WarpGroups()
     names = {

@@ -1,4 +1,4 @@
-"""The device of the tests of GPU kernels: a CUDA device if there is one, else Triton's interpreter.
+"""Device of the GPU kernel tests: a CUDA device if there is one, else Triton's interpreter.
 
 Import this before any module of ``pillion.kernels.gpu``: Triton decides when a kernel is defined.
 """
@@ -19,9 +19,9 @@ DEVICE = torch.device("cuda" if NATIVE else "cpu")
 
 
 def rounded(dtype: torch.dtype, roundings: int = 1) -> dict[str, float]:
-    """rtol and atol for values of size 1 that were rounded to ``dtype`` so often.
+    """Return rtol and atol for values of size 1 after this number of roundings to ``dtype``.
 
-    Triton's interpreter cuts bfloat16 off where a GPU rounds, so it is allowed twice as much.
+    Triton's interpreter truncates bfloat16 instead of rounding, so its tolerance is doubled.
     """
     unit = {torch.float32: 2.0**-22, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[dtype]
     slack = roundings * unit * (1 if NATIVE or dtype != torch.bfloat16 else 2)
@@ -29,10 +29,10 @@ def rounded(dtype: torch.dtype, roundings: int = 1) -> dict[str, float]:
 
 
 def add_up_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the interpreter compute each element of a tile's product in an order that the tile's shape has no part in.
+    """Make the interpreter's products independent of the tile's shape, element by element.
 
-    Its own products are numpy's, and a BLAS chooses its kernel by the shapes: on some processors, a row's bits then
-    depend on how many rows are beside it. A GPU's tiles have no such choice.
+    Its own products are numpy's, and a BLAS chooses its kernel by the shapes: on some processors a row's bits then
+    depend on the number of rows beside it. On a GPU they do not.
     """
     if NATIVE:
         return

@@ -1,4 +1,4 @@
-"""Drives the GPU backend by hand, as :mod:`tests.support.torch_model` drives torch."""
+"""Manual driver of the GPU backend, as :mod:`tests.support.torch_model` of torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_TOKENS, MAX_SEQS, MAX_SAMPLED = 48, 8, 256
 
 
 def own_memory(device: torch.device) -> GetMemory:
-    """Returns a function that allocates memory for this process alone."""
+    """Return a function that allocates memory for this process alone."""
 
     def get(key: str, size_bytes: int) -> WeightMemory:
         return WeightMemory(torch.empty(size_bytes, dtype=torch.uint8, device=device), True, lambda: None)
@@ -37,7 +37,7 @@ def own_memory(device: torch.device) -> GetMemory:
 
 
 class FakeDevicePool:
-    """Memory on the device that stands for a mapped pool."""
+    """Device memory in place of a mapped pool."""
 
     divided = False
 
@@ -47,7 +47,7 @@ class FakeDevicePool:
 
 
 class FakeDividedPool:
-    """Memory on the device that stands for a pool of several shards."""
+    """Device memory in place of a pool of several shards."""
 
     def __init__(self, layout: KVLayout, num_slots: int, count: int) -> None:
         self.shares = shares_of(layout.num_kv_heads, count)
@@ -72,8 +72,8 @@ def gpu_backend(
     divided: bool = False,
     make: Callable[..., GpuBackend] = GpuBackend,
 ) -> GpuBackend:
-    """Makes a backend with weights of its own. ``shard``: what it computes, by default its rank's share, or all.
-    ``join``: whether MLPs beside experts go into their stacks, as without adapters of these."""
+    """Return a backend with its own weights. ``shard``: the part that it computes, by default its rank's share, or all.
+    ``join``: join MLPs beside experts to their stacks, as without adapters of these."""
     config = load_config(prepared.folder)
     shard = shard or (whole_model(config) if ranks is None else ranks.shard)
     weights = load_gpu_weights(
@@ -96,8 +96,8 @@ def gpu_backend(
 
 
 def make_family(folder: Path, family: str, **sizes: int) -> tuple[Path, ModelFlags]:
-    """Makes the model of a family, as :func:`make_model` does, which the GPU kernels have to take; ``sizes`` are those
-    that the family does not give."""
+    """Return a family's model, as :func:`make_model`, in sizes that the GPU kernels support; ``sizes`` are those that
+    the family leaves open."""
     folder, flags = make_model(folder, {**sizes, **FAMILIES[family]})
     check_operations(load_config(folder))
     check_limits(DEVICE, gpu_layout(prepare(flags), 16))
@@ -116,12 +116,12 @@ class GpuDriver(BackendDriver):
         backend: GpuBackend | None = None,
         shards: int = 0,
     ) -> None:
-        """``shards``: of a pool that is divided; 0: it is in one piece."""
+        """Driver; ``shards``: number of shards of a divided pool, 0 for one piece."""
         self._shards = shards
         super().__init__(prepared, block_size, num_slots, seed, backend or gpu_backend(prepared, block_size))
 
     def bind(self, num_slots: int) -> None:
-        """Binds memory on the device whose bytes are 0xff, which reads as NaN."""
+        """Bind device memory of bytes 0xff, which reads as NaN."""
         layout = self.backend.layout
         if self._shards:
             self.memory = FakeDividedPool(layout, num_slots, self._shards)

@@ -1,6 +1,6 @@
-"""GPU backends of several ranks: rank 0 in the test's process, each other one in a process of its own.
+"""GPU backends of several ranks: rank 0 in the test's process, each other one in a separate process.
 
-Without a GPU, Triton's interpreter computes in each process; with one, all ranks are on it. Sums go by gloo.
+Without a GPU, Triton's interpreter runs in each process; with one, all ranks share it. All-reduce is by gloo.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pillion.engine.models.model_shard import ModelShard
 from pillion.kernels.step import SamplingRows, StepBatch
 from tests.support.gpu import DEVICE
 
-# The interpreter takes a second or two for a step, on a loaded machine many.
+# The interpreter needs a second or two per step, far more on a loaded machine.
 ANSWER_S = 120.0
 
 
@@ -39,7 +39,7 @@ def joined(
 
 
 class _Rank:
-    """What a process of another rank does: calls of its backend, as they come."""
+    """Run another rank's process: execute calls of its backend in order."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
@@ -119,7 +119,7 @@ class RankTeam:
 
     @contextlib.contextmanager
     def others(self, name: str, *args: Any) -> Iterator[None]:
-        """Has the other ranks do what the block does here; fails with what failed there."""
+        """Run the block's calls on the other ranks as well; raise their errors."""
         for calls in self._calls:
             calls.send((name, args))
         yield
@@ -129,12 +129,12 @@ class RankTeam:
             assert not failed, failed
 
     def tell(self, name: str, *args: Any) -> None:
-        """Calls the other ranks, and waits for nothing."""
+        """Call the other ranks without waiting."""
         for calls in self._calls:
             calls.send((name, args))
 
     def backend(self, prepared: PreparedModel, **options: Any) -> TeamBackend:
-        """Makes a backend in all ranks. ``whole_experts``: whether each has whole experts, not parts of each."""
+        """Create a backend in all ranks. ``whole_experts``: each rank has whole experts instead of parts of each."""
         rendezvous = os.memfd_create("rendezvous")
         try:
             with self.others("make", prepared, f"/proc/{os.getpid()}/fd/{rendezvous}", options):
@@ -151,7 +151,7 @@ class RankTeam:
 
 
 class TeamBackend:
-    """Rank 0's backend; what is called here is called in all ranks."""
+    """Rank 0's backend; calls are made in all ranks."""
 
     def __init__(self, team: RankTeam, own: GpuBackend) -> None:
         self.team, self.own = team, own
@@ -160,7 +160,7 @@ class TeamBackend:
         self.copy_blocks = own.copy_blocks
 
     def bind_pool(self, memory: FakeDevicePool | FakeDividedPool, num_slots: int) -> None:
-        """Puts the pool into memory that all ranks map."""
+        """Put the pool into memory that all ranks map."""
         divided = isinstance(memory, FakeDividedPool)
         shards = memory.shards if isinstance(memory, FakeDividedPool) else [memory]
         for shard in shards:

@@ -1,4 +1,4 @@
-"""Helpers of tests of the device's sampler: a launch on rows of parameters, and a judge of tokens that differ."""
+"""Helpers for tests of the GPU sampler: a launch on rows of parameters, and a check for ties."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.sampling import RowParameters, all_noise, rows_of
 
 
 def chosen_on_device(logits: torch.Tensor, all_params: Sequence[RowParameters], *, padded_to: int = 0) -> list[int]:
-    """Returns the kernels' choice from a copy of logits [R, V]; -7 where nothing was written."""
+    """Return the kernels' choice from a copy of logits [R, V]; -7 if nothing was written."""
     rows, vocab = rows_of(all_params), logits.shape[1]
     count = max(len(all_params), padded_to)
     table = torch.full((count, vocab), 1.0, dtype=logits.dtype)
@@ -35,14 +35,15 @@ def chosen_on_device(logits: torch.Tensor, all_params: Sequence[RowParameters], 
 
 
 def edited_row(logits: torch.Tensor, params: RowParameters) -> np.ndarray:
-    """Edits one row [V] by the CPU's code."""
+    """Return one row [V] edited by the CPU's code."""
     table = logits[None].float().numpy().copy()
     with edited(table, rows_of([params]).edits), np.errstate(all="ignore"):
         return table[0].copy()
 
 
 def nearly_tie(row: np.ndarray, params: RowParameters, one: int, other: int) -> bool:
-    """Whether two tokens of an edited row [V] tie by the tolerances of pillion.kernels.gpu.sampling.gpu_sampling."""
+    """Return True if two tokens of an edited row [V] tie by the tolerances of
+    pillion.kernels.gpu.sampling.gpu_sampling."""
     values = row.astype(np.float64)
     scores = (values - values.max()) / np.float32(params.temperature)
     totals = scores + all_noise(params.seed, params.position, len(row))

@@ -1,4 +1,5 @@
-"""Texts whose states lie in slots all over a pool, each in two sets of slots: a step reads one and writes the other."""
+"""Texts whose states are in scattered slots of a pool, each in two sets of slots: a step reads one and writes the
+other."""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ from pillion.kernels.state_pieces import CHUNK
 from pillion.kernels.step import LayerState, StateSlots
 from tests.support.batches import Sequences
 
-# Pieces of most states fit into the smaller blocks, so that such a state is in several.
+# Most pieces fit into the smaller blocks, so that such a state spans several.
 BLOCK_BYTES, MAX_TOKENS = (4096, 16384), 48
 
 
 @dataclass(frozen=True)
 class PiecePlaces:
-    """The places of the pieces of a layer's state, int32 [pieces, 2]: pages, and values after their begin."""
+    """Places of the pieces of a layer's state, int32 [pieces, 2]: pages, and offsets in values."""
 
     inputs: torch.Tensor
     memory: torch.Tensor
@@ -32,8 +33,7 @@ class PiecePlaces:
 
 
 class TextsWithStates:
-    """Texts of a model with one layer, and the states after what steps have had of them. What nobody has written is
-    NaN."""
+    """Texts of a model with one layer, and their states after their past steps. Unwritten memory is NaN."""
 
     def __init__(self, state: LayerState, texts: int) -> None:
         layouts = ((state_layout([state], size, CHUNK), size) for size in BLOCK_BYTES)
@@ -56,8 +56,8 @@ class TextsWithStates:
     def step(
         self, parts: Sequence[tuple[int, int]], padding: int = 0
     ) -> tuple[StepOfStates, list[tuple[int, int, int]]]:
-        """Begins a step of so many tokens of some texts; returns what kernels read of it, and for each part the text
-        and which of its tokens they are. Their states then stand after it."""
+        """Begin a step of some tokens of some texts; return the kernels' input, and each part's text and token range.
+        The texts' states are then those after the step."""
         mine = [(text, self._lengths[text], self._lengths[text] + count) for text, count in parts]
         reads = [self._slots[text][0] if begin else self._slots[text][0] * 0 - 1 for text, begin, _ in mine]
         writes = [self._slots[text][1] for text, _, _ in mine]
@@ -71,13 +71,13 @@ class TextsWithStates:
         return self._record.step, mine
 
     def inputs(self, text: int) -> torch.Tensor:
-        """The last inputs [tokens, channels] of a text."""
+        """Return the last inputs [tokens, channels] of a text."""
         tokens, channels = self._state.inputs
         pieces = self._pieces(text, self.places.inputs, tokens, 64)
         return torch.cat(pieces, 1)[:, :channels] if pieces else torch.zeros(tokens, channels)
 
     def memory(self, text: int) -> torch.Tensor:
-        """The matrices [heads, rows, columns] of a text, as they were where its last chunk began."""
+        """Return the matrices [heads, rows, columns] of a text at the begin of its last chunk."""
         if not self._state.memory:
             return torch.zeros(0)
         heads, rows, columns = self._state.memory

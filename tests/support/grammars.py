@@ -1,4 +1,4 @@
-"""Real grammars for the fake model: a tokenizer of its 97 tokens, and what it answers under a grammar."""
+"""Real grammars for the fake model: a tokenizer of its 97 tokens, and its answers under a grammar."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lab.testbed.conditions import wait_for
 from pillion.engine.grammars.grammar_state import GrammarState
 from tests.support.fake_backend import EOS, VOCAB_SIZE, kv_of, logits_of
 
-# Tokens 0 to 94 are the printable characters of ASCII, 95 is a word of two of them.
+# Tokens 0 to 94 are the printable ASCII characters; 95 is a word of two of them.
 WORD = '":'
 
 
 def follow(state: GrammarState) -> None:
-    """Wait until a step could go on with an answer. That is at once, but where a mask of its grammar took long, perhaps
-    since the machine was busy, the next one is computed first."""
+    """Wait until a step could continue an answer: at once, unless a slow mask (e.g. on a busy machine) is followed by
+    the computation of the next one."""
     wait_for("an answer to be followed", state.follow)
 
 
@@ -37,19 +37,19 @@ def write_tokenizer(folder: pathlib.Path) -> str:
 
 
 def text_of(tokens: Sequence[int]) -> str:
-    """What tokens say; an end token says nothing."""
+    """Return the text of tokens; an end token has none."""
     return "".join(WORD if token == 95 else chr(32 + token) for token in tokens if token != EOS)
 
 
 class GrammarOracle:
-    """What the fake model answers under a grammar, one token after the other, each from the whole vocabulary."""
+    """The fake model's answers under a grammar, token by token, each chosen from the whole vocabulary."""
 
     def __init__(self, folder: str) -> None:
         text = (pathlib.Path(folder) / "tokenizer.json").read_text()
         self._tokenizer = LLTokenizer(text, n_vocab=VOCAB_SIZE, eos_token=EOS)
 
     def greedy(self, prompt: Sequence[int], grammar: str, count: int) -> list[int]:
-        """Up to ``count`` tokens of the answer to ``prompt``; ends where nothing but the end may follow."""
+        """Return up to ``count`` tokens of the answer to ``prompt``; ends when only the end is allowed."""
         matcher = LLMatcher(self._tokenizer, grammar)
         tokens = list(prompt)
         while len(tokens) < len(prompt) + count and not matcher.is_stopped():

@@ -1,4 +1,4 @@
-"""Memory around what a kernel writes: writing after the end shows, in the interpreter and on a device alike."""
+"""Guard regions around a kernel's output: an overrun is detected, in the interpreter and on a device alike."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 
 from tests.support.gpu import DEVICE
 
-# On each side; more than one row of the tests' shapes.
+# Elements on each side; more than one row of the tests' shapes.
 MARGIN = 4096
 MARK = 77
 
 
 class Guarded:
-    """A contiguous tensor ``inside`` between two margins, all of it filled with a mark that no test expects."""
+    """A contiguous tensor ``inside`` between two margins, filled with a sentinel."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         count = torch.Size(shape).numel()

@@ -1,4 +1,4 @@
-"""HTTP as bytes: what a test sends is exactly what arrives, and what comes back is not interpreted."""
+"""Raw HTTP: sends exact bytes, and returns replies uninterpreted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ JSON = {"Content-Type": "application/json"}
 
 @dataclass(frozen=True)
 class Reply:
-    """A whole answer; header names in lower case."""
+    """A whole response; header names in lower case."""
 
     status: int
     headers: dict[str, str]
@@ -36,7 +36,7 @@ class Reply:
 
     @property
     def events(self) -> list[Any]:
-        """The data of each server-sent event; the stream ends with [DONE], which is not one of them."""
+        """Data of each server-sent event, without the final [DONE]."""
         assert self.body.endswith(b"\n\n")
         blocks = self.body.decode().split("\n\n")[:-1]
         assert all(block.startswith("data: ") and "\n" not in block for block in blocks)
@@ -45,7 +45,7 @@ class Reply:
 
 
 def request_bytes(method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> bytes:
-    """A request whose connection ends with it. ``body`` is sent as it is where it is bytes, else as JSON."""
+    """Return a request with Connection: close. ``body`` is sent raw if it is bytes, else as JSON."""
     sent = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
     said = {
         "Host": "localhost",
@@ -59,7 +59,7 @@ def request_bytes(method: str, path: str, body: Any = None, headers: dict[str, s
 
 @contextlib.asynccontextmanager
 async def connected(address: str, source: str = "") -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection to ``host:port``, perhaps from another address of this machine; leaving closes it at once."""
+    """Connect to ``host:port``, optionally from another local address; closes at once on exit."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port), local_addr=(source, 0) if source else None)
     try:
@@ -69,7 +69,7 @@ async def connected(address: str, source: str = "") -> AsyncIterator[tuple[async
 
 
 async def send(address: str, raw: bytes) -> Reply:
-    """Sends bytes, reads until the server closes."""
+    """Send bytes and read until the server closes."""
     async with connected(address) as (reader, writer):
         writer.write(raw)
         return parse_reply(await reader.read())
@@ -78,12 +78,12 @@ async def send(address: str, raw: bytes) -> Reply:
 async def call(
     address: str, path: str, body: Any = None, headers: dict[str, str] | None = None, method: str = ""
 ) -> Reply:
-    """GET without a body, POST with one."""
+    """Send a GET, or a POST if there is a body."""
     return await send(address, request_bytes(method or ("GET" if body is None else "POST"), path, body, headers))
 
 
 def parse_reply(raw: bytes) -> Reply:
-    """Parse the reply of a connection that was closed after it."""
+    """Parse the reply of a closed connection."""
     head, _, rest = raw.partition(b"\r\n\r\n")
     first, *lines = head.decode("latin-1").split("\r\n")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
@@ -99,5 +99,5 @@ def parse_reply(raw: bytes) -> Reply:
 
 
 def data_segments(connection: socket.socket) -> int:
-    """Returns how many segments with data a TCP connection has received: Linux's ``tcpi_data_segs_in``."""
+    """Return the number of data segments that a TCP connection has received: Linux's ``tcpi_data_segs_in``."""
     return int(struct.unpack_from("I", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256), 152)[0])

@@ -1,4 +1,4 @@
-"""Random small models whose layers carry a state, and what drives a backend with them."""
+"""Random small models whose layers have recurrent states, and drivers for their backends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pillion.kernels.step import StateSlots, StepBatch
 from tests.support.torch_model import BackendDriver
 
 ATTENTION, LINEAR = "full_attention", "linear_attention"
-# Heads of values share keys, no two sizes are equal, and a state takes several slots.
+# Value heads share keys, all sizes differ, and a state spans several slots.
 DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -58,7 +58,7 @@ NEMOTRON = {
     "moe_shared_expert_intermediate_size": 80,
     "tie_word_embeddings": False,
 }
-# Heads of values and keys are as many and as wide, and layers are counted from 1.
+# Equally many and wide value and key heads; layers are counted from 1.
 KIMI = {
     "model_type": "kimi_linear",
     "pad_token_id": 2,
@@ -95,7 +95,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 48,
         "routed_scaling_factor": 1.5,
     },
-    # The last layer attends with a window, as a layer between convolutions does without one.
+    # The last layer has sliding-window attention; a layer between convolutions has full attention.
     "lfm3": {
         "model_type": "lfm3",
         "num_hidden_layers": 5,
@@ -266,10 +266,9 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 
 @torch.inference_mode()
 def token_by_token(model: Any, text: Sequence[int]) -> torch.Tensor:
-    """Returns the logits that transformers' model has for each token of a text, each in a step of its own."""
+    """Return transformers' logits for each token of a text, each in a separate step."""
     found, cache = [], None
     for place, token in enumerate(text):
-        # Bamba's model itself counts positions from 0 in each step.
         at = torch.tensor([[place]])
         out = model(torch.tensor([[token]]), position_ids=at, past_key_values=cache, use_cache=True)
         cache = out.past_key_values
@@ -278,14 +277,14 @@ def token_by_token(model: Any, text: Sequence[int]) -> torch.Tensor:
 
 
 class StateDriver(BackendDriver):
-    """A driver that gives each text two states in the pool, of which a step reads one and writes the other."""
+    """A driver that stores two states per text in the pool: a step reads one and writes the other."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._places: dict[int, list[tuple[int, ...]]] = {}
 
     def state(self, number: int) -> bytes:
-        """Returns the bytes of a text's state."""
+        """Return the bytes of a text's state."""
         rows = np.frombuffer(self.memory, np.uint8).reshape(-1, self.backend.layout.block_bytes)
         return rows[list(self._places[number][0])].tobytes()[: self.backend.layout.state_bytes]
 
@@ -294,7 +293,7 @@ class StateDriver(BackendDriver):
         return logits
 
     def batch(self, *parts: tuple[int, Sequence[int]], sample: Sequence[int] | None = None) -> StepBatch:
-        """Returns a step with these parts; their states then stand after it."""
+        """Return a step with these parts, and advance their states."""
         batch, pages = self.sequences.step(parts, sample), self.backend.layout.state_pages
         assert pages > 0
         for number, _ in parts:

@@ -1,4 +1,4 @@
-"""Compares two sets of protos: what would break a component that was built from the older one."""
+"""Comparison of two sets of protos: changes that break components built from the older one."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ Types = dict[str, DescriptorProto | EnumDescriptorProto]
 
 
 def broken_promises(old: FileDescriptorSet, new: FileDescriptorSet) -> list[str]:
-    """Returns a sentence for each thing of ``old`` that ``new`` renumbers, retypes, renames or takes away. A field may
-    go where its number and its name are reserved, and everything may be added."""
+    """Return a sentence for each item of ``old`` that ``new`` renumbers, retypes, renames or removes. A field may be
+    removed if its number and name are reserved; additions are allowed."""
     before, after = dict(_types(old)), dict(_types(new))
     found = []
     for name, kind in before.items():
@@ -48,8 +48,8 @@ def _fields(name: str, old: DescriptorProto, new: DescriptorProto) -> Iterator[s
 
 
 def _shape(message: DescriptorProto, field: FieldDescriptorProto) -> str:
-    """Returns what a reader of a field has to know, beside its number: name, type, how many, and which other fields it
-    rules out. That a field is `optional` is one of these, for its zero is then not its absence."""
+    """Return a field's properties that its readers depend on, beside its number: name, type, cardinality, oneof and
+    `optional` (whose zero is not its absence)."""
     label = FieldDescriptorProto.Label.Name(field.label).removeprefix("LABEL_").lower()
     if field.proto3_optional:
         label = "explicit"

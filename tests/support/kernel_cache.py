@@ -1,4 +1,4 @@
-"""Compiled kernels that all tests share, of this run and of later ones: LLVM would take most of many tests' time."""
+"""Compiled kernels shared by all tests, of this run and later ones: LLVM would dominate many tests' time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _loaded: dict[tuple[Isa, bool, tuple[str, ...]], CompiledKernels] = {}
 
 
 def kept_kernels(specs: Sequence[KernelSpec], isa: Isa, *, checked: bool = False, **unused: Any) -> CompiledKernels:
-    """Stands for :func:`pillion.kernels.cpu.runtime.compiler.compile_kernels`; loads kernels once in a process."""
+    """Replace :func:`pillion.kernels.cpu.runtime.compiler.compile_kernels`, loading kernels once per process."""
     key = isa, checked, tuple(spec.name for spec in specs)
     if key not in _loaded:
         _loaded[key] = compile_kernels(specs, isa, checked=checked, cache_folder=KERNEL_CACHE)

@@ -23,22 +23,21 @@ from tests.support.kernel_cache import kept_kernels
 
 
 def isa_runs(name: str) -> bool:
-    """Whether this processor has all that an instruction set needs."""
+    """Return True if this processor supports an instruction set."""
     return set(BY_NAME[name].needs) <= host_features()
 
 
-# Instruction sets for which the kernels' language writes different code: with matrix tiles, with the bfloat16
-# instruction alone, and without. The best comes first.
+# Instruction sets with different generated code: matrix tiles, the bfloat16 instruction alone, neither. Best first.
 ISAS = ("amx", "avx512_bf16", "avx2")
 _HERE = [name for name in ISAS if isa_runs(name)]
 
 
 def _is_quick(name: str, checked: bool) -> bool:
-    """Whether all runs of the tests have a mode.
+    """Return True if every test run includes a mode.
 
-    Of several instruction sets that a processor has, the best runs without checks and the least with them, because
-    checks are written alike for all. Without, the least is a part of the best one's code, and whole models run it
-    (tests/engine/backends/test_cpu_backend.py). Those in between have code of their own in few kernels alone.
+    Of the instruction sets that a processor supports, the best runs without checks and the least with them, since
+    checks are generated alike for all. Without checks the least one's code is a part of the best one's, and whole
+    models run it (tests/engine/backends/test_cpu_backend.py). Those in between differ in few kernels.
     """
     if name not in _HERE or len(_HERE) == 1:
         return True
@@ -46,19 +45,17 @@ def _is_quick(name: str, checked: bool) -> bool:
 
 
 MODES = [(name, checked) for name in ISAS for checked in (False, True) if _is_quick(name, checked) or name == _HERE[0]]
-# The row of the table that has matrix tiles, and the row that emulates them where this processor has none.
+# Row of the table with matrix tiles, and row that emulates them on other processors.
 TILES, EMULATED_TILES = "amx", "emulated_tiles"
-# The modes of matrix tiles: the processor's own, or emulated ones.
 TILE_MODES = [(TILES if isa_runs(TILES) or not _HERE else EMULATED_TILES, checked) for checked in (False, True)]
-# The modes of kernels whose code differs between all of ISAS.
 ALL_MODES = list(dict.fromkeys([*MODES, *TILE_MODES, *((name, False) for name in _HERE[1:-1])]))
 
 
 def kernel_modes(modes: Iterable[tuple[str, bool]]) -> list[Any]:
-    """Parameters for those of ``modes`` that this processor can run; a mode is long unless it is quick.
+    """Return parameters for those of ``modes`` that this processor can run; a mode is long unless it is quick.
 
-    Where it can run none they are all of ``modes``, which are then skipped. A test of tests/kernels/cpu/test_isa.py is
-    skipped for each instruction set that is left out.
+    If it can run none, return all, which are then skipped. A test of tests/kernels/cpu/test_isa.py is skipped for each
+    instruction set that is left out.
     """
     modes = list(modes)
     here = [mode for mode in modes if mode[0] == EMULATED_TILES or isa_runs(mode[0])] or modes
@@ -69,18 +66,17 @@ def kernel_modes(modes: Iterable[tuple[str, bool]]) -> list[Any]:
     ]
 
 
-# This mark runs a test only in those MODES whose kernels check what they touch.
+# Mark that runs a test only in those MODES whose kernels check their memory accesses.
 with_checks = pytest.mark.parametrize("runner", kernel_modes(mode for mode in MODES if mode[1]), indirect=True)
 
 
 def registers_of(name: str) -> Any:
-    """A parameter for an instruction set whose code is read and not run: one of each width of vectors is not long."""
+    """Return a parameter for an instruction set whose code is read, not run; one per vector width is not long."""
     return pytest.param(name, marks=() if name in (*ISAS, "neon") else pytest.mark.long)
 
 
 def isa_or_skip(name: str) -> Isa:
-    """The instruction set ``name``, with exact products of codes; skips the test where this processor does not have
-    it."""
+    """Return the instruction set ``name``, with exact products of codes; skip the test if this processor lacks it."""
     if name == EMULATED_TILES:
         best = next((isa for isa in TABLE if not isa.matrix_tiles and isa.name in _HERE), None)
         if best is None:
@@ -94,13 +90,13 @@ def isa_or_skip(name: str) -> Isa:
     return isa
 
 
-# A runner keeps so many pools, each of which has one kernel.
+# Max cached pools, each with one kernel.
 MAX_POOLS = 8
 
 
 class Runner:
-    """Runs kernels for one instruction set on pools of one and of three threads. Each is compiled, with what it calls,
-    when it first runs, so that none is compiled whose tests are left out."""
+    """Runs kernels for one instruction set on pools of one and of three threads. Each is compiled, with its callees,
+    when it first runs, so that deselected tests compile nothing."""
 
     def __init__(self, specs: Sequence[KernelSpec], isa: Isa, checked: bool) -> None:
         self.isa, self._checked = isa, checked
@@ -108,12 +104,12 @@ class Runner:
         self._pools: dict[tuple[str, int], ThreadPool] = {}
 
     def close(self) -> None:
-        """Ends the pools' threads."""
+        """End the pools' threads."""
         while self._pools:
             self._pools.popitem()[1].close()
 
     def run(self, spec: KernelSpec, values: Mapping[str, Any], step: CpuStepRecord, threads: int = 3) -> None:
-        """Runs one kernel."""
+        """Run one kernel."""
         assert spec.name in self._names
         kernels = kept_kernels([spec], self.isa, checked=self._checked)
         args = np.zeros(spec.layout.num_words, np.int64)
@@ -124,7 +120,6 @@ class Runner:
 
     def _pool(self, name: str, kernels: CompiledKernels, threads: int) -> ThreadPool:
         pool = self._pools.pop((name, threads), None) or ThreadPool(kernels, threads)
-        # The one that was used last comes last.
         self._pools[name, threads] = pool
         if len(self._pools) > MAX_POOLS:
             self._pools.pop(next(iter(self._pools))).close()
@@ -132,7 +127,7 @@ class Runner:
 
 
 def runner_of(specs: Sequence[KernelSpec], modes: Sequence[tuple[str, bool]] = MODES) -> Any:
-    """A fixture ``runner`` for a module: runs its kernels in each of ``modes``."""
+    """Return a module's fixture ``runner`` that runs its kernels in each of ``modes``."""
 
     @pytest.fixture(scope="module", params=kernel_modes(modes))
     def runner(request: Any) -> Iterator[Runner]:
@@ -145,7 +140,7 @@ def runner_of(specs: Sequence[KernelSpec], modes: Sequence[tuple[str, bool]] = M
 
 
 def outer_tiles(names: Iterable[str]) -> list[str]:
-    """Of functions' names those of the tiles with the fewest and the most rows, of each kind and width."""
+    """Return the names of the tile functions with the fewest and the most rows, of each kind and width."""
     tiles: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
     for name in names:
         if found := re.fullmatch(r"(\w*_tile_\w+_)(\d+)(x\d+)", name):
@@ -155,12 +150,12 @@ def outer_tiles(names: Iterable[str]) -> list[str]:
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Normally distributed numbers."""
+    """Return normally distributed numbers."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def rows_step(tokens: int, samples: int = 0) -> CpuStepRecord:
-    """A step's record with the numbers of rows, and nothing else."""
+    """Return a step's record with the numbers of rows only."""
     step = CpuStepRecord()
     step.count("num_tokens", tokens)
     step.count("num_samples", samples)
@@ -169,7 +164,7 @@ def rows_step(tokens: int, samples: int = 0) -> CpuStepRecord:
 
 
 def batch_step(batch: StepBatch, pool: torch.Tensor | None = None) -> CpuStepRecord:
-    """A step's record of ``batch``."""
+    """Return a step's record of ``batch``."""
     step = rows_step(batch.num_tokens, len(batch.sample_rows))
     for name in ("token_ids", "positions", "query_starts", "context_lens", "block_tables", "sample_rows"):
         step.point(name, getattr(batch, name))
@@ -183,7 +178,7 @@ def batch_step(batch: StepBatch, pool: torch.Tensor | None = None) -> CpuStepRec
 
 
 def padded(values: torch.Tensor, extra: int = 0, filler: float = 0.0) -> torch.Tensor:
-    """values [rows, width], padded by zeros to whole cache lines, and ``extra`` rows of ``filler`` after them."""
+    """Return values [rows, width] zero-padded to whole cache lines, and ``extra`` rows of ``filler`` after them."""
     per_line = 64 // values.element_size()
     width = -(-values.shape[1] // per_line) * per_line
     found = torch.zeros((len(values) + extra, width), dtype=values.dtype)
@@ -193,10 +188,10 @@ def padded(values: torch.Tensor, extra: int = 0, filler: float = 0.0) -> torch.T
 
 
 def columns_of(rows: torch.Tensor, first: int) -> tuple[int, int]:
-    """The memory of rows of float32 from a column on: where it begins, and how many bytes it has."""
+    """Return the address and size in bytes of float32 rows from a column on."""
     return rows.data_ptr() + 4 * first, rows.nbytes - 4 * first
 
 
 def stride(buffer: torch.Tensor) -> int:
-    """Bytes from row to row."""
+    """Return the stride of rows in bytes."""
     return buffer.stride(0) * buffer.element_size()

@@ -1,7 +1,7 @@
-"""What stands for a container runtime of Kubernetes: processes of this machine, or containers of an engine of Docker.
+"""Stand-ins for a container runtime of Kubernetes: processes of this machine, or containers of a Docker engine.
 
-Both give a pod an address, its volumes and one process for each container; :mod:`tests.support.kubelet` decides what is
-started and ended when.
+Both provide a pod's address, its volumes and one process per container; :mod:`tests.support.kubelet` decides when to
+start and stop them.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from tests.support.docker_engine import DockerEngine
 
 
 class PodProcess(Protocol):
-    """Represents the process of one container."""
+    """The process of one container."""
 
     async def wait(self) -> int:
-        """Return the exit status as Docker says it: 128 and the signal's number for who died of a signal."""
+        """Return the exit status in Docker's form: 128 plus the signal's number after a signal."""
 
     async def signal(self, name: str) -> None:
-        """Send TERM or KILL; a process that has ended takes none."""
+        """Send TERM or KILL; a process that has ended ignores it."""
 
 
 class PodRuntime(Protocol):
-    """Describes what runs pods. A pod is known by its name."""
+    """A runtime of pods, which are identified by name."""
 
     async def sandbox(self, pod: str, spec: Manifest) -> str:
-        """Make what the containers of a pod share, and return its address."""
+        """Create the shared resources of a pod, and return its address."""
 
     async def start(self, pod: str, container: Manifest, environment: Mapping[str, str]) -> PodProcess:
         """Start a container of the pod."""
@@ -47,7 +47,7 @@ class PodRuntime(Protocol):
         """Run a command in a running container, and return its exit status."""
 
     async def remove(self, pod: str) -> None:
-        """Remove the pod, of which no container runs any more, with its volumes."""
+        """Remove the pod, whose containers have ended, with its volumes."""
 
 
 class _LocalProcess:
@@ -67,8 +67,8 @@ class _LocalProcess:
 
 
 class ProcessRuntime:
-    """Runs a pod's containers as processes. A pod's address is a loopback address, which stands for :: in what its
-    containers are told; volumes are folders under ``folder``, whose path must be short. ``lines``: what each said."""
+    """Runs a pod's containers as processes. A pod's address is a loopback address, which replaces :: in its containers'
+    arguments; volumes are folders under ``folder``, whose path must be short. ``lines``: output by container."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.lines: dict[str, list[str]] = {}
@@ -128,8 +128,8 @@ class ProcessRuntime:
 
 
 class DockerRuntime:
-    """Runs a pod's containers in an engine, with the rights, the address, the process namespace and the volumes that a
-    pod has. ``images`` has what stands for an image of the chart, by its name without the tag. Use it as a context."""
+    """Runs a pod's containers in an engine, with a pod's rights, address, process namespace and volumes. ``images``
+    maps the chart's images (without tags) to local ones. Use as a context."""
 
     def __init__(self, engine: DockerEngine, images: Mapping[str, str]) -> None:
         self.network = f"pillion-kube-{uuid.uuid4().hex[:8]}"
@@ -205,7 +205,7 @@ class DockerRuntime:
                 await self._docker("volume", "rm", self._volume(pod, volume["name"]))
 
     def _mode(self, spec: Manifest) -> str:
-        # The kubelet makes volumes so that the pod's group may write, and new files are the group's.
+        # The kubelet makes volumes group-writable, and new files belong to the group.
         group = spec["securityContext"].get("fsGroup")
         return f"mode=2777,gid={group}" if group is not None else "mode=0777"
 

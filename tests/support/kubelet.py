@@ -25,11 +25,12 @@ from lab.testbed.conditions import WITHIN_S
 from tests.support.charts import Manifest, of_kind, pod_of
 from tests.support.kube_runtime import PodProcess, PodRuntime
 
-# How long a client still finds a pod that has left its service: kube-proxies and load balancers hear of it one by one.
+# Delay until clients stop finding a pod that has left its service: kube-proxies and load balancers are updated one by
+# one.
 SPREAD_S = 2.0
-# The first restart of a container comes at once, the next one after this.
+# Delay of restarts after the first, which is immediate.
 BACK_OFF_S = 10.0
-# A pod is given this to be ready, in which its model may be prepared on a busy machine.
+# Max time until a pod is ready, including model preparation on a busy machine.
 READY_TIMEOUT_S = 900.0
 PROBE_FIELDS = {"httpGet", "exec", "tcpSocket", "timeoutSeconds", "periodSeconds", "failureThreshold"}
 WORKLOADS = ("Deployment", "StatefulSet")
@@ -37,7 +38,7 @@ WORKLOADS = ("Deployment", "StatefulSet")
 
 @dataclass(eq=False)
 class KubePod:
-    """Represents one pod. ``codes``: the exit statuses of its containers at its end; ``restarts``: those before it."""
+    """One pod. ``codes``: the exit statuses of its containers at its end; ``restarts``: those before it."""
 
     name: str
     spec: Manifest
@@ -57,7 +58,7 @@ class KubePod:
 
     @property
     def whole(self) -> bool:
-        """Whether every container is ready, sidecars included, and the pod is not told to end."""
+        """True if every container is ready, sidecars included, and the pod is not terminating."""
         wanted = {one["name"] for one in (*self.sidecars, *self.spec["containers"])}
         return not self.terminating and wanted <= self.ready
 
@@ -68,15 +69,15 @@ class Kubelet:
     def __init__(self, manifests: Sequence[Manifest], runtime: PodRuntime) -> None:
         self.pods: list[KubePod] = []
         self.ended: list[KubePod] = []
-        # Waits for those who have found an address to reach it, before its pod is told to end: on a busy machine they
-        # may take longer than the chart's sleep.
+        # Awaits clients that have resolved an address before its pod is stopped: on a busy machine they may need longer
+        # than the chart's sleep.
         self.arrived: Callable[[str], Awaitable[None]] = _nobody
         self._manifests = manifests
         self._runtime = runtime
         self._numbers = itertools.count(1)
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
-        # For each service: when which pods were its endpoints.
+        # By service: times and pods of its endpoints.
         self._endpoints: dict[str, list[tuple[float, tuple[str, ...]]]] = {}
 
     async def __aenter__(self) -> Kubelet:
@@ -94,7 +95,6 @@ class Kubelet:
 
     async def apply(self) -> None:
         """Start every workload's pods; returns when all are ready."""
-        # Every pod has its address before a container is told one.
         for manifest in self._manifests:
             if manifest["kind"] in WORKLOADS:
                 for _ in range(manifest["spec"]["replicas"]):
@@ -104,7 +104,7 @@ class Kubelet:
         await self.until("every pod to be ready", lambda: all(pod.whole for pod in self.pods))
 
     async def roll_out(self, workload: str) -> None:
-        """Replace all pods of a Deployment, as a change of its template does; returns when the old ones are gone."""
+        """Replace all pods of a Deployment, as a change of its template does; return when the old ones are gone."""
         manifest = of_kind(self._manifests, "Deployment", workload)
         assert manifest["spec"]["strategy"]["rollingUpdate"] == {"maxUnavailable": 0, "maxSurge": 1}
         old = self.of(manifest)
@@ -123,19 +123,18 @@ class Kubelet:
         await asyncio.gather(*(self.terminate(pod) for pod in later))
 
     def of(self, workload: Manifest) -> list[KubePod]:
-        """Return a workload's pods that are not told to end."""
+        """Return a workload's pods that are not terminating."""
         selector = workload["spec"]["selector"]["matchLabels"]
         return [pod for pod in self.pods if selector.items() <= pod.labels.items() and not pod.terminating]
 
     def endpoints(self, service: str) -> tuple[str, ...]:
-        """Return the addresses that a client finds behind a service now. It hears of changes SPREAD_S later."""
+        """Return the addresses of a service as clients see them, SPREAD_S after a change."""
         known = self._endpoints.get(service, [])
         heard = [addresses for since, addresses in known if since <= time.monotonic() - SPREAD_S]
-        # What has just begun to serve is found at once: nobody is refused by it.
         return heard[-1] if heard else known[-1][1] if known else ()
 
     async def until(self, what: str, condition: Callable[[], bool], timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Wait for a condition of the pods. Raises AssertionError with their state, and where a container has ended."""
+        """Wait for a condition of the pods. Raises AssertionError with their state, also if a container has ended."""
         try:
             async with asyncio.timeout(timeout_s), self._changed:
                 while not condition():
@@ -145,7 +144,7 @@ class Kubelet:
             raise AssertionError(f"waited for {what}: {[(pod.name, sorted(pod.ready)) for pod in self.pods]}") from None
 
     async def terminate(self, pod: KubePod) -> None:
-        """End a pod as its manifest says."""
+        """End a pod as its manifest prescribes."""
         pod.terminating = True
         await self._notice()
         until_s = time.monotonic() + pod.spec.get("terminationGracePeriodSeconds", 30)
@@ -156,8 +155,6 @@ class Kubelet:
         self.pods.remove(pod)
         self.ended.append(pod)
         await self._notice()
-
-    # A pod's life.
 
     async def _create(self, manifest: Manifest) -> KubePod:
         name = f"{manifest['metadata']['name']}-{next(self._numbers)}"
@@ -187,7 +184,7 @@ class Kubelet:
         return process
 
     async def _keep(self, pod: KubePod, container: Manifest, started: asyncio.Event) -> None:
-        """Starts a container, and again whenever it ends before its pod does."""
+        """Start a container, and restart it whenever it ends before its pod does."""
         name = container["name"]
         while not pod.terminating:
             process = await self._start(pod, container)
@@ -204,7 +201,7 @@ class Kubelet:
             await self._notice()
 
     async def _watch(self, pod: KubePod, container: Manifest, started: asyncio.Event) -> None:
-        """Asks a running container's probes. One whose startup or liveness probe fails too often is told to end."""
+        """Run a container's probes. One whose startup or liveness probe fails too often is stopped."""
         probes = {kind: container.get(f"{kind}Probe") for kind in ("startup", "readiness", "liveness")}
         for probe in probes.values():
             assert probe is None or probe.keys() <= PROBE_FIELDS
@@ -250,7 +247,7 @@ class Kubelet:
 
     async def _well(self, pod: KubePod, container: Manifest, probe: Manifest) -> bool:
         try:
-            # The chart's seconds are for a machine that serves; one that runs tests may need longer.
+            # The chart's seconds suit a serving machine; under test load a probe may need longer.
             async with asyncio.timeout(max(WITHIN_S, probe.get("timeoutSeconds", 1))):
                 if "exec" in probe:
                     return await self._runtime.inside(pod.name, container, probe["exec"]["command"]) == 0
@@ -278,8 +275,8 @@ class Kubelet:
             await self.until(f"{container['name']} to die", lambda: container["name"] in pod.codes)
 
     def _environment(self, pod: KubePod, container: Manifest) -> dict[str, str]:
-        """What a container is told: references to the pod's name and to earlier variables filled in, and the names of
-        services replaced by what is behind them."""
+        """Return a container's text with references to the pod's name and earlier variables resolved, and service names
+        replaced by their addresses."""
         told: dict[str, str] = {}
         for one in container.get("env", ()):
             if "valueFrom" in one:
@@ -300,7 +297,7 @@ class Kubelet:
         return [pod for one in found for pod in self.pods if one["spec"]["selector"].items() <= pod.labels.items()]
 
     async def _notice(self) -> None:
-        """Tells those who wait that something has changed, and writes down what is behind each service."""
+        """Notify waiters of a change, and record each service's endpoints."""
         for one in self._manifests:
             if one["kind"] == "Service":
                 name = one["metadata"]["name"]
@@ -317,18 +314,18 @@ class Kubelet:
         return task
 
     def _raise(self) -> None:
-        """Raises what has ended a task."""
+        """Raise the error that ended a task."""
         for task in self._tasks:
             if task.done() and not task.cancelled() and task.exception() is not None:
                 raise AssertionError("a pod failed") from task.exception()
 
 
 async def _nobody(address: str) -> None:
-    """Waits for nobody."""
+    """Return at once."""
 
 
 async def _asked(address: str, port: int, path: Any) -> int:
-    """Returns the status of a page, or 200 for a port that takes a connection where no path is given."""
+    """Return the status of a page, or without a path 200 for a port that accepts a connection."""
     reader, writer = await asyncio.open_connection(address, port)
     try:
         if path is None:

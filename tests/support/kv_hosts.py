@@ -1,5 +1,5 @@
-"""Real KV nodes in this process, each with a gateway's session and a worker, over blocks whose bytes follow from their
-hashes: whoever pins a chain can tell whether it holds what it stands for."""
+"""Real KV nodes in this process, each with a gateway session and a worker, over blocks whose bytes are derived from
+their hashes, so that a pinned chain can be verified."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.fixed_limits import split_limits
 from tests.support.redis_nodes import patient
 
 BLOCK_BYTES = 8192
-# By which a pool on several GPUs divides a block: rows, and pieces in a row.
+# Divisions of a block in a pool on several GPUs: rows, and pieces per row.
 KV_ROWS, KV_HEADS = 4, 4
 PIECE_BYTES = BLOCK_BYTES // (KV_ROWS * KV_HEADS)
 NUM_SLOTS = 40
@@ -35,33 +35,33 @@ NAMESPACE = "ab" * HASH_BYTES
 ROOT = bytes(HASH_BYTES)
 
 
-# Much of a small pool is kept free, so that blocks go to the disk soon.
+# Keeps much of a small pool free, so that blocks are spilled soon.
 EAGER = {"low_watermark_percent": 60, "high_watermark_percent": 80}
 
 
 def content(block_hash: bytes) -> bytes:
-    """Return the bytes that a block of this hash holds on every node."""
+    """Return the bytes of a block of this hash, the same on every node."""
     return random.Random(block_hash).randbytes(BLOCK_BYTES)
 
 
 def prompt(*tokens: int) -> bytes:
-    """Hashes of a prompt of one token a block."""
+    """Return the hashes of a prompt of one token per block."""
     return chain_hashes(ROOT, tokens, 1)
 
 
-# Reads and writes slots of pools on devices: tests of these set it (tests/kvstore/gpu/conftest.py).
+# Reads and writes slots of device pools; set by their tests (tests/kvstore/gpu/conftest.py).
 DEVICE_SLOTS: list[Any] = []
 
 
 def read_slot(worker: Attachment, number: int) -> bytes:
-    """A slot's bytes, wherever the pool is."""
+    """Return a slot's bytes, in any pool."""
     if isinstance(worker.pool, memoryview):
         return bytes(worker.memory[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES])
     return DEVICE_SLOTS[0].read(worker.pool, number)
 
 
 def write_slot(worker: Attachment, number: int, data: bytes) -> None:
-    """All of a slot."""
+    """Overwrite a slot."""
     if isinstance(worker.pool, memoryview):
         worker.memory[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES] = data
     else:
@@ -83,7 +83,7 @@ class KVHost:
     working: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def start(self) -> None:
-        # A fetch that is over brings less, which is what most tests count.
+        # A fetch that times out brings less, and most tests count blocks.
         own, limits = split_limits(NodeLimits, {"fetch_timeout_s": 60.0, **self.flags})
         self.node = await start_kvnode(
             KVNodeFlags(
@@ -93,22 +93,19 @@ class KVHost:
                 kv_pool_bytes=NUM_SLOTS * BLOCK_BYTES,
                 redis_url=self.redis_url,
                 heartbeat_ms=50,
-                # Its workers do not beat: no silence of theirs means anything.
                 heartbeat_timeout_ms=60_000,
                 **own,
             ),
             limits,
         )
         assert self.node._directory._registry is not None
-        # A fetch asks it where the sources are.
         patient(self.node._directory._registry)
         await self.new_worker()
         self.client = NodeClient(self.node.address, "test")
-        # A connection to the same path, which just failed, is tried again only after a moment.
         self.session = await until("a session at the node", self._open_session)
 
     async def make_plane(self) -> None:
-        """Makes the node's data plane, which takes a second or two with NIXL."""
+        """Create the node's data plane, which takes a second or two with NIXL."""
         assert self.node is not None
         await self.node._exchange.shaped().plane()
 
@@ -160,7 +157,7 @@ class KVHost:
         return await self.client.prefetch(self.session.epoch, ticket.ticket_id, hashes, sources, timeout_s=timeout_s)
 
     async def fill(self, ticket: OpenTicketReply, hashes: bytes) -> int:
-        """Adopts, checks that the chain holds what it should, computes the rest; returns how long the chain was."""
+        """Adopt a ticket, verify its chain, compute the rest; return the chain's length."""
         adopted = await self.client.adopt(self.worker.epoch, ticket.ticket_id, 0)
         names = split_hashes(hashes)
         have = len(adopted.chain_slots)
@@ -185,8 +182,8 @@ class KVHost:
                 await self.client.release(epoch, [ticket.ticket_id])
 
     async def serve(self, hashes: bytes, *sources: str) -> PrefetchReply:
-        """One request from end to end. Whatever becomes of it, nothing of it stays. The reply is without its times,
-        which are above zero where something was asked for."""
+        """Run one request from end to end, without leftovers. The reply is without its times, which are nonzero if
+        anything was fetched."""
         ticket = await self.open(hashes)
         try:
             brought = await self.fetch(ticket, hashes, *sources)
@@ -195,7 +192,7 @@ class KVHost:
                     assert await self.fill(ticket, hashes) >= brought.blocks
                     await self.client.release(self.worker.epoch, [ticket.ticket_id])
                 except (PillionError, asyncio.CancelledError):
-                    # It does not know what it holds: like a real worker, it ends, and another comes.
+                    # Like a real worker it ends, since its slots are unknown, and a new one starts.
                     self.worker.close()
                     await asyncio.shield(self.new_worker())
                     raise
@@ -209,14 +206,14 @@ class KVHost:
         return brought
 
     async def check(self) -> None:
-        """Integrity by the node's own word, and every committed block's bytes."""
+        """Check the node's integrity and every committed block's bytes."""
         await self.client.check_integrity()
         assert self.node is not None
         for block_hash, block in self.node.pool.ledger.tree.by_hash.items():
             assert self.read(block.slot) == content(block_hash)
 
     async def until(self, condition: Callable[[NodeStatus], bool]) -> NodeStatus:
-        """The first status of which it is true."""
+        """Return the first status for which ``condition`` holds."""
 
         async def asked() -> NodeStatus | None:
             status = await self.client.status()
@@ -226,21 +223,20 @@ class KVHost:
         return fitting
 
     async def nothing_moves(self) -> None:
-        """Waits until no more has to leave the pool and nothing is on its way to a lower tier, where no fetch finds
-        it."""
+        """Wait until no block has to leave the pool and none is in transit to a lower tier, where fetches miss it."""
         assert self.node is not None
         spiller, ledger = self.node.pool.spiller, self.node.pool.ledger
         assert spiller is not None
         await until("nothing to move", lambda: len(ledger.free) >= spiller.low_slots and not spiller.busy)
 
     async def idle(self) -> None:
-        """Waits until nothing is held and nobody is fetching."""
+        """Wait until nothing is leased, pinned or being fetched."""
         status = await self.until(lambda status: not (status.tickets or status.leased_blocks))
         assert status.reserved_blocks == 0
 
 
 async def _are_registered(made: list[KVHost]) -> bool:
-    """Returns whether the registry has all nodes. On a busy machine a node's first heartbeat may come to nothing."""
+    """Return True if the registry has all nodes. On a busy machine a node's first heartbeat may fail."""
     assert made[0].node is not None
     assert made[0].node._directory._registry is not None
     try:
@@ -257,7 +253,7 @@ async def hosts(folder: str, redis: RedisServer, *names: str, **flags: Any) -> A
         await asyncio.gather(*(host.start() for host in made))
         await until(f"{', '.join(names)} in the registry", lambda: _are_registered(made))
         if len(made) > 1:
-            # The first fetch would wait for it, and on a busy machine for longer than a fetch may take.
+            # The first fetch would wait for it, on a busy machine longer than a fetch may take.
             await asyncio.gather(*(host.make_plane() for host in made))
         yield made
     finally:

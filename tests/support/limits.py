@@ -1,10 +1,9 @@
-"""A plugin of pytest: no test outlives its time limit, and no run its own.
+"""A pytest plugin that enforces the time limits of each test and of the run.
 
-pytest-timeout ends a test by an exception in the main thread, once, and takes its timer back as soon as the test has
-failed. A wait that swallows the exception, a wait in C and everything that is cleaned up after a failure may go on for
-ever. After it, a thread of faulthandler ends the process with the tracebacks of all its threads. Where tests run in
-several processes, pytest-xdist counts the death of one as a failure of its test, and the Makefile's options have it end
-the run then; the process that leads them has the limit of the run.
+pytest-timeout raises an exception in the main thread, once, and cancels its timer once the test has failed. A wait that
+swallows the exception, a wait in C and a cleanup after a failure may hang forever. After the limit and a grace, a
+faulthandler thread ends the process with all tracebacks. With pytest-xdist the death of a worker fails its test, and
+the Makefile's options end the run then; the controller enforces the limit of the run.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from typing import Any
 
 import pytest
 
-# Settings in pyproject.toml, or on the command line by -o.
+# Settings in pyproject.toml, or by -o on the command line.
 RUN_LIMIT, GRACE = "run_limit_s", "timeout_grace_s"
-# What tests send, and what a background job or nohup inherits as ignored.
+# Signals that tests send, and that background jobs and nohup inherit as ignored.
 SENT = (signal.SIGINT, signal.SIGTERM)
 
 
 def restore_signals() -> None:
-    """Programs hear what tests send to them, whoever started the run: an ignored signal stays ignored in children."""
+    """Restore the default of ignored signals, which children would inherit as ignored."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SENT)
     for number in SENT:
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -34,13 +33,10 @@ def restore_signals() -> None:
 
 
 class Limits:
-    """The limits that hold in one process.
+    """Limits of one process.
 
-    Args:
-        run_limit_s: longest time of the run, from now on.
-        grace_s: time that a test has for its clean-up after its limit.
-        stderr: a descriptor that pytest does not capture.
-        patient: somebody debugs failures, so that no limit is set after one.
+    Args: run_limit_s: max time of the run from now on. grace_s: time for a test's cleanup after its limit. stderr: a
+    descriptor that pytest does not capture. patient: a debugger is in use, so no limit applies after a failure.
     """
 
     def __init__(self, run_limit_s: float, grace_s: float, stderr: int, patient: bool) -> None:
@@ -53,14 +49,14 @@ class Limits:
 
     @pytest.hookimpl(wrapper=True, optionalhook=True)
     def pytest_timeout_set_timer(self, settings: Any) -> Iterator[None]:
-        """pytest-timeout begins to watch a test: the test has that time, and the grace to clean up."""
+        """Set a test's limit plus the grace when pytest-timeout starts to watch it."""
         self._test_end_s = time.monotonic() + settings.timeout + self._grace_s
         self._arm()
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_exception_interact(self) -> Iterator[None]:
-        """A test has failed. pytest's own plugin now stops all that faulthandler waits for, for the sake of pdb."""
+        """Set the limit again after a failure: pytest's own plugin cancels faulthandler's timers for pdb."""
         try:
             return (yield)
         finally:
@@ -69,7 +65,7 @@ class Limits:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self) -> Iterator[None]:
-        """The test's limit holds until its fixtures are gone."""
+        """Keep the test's limit until its fixtures are torn down."""
         try:
             return (yield)
         finally:
@@ -82,13 +78,13 @@ class Limits:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declares the two settings."""
+    """Declare the two settings."""
     parser.addini(RUN_LIMIT, "seconds after which a run is ended", default="3600")
     parser.addini(GRACE, "seconds that a test may clean up after its time limit", default="60")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Sets the limits, in the process that leads the run and in each that runs tests."""
+    """Set the limits in the controller and in each worker process."""
     restore_signals()
     capture = config.pluginmanager.getplugin("capturemanager")
     if capture is None:

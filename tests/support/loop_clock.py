@@ -1,4 +1,4 @@
-"""The running event loop's clock, turned forward by hand: a test of a timer need not wait for it."""
+"""Manual control of the running event loop's clock, so that tests of timers need not wait."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from lab.testbed.conditions import loop_turns
 
 
 async def turn_clock(seconds: float) -> None:
-    """Turns the loop's clock forward and runs what is due by then. The clock stays ahead until the loop ends."""
+    """Advance the loop's clock and run everything due by then. The clock stays ahead until the loop ends."""
     loop = asyncio.get_running_loop()
     before = loop.time
     loop.time = lambda: before() + seconds  # type: ignore[method-assign]

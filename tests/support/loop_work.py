@@ -1,4 +1,4 @@
-"""Counts what the event loop's thread does between two of its turns: calls and bytes, never seconds."""
+"""Work of the event loop's thread per callback, in calls and bytes, never seconds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CALLBACK = asyncio.events.Handle._run.__code__
 
 @dataclass
 class LoopWork:
-    """The most calls, of Python's and of C's functions, in one callback, and the most bytes of JSON in one piece."""
+    """Max calls of Python and C functions in one callback, and max bytes of JSON in one piece."""
 
     calls: int = 0
     json_bytes: int = 0
@@ -27,11 +27,10 @@ class LoopWork:
 
 @contextlib.contextmanager
 def counted_loop_work(monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopWork]:
-    """Counts what is done on this thread, which runs the loop; what other threads do is not counted."""
+    """Count the work on this thread, which runs the loop; other threads are ignored."""
     work, calls, most, thread = LoopWork(), 0, 0, threading.get_ident()
 
     def count(frame: FrameType, event: str, _: Any) -> None:
-        # This runs at each call and each return, millions of times.
         nonlocal calls, most
         if event == "c_call":
             calls += 1

@@ -1,4 +1,4 @@
-"""Machine code of CPU kernels for tests: as one object, or as instructions, which show a spilled register."""
+"""Machine code of CPU kernels for tests: as one object, or as instructions, e.g. to detect register spills."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ from pillion.kernels.cpu.runtime.thread_pool_code import add_thread_pool
 
 
 def object_code(specs: Sequence[KernelSpec], isa: Isa, *, checked: bool = False) -> bytes:
-    """Returns one ELF object of the kernels and the thread pool; ``isa`` may be of another kind of machine than this
-    one."""
+    """Return one ELF object of the kernels and the thread pool; ``isa`` may be of another architecture."""
     module, machine = _together(specs, isa, checked)
     return bytes(machine.emit_object(module))
 
 
 def assembly(specs: Sequence[KernelSpec], isa: Isa, *, checked: bool = False) -> dict[str, str]:
-    """Returns the instructions of each function by name."""
+    """Return the instructions of each function by name."""
     module, machine = _together(specs, isa, checked)
     return _instructions(machine.emit_assembly(module))
 
@@ -36,7 +35,7 @@ def assembly(specs: Sequence[KernelSpec], isa: Isa, *, checked: bool = False) ->
 def assembly_of(
     specs: Sequence[KernelSpec], isa: Isa, choose: Callable[[Iterable[str]], Iterable[str]]
 ) -> dict[str, str]:
-    """Returns the instructions of the functions whose names ``choose`` picks, each compiled alone as for a cache."""
+    """Return the instructions of the functions whose names ``choose`` picks, each compiled alone as for a cache."""
     target, module = target_of(isa), KernelModule(isa)
     machine, found = _machine(target), dict[str, str]()
     with _no_collection():
@@ -50,7 +49,7 @@ def assembly_of(
 
 
 def _instructions(text: str) -> dict[str, str]:
-    """Returns the functions in an assembler's text, by name."""
+    """Return the functions in an assembly text, by name."""
     bodies = re.finditer(r'@function\n"?([^\s"]+)"?:.*?^\.Lfunc_end', text, re.MULTILINE | re.DOTALL)
     return {body.group(1): body.group(0) for body in bodies}
 

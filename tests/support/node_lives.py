@@ -1,4 +1,4 @@
-"""A KV node's lives over one pool: a keeper that is a real process, and a node in this process that ends and begins."""
+"""Restarts of a KV node over one pool: a real keeper process, and a node in this process that ends and starts again."""
 
 from __future__ import annotations
 
@@ -60,18 +60,18 @@ def running_keeper(path: str) -> Iterator[subprocess.Popen[bytes]]:
 
 @contextlib.contextmanager
 def shared_keeper() -> Iterator[str]:
-    """A keeper for the nodes of a whole module, each of which has a name of its own; yields its socket's path."""
+    """Run a keeper for the nodes of a module, which have distinct names; yield its socket's path."""
     with tempfile.TemporaryDirectory(prefix="pillion-") as folder, running_keeper(f"{folder}/keeper.sock"):
         yield f"{folder}/keeper.sock"
 
 
 def parents_of(ledger: Ledger) -> dict[bytes, bytes]:
-    """The hash of each committed block's parent by the block's own."""
+    """Return the hash of each committed block's parent by the block's own."""
     return {block.hash: block.parent.hash if block.parent else b"" for block in ledger.tree.by_hash.values()}
 
 
 class Lives:
-    """A node's lives, one after the other, with a worker and a gateway's session of each."""
+    """Consecutive processes of one node, each with a worker and a gateway session."""
 
     def __init__(self, folder: str, keeper_socket: str, **flags: Any) -> None:
         self.flags = KVNodeFlags(
@@ -88,11 +88,11 @@ class Lives:
         self.workers: list[Attachment] = []
 
     def kept(self) -> KeeperDescriptors | None:
-        """What the keeper has of this node, the caller's to close."""
+        """Return the keeper's descriptors for this node, which the caller closes."""
         return PoolKeeper(self.flags.keeper_socket).take(self.flags.node_id)
 
     def of(self, **flags: Any) -> KVNodeFlags:
-        """This node's flags, with others."""
+        """Return this node's flags, with overrides."""
         return replace(self.flags, **flags)
 
     async def begin(self, **flags: Any) -> KVNode:
@@ -101,7 +101,7 @@ class Lives:
         return self.node
 
     async def end(self, grace_s: float = 0.0) -> None:
-        """Stops the node; calls that have not ended after the grace are cancelled."""
+        """Stop the node; calls that have not ended after the grace are cancelled."""
         node, self.node = self.node, None
         if node is not None:
             await node.stop(grace_s)
@@ -131,7 +131,7 @@ class Lives:
 
     @contextlib.asynccontextmanager
     async def opened(self, hashes: bytes) -> AsyncIterator[tuple[NodeClient, int, int]]:
-        """A gateway's ticket: a client, the ticket, and how many blocks of the chain it pins."""
+        """Open a gateway's ticket: return a client, the ticket, and its number of pinned blocks."""
         client = NodeClient(self.flags.node_listen, "gateway")
         session = await client.open_session(WITHIN_S, wait_for_node=True)
         total = len(hashes) // HASH_BYTES + 1
@@ -144,7 +144,7 @@ class Lives:
             await client.aclose()
 
     async def hits(self, worker: Attachment, hashes: bytes) -> int:
-        """How much of a chain is there; each block holds what its hash says."""
+        """Return the cached length of a chain, after verifying its blocks."""
         async with self.opened(hashes) as (client, ticket_id, pinned):
             chain = (await client.adopt(worker.epoch, ticket_id, 0)).chain_slots
             assert len(chain) == pinned
@@ -154,14 +154,14 @@ class Lives:
         return pinned
 
     async def commit(self, worker: Attachment, hashes: bytes) -> tuple[int, ...]:
-        """Computes a chain, and waits until it would outlive the node, if that runs here; returns its slots."""
+        """Compute a chain, and wait until it would outlive the node, if that runs here; return its slots."""
         slots = await self.compute(worker, hashes)
         if self.node is not None:
             await self.safe()
         return slots
 
     async def compute(self, worker: Attachment, hashes: bytes) -> tuple[int, ...]:
-        """Computes a chain; returns the slots of the blocks that were not there."""
+        """Compute a chain; return the slots of the blocks that were missing."""
         names = split_hashes(hashes)
         async with self.opened(hashes) as (client, ticket_id, pinned):
             slots = tuple((await client.adopt(worker.epoch, ticket_id, len(names) - pinned)).leased_slots)
@@ -174,7 +174,7 @@ class Lives:
         return slots
 
     async def safe(self) -> None:
-        """Waits until all that was committed would outlive the node, which runs in this process."""
+        """Wait until all committed blocks would outlive the node, which runs in this process."""
         assert self.node is not None
         life = self.node.pool.survival
         await until("the blocks to be in the table", lambda: not life.blocks.unsealed(1))
@@ -194,7 +194,7 @@ async def ended(made: Lives) -> AsyncIterator[Lives]:
 
 
 class NodeProcess:
-    """The node of a :class:`Lives` in a process of its own, which can be killed."""
+    """The node of a :class:`Lives` in a separate process, which can be killed."""
 
     def __init__(self, lives: Lives, environ: dict[str, str]) -> None:
         self.lives, self._environ = lives, environ
@@ -216,7 +216,7 @@ class NodeProcess:
         self._process = subprocess.Popen(argv, env=self._environ)
 
     def kill(self) -> None:
-        """Ends it by SIGKILL; returns when it has exited."""
+        """Kill it by SIGKILL; return when it has exited."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -230,7 +230,7 @@ class NodeProcess:
             await client.aclose()
 
     def waited_for(self) -> list[int]:
-        """The places of the processes that the next life would wait for."""
+        """Return the ids of the processes that the next node process would wait for."""
         kept = self.lives.kept()
         if kept is None:
             return []
@@ -238,7 +238,7 @@ class NodeProcess:
             return [place for place, _ in kept.processes]
 
     def in_table(self) -> int:
-        """How many blocks would outlive this process, as the keeper's table says."""
+        """Return the number of blocks that would outlive this process, by the keeper's table."""
         kept = self.lives.kept()
         if kept is None:
             return 0
@@ -247,9 +247,8 @@ class NodeProcess:
 
 
 async def killed_and_recovered(lives: Lives, environ: dict[str, str], hashes: bytes) -> None:
-    """A node process with a pool on GPUs is killed, with this process as its worker, and all blocks are there again
-    with their bytes, in the mapping that this process has had from the beginning. Another one is killed when nobody
-    maps the pool."""
+    """Kill a node process with a pool on GPUs, with this process as its worker: all blocks return with their bytes, in
+    this process's original mapping. Kill another one while the pool is mapped nowhere."""
     blocks = len(hashes) // HASH_BYTES
     node = NodeProcess(lives, environ)
     try:
@@ -266,9 +265,9 @@ async def killed_and_recovered(lives: Lives, environ: dict[str, str], hashes: by
         assert worker.pool is mapped
         assert await lives.hits(worker, hashes) == blocks
         assert (await node.status()).recovered_blocks == blocks
-        # The process that has made the memory is gone. Now nobody maps it, and the keeper's descriptor alone is left.
+        # The allocating process is gone. Only the keeper's descriptor remains.
         worker.close()
-        # This process lives on, and nothing but its node's word says that it uses the pool no more.
+        # This process lives on; only its node's record shows that it no longer uses the pool.
         await until("the keeper to wait for no worker", lambda: node.waited_for() == [OWNER])
         node.kill()
         node.begin()

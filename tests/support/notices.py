@@ -1,4 +1,4 @@
-"""Notices that are kept instead of printed."""
+"""Notices that are recorded instead of printed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pillion.cli.console import Notices
 
 
 class RecordedNotices(Notices):
-    """Keeps each line as ``component: text``."""
+    """Records each line as ``component: text``."""
 
     def __init__(self) -> None:
         super().__init__(Console(file=open(os.devnull, "w")))  # noqa: SIM115

@@ -1,4 +1,4 @@
-"""Chains of blocks for tests of the object tier: several that share their beginnings."""
+"""Chains of blocks for tests of the object tier, with shared prefixes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.disk import BLOCK_BYTES, Stored
 
 
 def branched(lengths: Sequence[int], first_token: int = 0) -> list[list[Stored]]:
-    """Chains of these lengths; each goes its own way after the first half of the one before it."""
+    """Return chains of these lengths; each diverges after the first half of its predecessor."""
     tokens: list[int] = []
     chains = []
     for number, length in enumerate(lengths):

@@ -1,4 +1,4 @@
-"""transformers as the oracle: greedy tokens, and how sure it was of each."""
+"""transformers as the oracle: greedy tokens, with the margin of each."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Greedy continuation of a prompt and, for each token, the gap between the two highest logits."""
+    """Greedy continuation of a prompt and, per token, the gap between the two highest logits."""
 
     tokens: tuple[int, ...]
     gaps: tuple[float, ...]
 
 
 class Oracle:
-    """A transformers model on the CPU, in fp32 unless another type is said."""
+    """A transformers model on the CPU, in fp32 by default."""
 
     def __init__(self, model: Any, stop: Sequence[int] = ()) -> None:
         self.model = model.eval()
         self.stop = frozenset(stop)
-        # The longest continuation of each prompt so far: tests of one model ask for the same ones on each of its paths.
+        # Longest continuation of each prompt so far: tests of one model repeat prompts on each path.
         self._known: dict[tuple[int, ...], Expected] = {}
 
     def greedy(self, prompt: Sequence[int], max_tokens: int) -> Expected:
-        """The continuation that ends after ``max_tokens`` or with a stop token, which is included."""
+        """Return the continuation up to ``max_tokens`` or a stop token, inclusive."""
         known = self._known.get(tuple(prompt))
         if known is None or (len(known.tokens) < max_tokens and not (known.tokens and known.tokens[-1] in self.stop)):
             known = self._known[tuple(prompt)] = self._continued(prompt, max_tokens)
@@ -35,8 +35,8 @@ class Oracle:
 
     @torch.inference_mode()
     def difference(self, prompt: Sequence[int], got: Sequence[int], max_tokens: int, epsilon: float) -> str:
-        """What :func:`first_difference` says of ``got`` and the continuation, by one pass over prompt and answer
-        instead of one for each token. Up to the first difference the answer is the continuation."""
+        """Return :func:`first_difference` of ``got`` and the continuation, by one pass over prompt and answer instead
+        of one per token. Up to the first difference the answer is the continuation."""
         ids = torch.tensor([[*prompt, *got]])
         logits = self.model(ids, use_cache=False, logits_to_keep=len(got) + 1).logits[0, :max_tokens]
         top = logits.float().topk(2)
@@ -46,12 +46,12 @@ class Oracle:
 
     @torch.inference_mode()
     def _continued(self, prompt: Sequence[int], max_tokens: int) -> Expected:
-        """Computes it step by step with a KV cache."""
+        """Compute it step by step with a KV cache."""
         ids, cache = torch.tensor([list(prompt)]), None
         tokens: list[int] = []
         gaps: list[float] = []
         while len(tokens) < max_tokens and not (tokens and tokens[-1] in self.stop):
-            # Bamba's model itself counts positions from 0 in each step.
+            # Bamba's model counts positions from 0 in each step by itself.
             end = len(prompt) + len(tokens)
             places = torch.arange(end - ids.shape[1], end)[None]
             out = self.model(ids, position_ids=places, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -63,10 +63,10 @@ class Oracle:
 
 
 def first_difference(expected: Expected, got: Sequence[int], epsilon: float) -> str:
-    """Empty where ``got`` is the oracle's answer up to a tie.
+    """Return "" if ``got`` is the oracle's answer up to a tie, else the difference.
 
-    A token may differ only where the oracle's two best logits lie closer than ``epsilon``; after such a place the two
-    texts are different prompts, so comparing ends there.
+    A token may differ only where the oracle's two best logits are closer than ``epsilon``; after that the two texts are
+    different prompts, so the comparison ends.
     """
     for position, (want, gap) in enumerate(zip(expected.tokens, expected.gaps, strict=True)):
         if position >= len(got):

@@ -1,4 +1,4 @@
-"""Model caches of tests; pytest loads this module as a plugin."""
+"""Model caches of tests; a pytest plugin."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 from pillion.config import PrepareFlags
 from pillion.host.adapter_folders import cache_root
 
-# The compiled kernels of all tests, and of the components that this user runs. Tests name other model caches later.
+# Compiled kernels of all tests, and of components that this user runs. Tests use other model caches later.
 KERNEL_CACHE = cache_root() / "kernels"
 
 
 def model_cache(folder: pathlib.Path) -> str:
-    """Make a model cache that has nothing but these kernels, for PILLION_CACHE."""
+    """Create a model cache that contains only these kernels, for PILLION_CACHE."""
     KERNEL_CACHE.mkdir(parents=True, exist_ok=True)
     folder.mkdir()
     (folder / "kernels").symlink_to(KERNEL_CACHE)
@@ -25,7 +25,7 @@ def model_cache(folder: pathlib.Path) -> str:
 
 @pytest.fixture(scope="module")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """PILLION_CACHE names a folder without models as long as a file's tests run. Fixtures that prepare one need it."""
+    """Set PILLION_CACHE to a folder without models for each test file, as needed by fixtures that prepare one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PILLION_CACHE", model_cache(tmp_path_factory.mktemp("cache") / "models"))
         yield
@@ -33,9 +33,9 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def prepared_here() -> Iterator[None]:
-    """An LLM makes its models ready in this process, which has imported all that it takes, as long as a file's tests
-    run: a process for each takes two seconds of a core. tests/pillion/offline/test_offline.py shows that process."""
-    # This plugin is loaded for tests that read sources alone, too.
+    """Prepare models of LLM in this process, which has the imports, for each test file: a process each would cost two
+    seconds. tests/pillion/offline/test_offline.py tests that process."""
+    # Imported lazily: this plugin is also loaded for tests that only read sources.
     from pillion.engine.load_model import make_ready
     from pillion.supervisor import local_cluster
 

@@ -1,7 +1,7 @@
-"""Batches over a paged pool for the tests of the GPU's attention.
+"""Batches over a paged pool for tests of GPU attention.
 
-Memory that no row of a step may read is NaN: slots that no table names, other layers, and the rows of a sequence's last
-block that nothing was written to.
+Memory that no row of a step may read is NaN: slots outside of the block tables, other layers, and the unwritten rows of
+a sequence's last block.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FLOAT8_LARGEST = 448.0
 
 @dataclass(frozen=True)
 class PagedShape:
-    """The shape of a model's attention."""
+    """A model's attention shape."""
 
     group: int
     head_dim: int
@@ -41,7 +41,7 @@ class PagedShape:
 
     @property
     def sink_scores(self) -> torch.Tensor | None:
-        """Scores below and above those of the tokens, one for each head."""
+        """Return scores below and above those of the tokens, one per head."""
         return torch.linspace(-3.0, 6.0, self.heads) if self.sinks else None
 
     @property
@@ -76,13 +76,13 @@ class PagedCase:
         pool = plain = plain.to(shape.dtype)
         if fp8:
             plain, pool = _quantized(plain)
-        # After the queries a fused projection has keys and values.
+        # A fused projection has keys and values after the queries.
         fused = torch.randn((batch.num_tokens + SPARE_ROWS, shape.heads + 2, shape.head_dim), generator=generator)
         queries = fused.to(shape.dtype)[:, : shape.heads]
         return cls(shape, batch, queries.to(DEVICE), plain, pool.to(DEVICE))
 
     def attention(self, **more: object) -> PagedAttention:
-        """Makes the attention of this case's pool, with limits that just fit the batch; ``more`` overrides."""
+        """Create the attention of this case's pool, with limits that just fit the batch; ``more`` overrides."""
         shape, batch = self.shape, self.batch
         options = {
             "pool": self.pool,
@@ -104,10 +104,10 @@ class PagedCase:
         return PagedAttention(**{**options, **more})
 
     def run(self, attention: PagedAttention, plan: GpuAttentionPlan | None = None) -> torch.Tensor:
-        """Runs the step, by its own plan or by this one; returns all rows of the output, also those after the batch."""
+        """Run the step, by its own or this plan; return all rows of the output, beyond the batch as well."""
         shape = self.shape
         plan = plan or attention.planner.plan(self.batch)
-        # The buffer is longer than the record; words after those in use are an earlier step's.
+        # The buffer is longer than the record; words after those in use are stale.
         record = torch.full((attention.planner.max_record_words,), 2**30, dtype=torch.int32, device=DEVICE)
         record[: len(plan.record)] = torch.from_numpy(plan.record).to(DEVICE)
         out = torch.full((len(self.queries), shape.heads * shape.head_dim), UNTOUCHED, dtype=shape.dtype, device=DEVICE)
@@ -118,7 +118,7 @@ class PagedCase:
         return out.cpu()
 
     def reference(self) -> torch.Tensor:
-        """Computes the expected output [T, heads * head_dim] in float32."""
+        """Compute the expected output [T, heads * head_dim] in float32."""
         shape = self.shape
         queries = self.queries[: self.batch.num_tokens].cpu().float()
         found = paged_attention(
@@ -136,7 +136,7 @@ class PagedCase:
 
 
 def _quantized(plain: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantizes ``plain`` to float8: returns the values in float32, and the pool of bytes."""
+    """Quantize ``plain`` to float8: return the values in float32, and the pool of bytes."""
     known = plain.float()
     scales = known.nan_to_num().abs().amax(-1, keepdim=True) / FLOAT8_LARGEST
     codes = (known / scales).to(torch.float8_e4m3fn)

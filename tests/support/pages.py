@@ -1,4 +1,4 @@
-"""The pages of the documentation, taken apart: fenced blocks, commands in them, and code within sentences."""
+"""Parsed documentation pages: fenced blocks, commands in them, and inline code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DOCS = sorted(
     path.relative_to(ROOT).as_posix() for folder in ("docs", "lab/docs") for path in (ROOT / folder).rglob("*.md")
 )
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "deploy/README.md", *_DOCS)
-# What a block may be called: code that is run, data that is parsed, and text for the eye.
+# Languages of blocks: code that is run, data that is parsed, and plain text.
 LANGUAGES = ("python", "sh", "json", "toml", "yaml", "text")
 PROGRAMS = (
     *("pillion", "make", "curl", "docker", "helm", "kubectl", "pip", "git", "grpcurl", "python", "pytest"),
@@ -41,24 +41,24 @@ class PageBlock:
 
 
 def blocks(page: str) -> list[PageBlock]:
-    """All fenced blocks of a page, in order."""
+    """Return all fenced blocks of a page, in order."""
     text = (ROOT / page).read_text("utf-8")
     return [PageBlock(page, text.count("\n", 0, m.start()) + 2, m[1], m[2]) for m in _FENCE.finditer(text)]
 
 
 def outside_blocks(page: str) -> str:
-    """A page's text without its fenced blocks."""
+    """Return a page's text without its fenced blocks."""
     return _FENCE.sub("", (ROOT / page).read_text("utf-8"))
 
 
 def commands(block: PageBlock) -> Iterator[str]:
-    """The commands of a block, continued lines joined, comments kept."""
+    """Return a block's commands, with continued lines joined and comments kept."""
     for line in block.text.replace("\\\n", " ").splitlines():
         yield from filter(None, (part.strip() for part in line.split("&&")))
 
 
 def words_of(command: str) -> list[str]:
-    """A command's words without comments and variables before it; a placeholder "..." is left out."""
+    """Return a command's words without comments and leading variables; a placeholder "..." is left out."""
     words = [word for word in shlex.split(command, comments=True) if word != "..."]
     while words and _VARIABLE.fullmatch(words[0]):
         del words[0]
@@ -68,12 +68,12 @@ def words_of(command: str) -> list[str]:
 
 
 def inline_code(page: str) -> list[str]:
-    """Code within sentences, line breaks made spaces."""
+    """Return inline code, with line breaks as spaces."""
     return [" ".join(found.split()) for found in re.findall(r"`([^`]+)`", outside_blocks(page))]
 
 
 def check_command(words: list[str]) -> None:
-    """Raises click.UsageError or AssertionError for a command, a flag, a make target or an extra that is not there."""
+    """Raise click.UsageError or AssertionError for an unknown command, flag, make target or extra."""
     if words[0] == "pillion":
         parse(words[1:])
     elif words[:3] == ["python", "-m", "lab.fleets"]:
@@ -91,7 +91,7 @@ def check_command(words: list[str]) -> None:
 
 
 def parse(words: list[str]) -> None:
-    """Parses a command line of ``pillion`` as the program does, and runs nothing."""
+    """Parse a command line of ``pillion`` as the program does, without running it."""
     command: Any = cli
     ctx = click.Context(cli, info_name="pillion")
     while isinstance(command, click.Group):
@@ -103,12 +103,12 @@ def parse(words: list[str]) -> None:
 
 
 def command_words(group: click.Group, words: list[str]) -> list[str]:
-    """``bench --rate 2`` is ``bench run --rate 2``."""
+    """Insert the default subcommand: ``bench --rate 2`` is ``bench run --rate 2``."""
     return ["run", *words] if group.name == "bench" and words[0] not in group.commands else words
 
 
 def flags_of(command: click.Command) -> set[str]:
-    """Every option of a command and of those below it."""
+    """Return every option of a command and its subcommands."""
     own = {name for param in command.params for name in (*param.opts, *param.secondary_opts)}
     below = command.commands.values() if isinstance(command, click.Group) else ()
     return own.union(*map(flags_of, below), {"--help"})
@@ -120,7 +120,7 @@ def makefile() -> str:
 
 
 def make_targets() -> set[str]:
-    """What `make` may be asked for."""
+    """Return the Makefile's targets."""
     found = re.search(r"^\.PHONY: (.*)$", makefile(), re.MULTILINE)
     assert found
     return set(found[1].split())

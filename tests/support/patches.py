@@ -1,8 +1,8 @@
-"""The grammar of the patches that Codex lets models write, and an expression for the same texts."""
+"""The grammar of patches that Codex lets models write, and an equivalent regular expression."""
 
 from __future__ import annotations
 
-# In Codex's own words.
+# Copied from Codex.
 PATCH = r"""
 start: begin_patch hunk+ end_patch
 begin_patch: "*** Begin Patch" LF

@@ -1,4 +1,4 @@
-"""Calls of KV nodes with the patience of a test, for what is not about a node that does not answer."""
+"""Calls of KV nodes with test timeouts, for tests that do not concern unresponsive nodes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from pillion.kvstore.client.node_client import NodeClient, call_unary
 
 @contextlib.contextmanager
 def patient_calls() -> Iterator[None]:
-    """While it lasts, a call of a KV node from this process ends by a deadline only where its caller gives one.
+    """Disable the default deadline of calls to KV nodes from this process; callers' own remain.
 
-    A machine that stands still for five seconds otherwise ends a worker's epoch, and with it all answers, or has a
-    gateway release what a node has released.
+    Otherwise a stall of five seconds ends a worker's epoch, and with it all answers, or makes a gateway release blocks.
     """
     with (
         mock.patch.object(call_unary, "__defaults__", (WITHIN_S,)),

@@ -15,8 +15,8 @@ SLOT_VALUES = 2048
 
 
 class PiecePool:
-    """Holds states of ``pieces`` of these shapes, two of which share a slot where they fit, for sequences with
-    ``counts`` rows each; ``found`` says which have a state before them."""
+    """States of ``pieces`` of these shapes, two of which share a slot if they fit, for sequences with ``counts`` rows
+    each; ``found`` lists which have an earlier state."""
 
     def __init__(self, counts: Sequence[int], found: Sequence[bool], pieces: Sequence[tuple[int, int]]) -> None:
         self._pieces, self._found, seqs = pieces, found, len(counts)
@@ -43,19 +43,19 @@ class PiecePool:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Gives the fields of a kernel's record that say where pieces are."""
+        """Return the fields of a kernel's record that locate pieces."""
         places = torch.tensor([(page, first * 4) for page, first in self._places], dtype=torch.int32)
         return {"places": places, "slot_bytes": SLOT_VALUES * 4}
 
     def old(self, sequence: int) -> list[torch.Tensor]:
-        """Returns a sequence's pieces before the step; zeros where there was no state."""
+        """Return a sequence's pieces before the step; zeros if there was no state."""
         slots = self.reads[sequence].tolist()
         if not self._found[sequence]:
             return [torch.zeros(shape) for shape in self._pieces]
         return self._read(self._before, slots)
 
     def new(self, sequence: int) -> list[torch.Tensor]:
-        """Returns a sequence's pieces after the step."""
+        """Return a sequence's pieces after the step."""
         return self._read(self.pool, self.writes[sequence].tolist())
 
     def _read(self, pool: torch.Tensor, slots: list[int]) -> list[torch.Tensor]:
@@ -65,7 +65,7 @@ class PiecePool:
         ]
 
     def check_others_unchanged(self) -> None:
-        """Asserts that the step wrote its pieces, and nothing else."""
+        """Assert that the step wrote its pieces, and nothing else."""
         changed = self.pool.clone()
         for slots in self.writes.tolist():
             for (page, first), (rows, columns) in zip(self._places, self._pieces, strict=True):

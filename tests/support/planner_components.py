@@ -1,4 +1,4 @@
-"""Workers, nodes and pictures for tests of the planner."""
+"""Workers, nodes and snapshots for tests of the planner."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pillion.gateway.planning.cluster_view import ClusterSnapshot, parse_policy
 from pillion.gateway.planning.planner import RequestPlan
 from pillion.wire.registry import ComponentRecord
 
-# Of a small machine: a step, a token, a sequence, a KV token read, a query-key pair.
+# Costs of a small machine: a step, a token, a sequence, a KV token read, a query-key pair.
 COST = (5e-3, 1e-3, 2e-4, 1e-7, 2e-7)
 BLOCK = 16
 

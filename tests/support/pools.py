@@ -9,7 +9,7 @@ from pillion.kvstore.node.pool import Pool, new_id
 
 
 def make_pool(pool_bytes: int, *, max_waiting: int = 4, heartbeat_timeout_s: float = 5.0) -> Pool:
-    """A pool whose admission leaves nothing to running decodes."""
+    """Return a pool whose admission reserves nothing for running decodes."""
     ledger = Ledger(new_id, 0)
     pool = Pool(
         ledger,

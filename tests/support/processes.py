@@ -1,4 +1,4 @@
-"""Programs that tests start."""
+"""Programs started by tests."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ import psutil
 
 from lab.testbed.conditions import WITHIN_S
 
-# Seconds after which a program that waits to be ended ends by itself, should a test run be killed before it does that.
+# Seconds until such a program ends by itself, in case the test run is killed first.
 LIFE_S = 60
-# The last statement of such a program.
 STAY = f"import time; time.sleep({LIFE_S})"
 
 
 @contextlib.contextmanager
 def started(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """A program that is killed in the end, whatever became of it and of the test; ``options`` are those of Popen.
+    """Run a program that is always killed in the end; ``options`` are those of Popen.
 
-    The end of a plain ``with Popen`` waits for the program without a limit: a test that fails before it told the
-    program to stop never ends. Pipes are closed unread, as a child of the program may hold them open.
+    A plain ``with Popen`` waits for the program without a limit: a test that fails before stopping it never ends. Pipes
+    are closed unread, as a child of the program may hold them open.
     """
     process = subprocess.Popen(command, **options)
     try:
@@ -37,10 +36,10 @@ def started(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen
 
 
 class NewChildren:
-    """The processes that this one has started since this object was made, and their children.
+    """Processes started by this one since this object was created, and their children.
 
-    A test counts these and not all children: libraries keep helpers until the interpreter ends, like the resource
-    tracker of ``multiprocessing``, and which test file of the same process started one differs from run to run.
+    Tests count these instead of all children: libraries keep helpers until the interpreter ends, like the resource
+    tracker of ``multiprocessing``, which any earlier test file may have started.
     """
 
     def __init__(self) -> None:

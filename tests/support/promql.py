@@ -1,9 +1,8 @@
 """PromQL queries checked against the catalog: metrics, their labels, and the labels of the resulting series.
 
-    text --promql_parser--> tree --labels_of--> names of the result's labels, or QueryError
+text --promql_parser--> tree --labels_of--> names of the result's labels, or QueryError
 
-A metric that nobody exports, a label that it has not and a state that it never has give an empty graph in Grafana and
-an alert that never fires; none of it is an error there.
+An unknown metric, label or label value gives an empty graph in Grafana and an alert that never fires, not an error.
 """
 
 from __future__ import annotations
@@ -16,23 +15,21 @@ from typing import Any
 import promql_parser
 from promql_parser import AggModifierType, LabelModifierType, MatchOp, VectorMatchCardinality
 
-# What Prometheus and those who find targets for it add to every series: compose's role, Kubernetes' names.
+# Labels that Prometheus and service discovery add to every series: compose's role, Kubernetes' names.
 TARGET_LABELS = frozenset({"job", "instance", "role", "namespace", "pod", "container"})
-# Grafana's own words in a query.
+# Grafana's macros in queries.
 MACROS = {"$__rate_interval": "1m", "$__range": "1h"}
 
 
 class QueryError(AssertionError):
-    """The query would show nothing, or not what it says."""
+    """The query would show nothing, or something else than intended."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A name that a query may ask for.
+    """A metric name for queries.
 
-    Attributes:
-        labels: without those of TARGET_LABELS.
-        values: of some labels, all values that there are.
+    Attributes: labels: without those of TARGET_LABELS. values: of some labels, all possible values.
     """
 
     labels: frozenset[str]
@@ -55,7 +52,7 @@ def labels_of(query: str, samples: Samples) -> frozenset[str]:
 
 
 def _labels(tree: Any, samples: Samples, inside: str) -> frozenset[str]:
-    """``inside``: the function that a selector is an argument of."""
+    """Visit a node. ``inside``: the function that a selector is an argument of."""
     match tree:
         case promql_parser.NumberLiteral() | promql_parser.StringLiteral():
             return frozenset()

@@ -1,5 +1,5 @@
-"""Configs as published checkpoints have them: every key and value that their ``config.json`` holds beside those of
-transformers' bookkeeping, at full size; layer lists are written shorter, and so are quantized modules' names."""
+"""Configs of published checkpoints: every key and value of their ``config.json`` except transformers' bookkeeping, at
+full size; layer lists and quantized modules' names are abbreviated."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _COMMON = {
 
 
 def _of(model_type: str, sizes: str, **keys: Any) -> dict[str, Any]:
-    """Returns a config; ``sizes`` are the widths of the residual stream and of MLPs, the numbers of layers, heads and
-    KV heads, and the vocabulary. A key that is ``...`` is left out."""
+    """Return a config; ``sizes`` are the widths of the residual stream and of MLPs, the numbers of layers, heads and KV
+    heads, and the vocabulary. A key that is ``...`` is left out."""
     names = (
         "hidden_size",
         "intermediate_size",
@@ -38,7 +38,7 @@ def _of(model_type: str, sizes: str, **keys: Any) -> dict[str, Any]:
 
 
 def _windows(layers: int, period: int, first: bool = False) -> list[str]:
-    """Returns layer types of which every ``period``-th is full; the first of all with ``first``, or else the last."""
+    """Return layer types of which every ``period``-th is full; the first of all with ``first``, or else the last."""
     at = 0 if first else period - 1
     return ["full_attention" if layer % period == at else "sliding_attention" for layer in range(layers)]
 
@@ -306,7 +306,7 @@ _COHERE = {
     "rope_theta": 8_000_000.0,
     "tie_word_embeddings": ...,
 }
-# The names of these models' windows, of their parallel layers and so on are those of Cohere's own code.
+# Names of windows, parallel layers and so on as in Cohere's own code.
 _COHERE2 = {
     **_COHERE,
     "cache_implementation": "hybrid",
@@ -1160,7 +1160,7 @@ SERVED: dict[str, dict[str, Any]] = {
 }
 SERVED = {name: {key: value for key, value in config.items() if value is not ...} for name, config in SERVED.items()}
 
-# These are refused, by the words that the refusal has.
+# Refused configs, with the error message.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Qwen2.5-7B-Instruct-1M": (
         _of(

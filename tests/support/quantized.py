@@ -1,7 +1,6 @@
-"""Small checkpoints quantized, written as their producers write them, beside plain ones of the same values.
+"""Small checkpoints quantized in their producers' formats, beside plain ones of the same values.
 
-The packing and the de-quantization are written from the formats' public descriptions; compressed-tensors packs and
-unpacks its own.
+Packing and dequantization follow the formats' public descriptions; compressed-tensors packs and unpacks its own.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from pillion.engine.quantized.formats.pillion_format import stored_tensors
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 
 Tensors = dict[str, torch.Tensor]
-# A plain matrix [N, K], or [experts, N, K], by its name -> the tensors of the file, and the values that they stand for.
+# A plain matrix [N, K], or [experts, N, K], by its name -> the tensors of the file, and the values that they represent.
 Quantize = Callable[[str, torch.Tensor], tuple[Tensors, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Producer:
-    """A format: the config that it writes, and what it does to a matrix. ``stacks``: whether it writes the matrices of
-    experts stacked where the plain folder has them so; otherwise it leaves these alone."""
+    """A format: the config that it writes, and its conversion of a matrix. ``stacks``: write experts' matrices stacked
+    like the plain folder; otherwise leave these unquantized."""
 
     config: Mapping[str, Any]
     quantize: Quantize
@@ -38,9 +37,9 @@ class Producer:
 def quantize_folder(
     plain: pathlib.Path, into: pathlib.Path, producer: Producer, also: tuple[str, ...] = ()
 ) -> tuple[pathlib.Path, pathlib.Path]:
-    """Quantizes the projections of a folder, and the matrices whose names contain a word of ``also``.
+    """Quantize the projections of a folder, and the matrices whose names contain a word of ``also``.
 
-    Returns the quantized folder, and a plain one of the same values.
+    Return the quantized folder, and a plain one of the same values.
     """
     source, few, wide = load_file(plain / "model.safetensors"), into / "few-bits", into / "wide"
     tensors: Tensors = {}
@@ -61,8 +60,8 @@ def quantize_folder(
 
 
 def experts_in_mxfp4(wide: pathlib.Path, few: pathlib.Path, tiny: str = "") -> None:
-    """Gives the experts of the gpt-oss model in ``wide`` random blocks and powers of two, in the folder ``few``, and in
-    ``wide`` the numbers that transformers makes of them. In the tensor ``tiny`` some groups are nearly 0."""
+    """Write random blocks and powers of two as experts of the gpt-oss model ``wide`` to ``few``, and transformers'
+    dequantized values to ``wide``. In the tensor ``tiny`` some groups are nearly 0."""
     tensors, random, packed = load_file(wide / "model.safetensors"), torch.Generator().manual_seed(3), {}
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, inputs, outputs = tensors[name].shape
@@ -77,7 +76,7 @@ def experts_in_mxfp4(wide: pathlib.Path, few: pathlib.Path, tiny: str = "") -> N
     plain = {name: tensor for name, tensor in tensors.items() if f"{name}_blocks" not in packed}
     save_file({**plain, **packed}, few / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((few / "config.json").read_text())
-    # openai/gpt-oss-20b says this.
+    # As in openai/gpt-oss-20b.
     kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     how = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
     (few / "config.json").write_text(json.dumps({**config, "quantization_config": how}))
@@ -92,7 +91,7 @@ def module_of(name: str) -> str:
 
 
 def packed(codes: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torch.Tensor:
-    """uint8 [R, C] -> int32 [R, C * bits / 32]; ``order``: which of a word's codes is in its lowest bits, and so on."""
+    """Pack uint8 [R, C] -> int32 [R, C * bits / 32]; ``order``: a word's codes from the lowest bits up."""
     if bits == 3:
         from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
@@ -106,7 +105,7 @@ def packed(codes: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torch
 
 @dataclass(frozen=True)
 class Affine:
-    """codes uint8 [N, K] of numbers scale * (code - zero), scales float16 and zeros uint8 [N, G], and the numbers."""
+    """Codes uint8 [N, K] of numbers scale * (code - zero), scales float16 and zeros uint8 [N, G], and the numbers."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -115,7 +114,7 @@ class Affine:
 
 
 def affine(weight: torch.Tensor, bits: int, group: int, symmetric: bool, groups: torch.Tensor | None = None) -> Affine:
-    """Rounds in groups of ``group`` inputs, 0 for all; ``groups`` int64 [K] says which group an input belongs to."""
+    """Round in groups of ``group`` inputs, 0 for all; ``groups`` int64 [K] is the group of each input."""
     rows, columns = weight.shape
     order = torch.arange(columns) if groups is None else torch.argsort(groups, stable=True)
     size, top = group or columns, 2**bits - 1
@@ -135,7 +134,8 @@ def affine(weight: torch.Tensor, bits: int, group: int, symmetric: bool, groups:
 
 
 def own(chosen: Mapping[str, tuple[str, int]]) -> Producer:
-    """Pillion's own layout: coding ("int4", "int8", "uint4" with offsets) and group by the end of a matrix's name."""
+    """Return Pillion's own layout: coding ("int4", "int8", "uint4" with offsets) and group by the end of a matrix's
+    name."""
 
     def quantize(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         coding, group = next(chosen[end] for end in chosen if name.endswith(end))
@@ -171,7 +171,7 @@ def gptq(
         if act_order:
             groups = groups[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
         found = affine(weight, bits, group, symmetric, groups)
-        # The first version writes zero points less one, in which 0 becomes the greatest code.
+        # Version 1 stores zero points less one, with 0 wrapping to the greatest code.
         zeros = found.zeros if version == "gptq_v2" else (found.zeros.int() - 1) % 2**bits
         tensors = {
             f"{module}.qweight": packed(found.codes, bits).t(),
@@ -192,7 +192,7 @@ def auto_round(
     packing: str = "auto_round:auto_gptq",
     numbers: str = "int",
 ) -> Producer:
-    """AutoRound, whose formats are those of GPTQ without the groups of inputs, of AWQ, NVFP4 and MXFP4."""
+    """Return AutoRound, whose formats are those of GPTQ without the groups of inputs, of AWQ, NVFP4 and MXFP4."""
     floats = {"mx_fp": mxfp4, "nv_fp": nvfp4}.get(numbers)
     base = awq(group) if "awq" in packing else floats(group) if floats else None
     version = "gptq" if packing.endswith("gptq") else "gptq_v2"
@@ -208,15 +208,14 @@ def auto_round(
     return Producer({**said, **kind, **searched, "sym": symmetric}, quantize)
 
 
-# Arguments of compressed-tensors for rounded activations.
+# Arguments of compressed-tensors for quantized activations.
 INT8_ROWS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
 FP8_ROWS = {**INT8_ROWS, "type": "float"}
 FP4_ROWS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
 
 
 def compressed(file_format: str, rows: Mapping[str, Any] | None = None, **weights: Any) -> Producer:
-    """compressed-tensors with the library's own compression; ``weights`` are its arguments."""
-    # Machines with a GPU need not have the library.
+    """Return compressed-tensors with the library's own compression; ``weights`` are its arguments."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
 
@@ -230,7 +229,7 @@ def compressed(file_format: str, rows: Mapping[str, Any] | None = None, **weight
         scales, zeros = _library_scales(weight, scheme.weights)
         parts = {"weight": weight, "weight_scale": scales} | ({} if zeros is None else {"weight_zero_point": zeros})
         tensors = compressor.compress(parts, scheme)
-        # The library computes in the type of the scales.
+        # The library computes in the dtype of the scales.
         values = compressor.decompress({**tensors, "weight_scale": scales.float()}, scheme)["weight"]
         return {f"{module_of(name)}.{part}": tensor for part, tensor in tensors.items()}, values
 
@@ -238,7 +237,7 @@ def compressed(file_format: str, rows: Mapping[str, Any] | None = None, **weight
 
 
 def static_int8(symmetric: bool = True) -> Producer:
-    """compressed-tensors W8A8 with one scale for all rows that meet a module."""
+    """Return compressed-tensors W8A8 with one activation scale per module input."""
     rows = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False, "symmetric": symmetric}
     base = compressed("int-quantized", rows, num_bits=8, strategy="channel")
 
@@ -253,8 +252,8 @@ def static_int8(symmetric: bool = True) -> Producer:
 
 
 def round_rows(model: Any, few: pathlib.Path) -> Any:
-    """A transformers model of plain values, whose linear layers round their inputs as compressed-tensors does for the
-    checkpoint ``few``; the model itself where this checkpoint says nothing of int8."""
+    """Return a transformers model of plain values, whose linear layers round their inputs as compressed-tensors does
+    for the checkpoint ``few``; unchanged if this checkpoint has no int8 config."""
     config = json.loads((few / "config.json").read_text())["quantization_config"]
     groups = config.get("config_groups", {})
     rows = groups.get("group_0", {}).get("input_activations") or {}
@@ -274,7 +273,7 @@ def round_rows(model: Any, few: pathlib.Path) -> Any:
 
 
 def _library_scales(weight: torch.Tensor, args: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scales in bfloat16 and zero points, of the shapes that compressed-tensors gives them."""
+    """Return scales in bfloat16 and zero points, in compressed-tensors' shapes."""
     rows, columns = weight.shape
     top = 448.0 if args.type == "float" else 2 ** (args.num_bits - 1) - 1
     if args.strategy == "block":
@@ -292,7 +291,7 @@ def _library_scales(weight: torch.Tensor, args: Any) -> tuple[torch.Tensor, torc
 
 
 def compressed_act_order(group: int = 16) -> Producer:
-    """compressed-tensors as it was written until 2026, with the group of each input."""
+    """Return compressed-tensors in its form until 2026, with the group of each input."""
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
     base = compressed("pack-quantized", num_bits=4, strategy="group", group_size=group)
@@ -316,7 +315,7 @@ def compressed_act_order(group: int = 16) -> Producer:
 
 
 def fp8(block: tuple[int, int] | None = (32, 16), scale_fmt: str = "float") -> Producer:
-    """DeepSeek's blocks, or one scale for each matrix and each layer's inputs."""
+    """Return DeepSeek's blocks, or one scale per matrix and per layer's inputs."""
 
     def quantize(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         *experts, rows, columns = weight.shape
@@ -339,7 +338,7 @@ def fp8(block: tuple[int, int] | None = (32, 16), scale_fmt: str = "float") -> P
 
 
 def fbgemm_fp8() -> Producer:
-    """A scale for each output, and a bound of the scales of inputs."""
+    """Return a format with a scale per output, and an upper bound of the scales of inputs."""
 
     def quantize(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         scales = weight.abs().amax(1, keepdim=True) / 448
@@ -350,7 +349,7 @@ def fbgemm_fp8() -> Producer:
 
 
 def nvfp4(group: int = 16, rows: Mapping[str, Any] | None = None) -> Producer:
-    """compressed-tensors' NVFP4, which the library computes in bfloat16, and here in float32."""
+    """Return compressed-tensors' NVFP4, which the library computes in bfloat16, and here in float32."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.compressors.nvfp4 import unpack_fp4_from_uint8
     from compressed_tensors.quantization import QuantizationScheme
@@ -379,7 +378,7 @@ def nvfp4(group: int = 16, rows: Mapping[str, Any] | None = None) -> Producer:
 
 
 def mxfp4(group: int = 32) -> Producer:
-    """compressed-tensors' MXFP4, in float32."""
+    """Return compressed-tensors' MXFP4, in float32."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.compressors.nvfp4 import unpack_fp4_from_uint8
     from compressed_tensors.quantization import QuantizationScheme
@@ -403,14 +402,14 @@ def mxfp4(group: int = 32) -> Producer:
 
 
 def _fp4_scales(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The number that divides the scales of a matrix so that they fill the range of E4M3, and these scales."""
+    """Return the divisor that makes a matrix's scales fill the range of E4M3, and these scales."""
     factor = 448 * 6 / weight.abs().amax()
     most = weight.view(len(weight), -1, group).abs().amax(-1)
     return factor, (most / 6 * factor).to(torch.float8_e4m3fn).float()
 
 
 def modelopt_nvfp4(group: int = 16, nested: bool = False) -> Producer:
-    """NVIDIA's Model Optimizer; ``nested``: as its older file has it."""
+    """Return NVIDIA's Model Optimizer; ``nested``: as in its older file."""
     table = CODINGS["fp4_e2m1"]
 
     def quantize(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
@@ -433,7 +432,7 @@ def modelopt_nvfp4(group: int = 16, nested: bool = False) -> Producer:
 
 
 def modelopt_fp8(algorithm: str) -> Producer:
-    """Model Optimizer's FP8: one scale for each matrix, each output, or each block of 128 x 128."""
+    """Return Model Optimizer's FP8: one scale per matrix, per output, or per block of 128 x 128."""
     base = fbgemm_fp8() if "CHANNEL" in algorithm else fp8((128, 128) if "PB" in algorithm else None)
 
     def quantize(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
@@ -477,7 +476,7 @@ def nf4(nested: bool = True, block: int = 64) -> Producer:
 
 
 def _nested(name: str, absmax: torch.Tensor) -> tuple[Tensors, dict[str, Any], torch.Tensor]:
-    """The statistics in codes of one byte: tensors, what the state says of them, and the values that they stand for."""
+    """Return the absmax statistics in 8-bit codes: tensors, their quantization state, and their values."""
     table, size = torch.linspace(-1, 1, 256) ** 3, 256
     offset = float(absmax.mean())
     blocks = torch.nn.functional.pad(absmax - offset, (0, -len(absmax) % size)).view(-1, size)
@@ -502,7 +501,7 @@ def bnb_int8() -> Producer:
     return Producer({"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0}, quantize)
 
 
-# Formats whose words are not full where numbers of inputs or outputs are no multiples of 32.
+# Formats with partial words if numbers of inputs or outputs are no multiples of 32.
 FULL_WORDS: dict[str, Callable[[], Producer]] = {
     "gptq-2-bits": lambda: gptq(bits=2, symmetric=False, act_order=True),
     "gptq-3-bits": lambda: gptq(bits=3),
@@ -513,7 +512,7 @@ FULL_WORDS: dict[str, Callable[[], Producer]] = {
     "auto-round-nvfp4": lambda: auto_round(packing="auto_round:llm_compressor", numbers="nv_fp"),
     "auto-round-mxfp4": lambda: auto_round(group=32, packing="auto_round:llm_compressor", numbers="mx_fp"),
 }
-# Every format, by a name for tests. The number is the size of groups, which must divide the inputs of all matrices.
+# Every format, by a name for tests. The number is the group size, which must divide the inputs of all matrices.
 PRODUCERS: dict[str, Callable[[int], Producer]] = {
     "awq": awq,
     "awq-rows": lambda group: awq(0),

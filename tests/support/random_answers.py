@@ -1,4 +1,4 @@
-"""Random answers to a schema: a model that knows nothing chooses among the tokens that the grammar allows."""
+"""Random answers to a schema, chosen uniformly among the tokens that the grammar allows."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from pillion.types import StructuredOutputs
 MAX_TOKENS = 400
 TOKENIZER = LLTokenizer(byte_tokenizer().to_str(), eos_token=[257])
 END = 257
-# Quotes, commas and brackets that end something.
+# Quotes, commas and closing brackets.
 CLOSERS = sum(1 << byte_tokenizer().encode(one).ids[0] for one in '"]},')
 
 
 def structured_matcher(structured: StructuredOutputs) -> LLMatcher:
-    """A matcher for answers of a structure that the gateway takes. Raises InvalidRequest where it does not."""
+    """Return a matcher for a structure that the gateway accepts. Raises InvalidRequest otherwise."""
     grammar = join([structured_piece(structured)])
     matcher = LLMatcher(TOKENIZER, grammar.text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
     if matcher.is_error():
@@ -33,7 +33,7 @@ def structured_matcher(structured: StructuredOutputs) -> LLMatcher:
 
 
 def matcher_of(schema: Any) -> LLMatcher | None:
-    """A matcher for answers that fit ``schema``; None where the gateway refuses it."""
+    """Return a matcher for answers that fit ``schema``; None if the gateway refuses it."""
     try:
         return structured_matcher(StructuredOutputs(json=json.dumps(schema)))
     except InvalidRequest:
@@ -41,14 +41,14 @@ def matcher_of(schema: Any) -> LLMatcher | None:
 
 
 def allows(matcher: LLMatcher, text: str) -> bool:
-    """Whether ``text`` may be the whole answer."""
+    """Return True if ``text`` may be the whole answer."""
     tokens = TOKENIZER.tokenize_bytes(text.encode())
     reader = matcher.deep_copy()
     return reader.try_consume_tokens(tokens) == len(tokens) and reader.is_accepting()
 
 
 def answer(matcher: LLMatcher, rng: random.Random) -> str | None:
-    """A random answer, with a liking for ends; None for one that was cut."""
+    """Return a random answer, biased to end; None if it was cut."""
     tokens: list[int] = []
     for _ in range(MAX_TOKENS):
         forced = matcher.compute_ff_tokens()
@@ -58,7 +58,6 @@ def answer(matcher: LLMatcher, rng: random.Random) -> str | None:
         if matcher.is_stopped():
             return TOKENIZER.decode_bytes(tokens).decode()
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
-        # The mask of a matcher that cannot go on has the end.
         assert not matcher.is_error(), (TOKENIZER.decode_bytes(tokens), matcher.get_error())
         if mask >> END & 1 and (mask == 1 << END or rng.random() < 0.6):
             return TOKENIZER.decode_bytes(tokens).decode()

@@ -1,4 +1,4 @@
-"""Several ranks of one worker in threads of one process, over one pool, behind the face of one backend."""
+"""Several ranks of one worker in threads of one process, over one pool, with the interface of one backend."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RankGroup:
         max_tokens: int = MAX_TOKENS,
         nap_ns: int = NAP_NS,
     ) -> None:
-        """``threads``: of each rank; the last number is that of all further ranks."""
+        """Create the ranks. ``threads``: per rank; the last number applies to all further ranks."""
         config, isa = load_config(prepared.folder), choose_isa("auto", host_features())
         assert isa is not None
         self.memory = RankMemory.create(config, size, max_tokens)
@@ -71,7 +71,7 @@ class RankGroup:
         return self.backends[0].adapters.max_adapters
 
     def every(self, call: Callable[[CpuBackend], Any]) -> list[Any]:
-        """Calls each backend, all at the same time; raises what the first one that failed has raised."""
+        """Call all backends concurrently; raise the first error."""
         futures = [self.threads.submit(call, backend) for backend in self.backends]
         return [future.result() for future in futures]
 

@@ -1,4 +1,4 @@
-"""KV nodes as Redis sees them: heartbeats and announcements made by hand, with the patience of a test."""
+"""KV nodes as Redis sees them: manual heartbeats and announcements, with test timeouts."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Caller = TypeVar("Caller", Registry, Index, IndexWriter)
 
 
 def patient(caller: Caller) -> Caller:
-    """Return a client of Redis with longer deadlines, for a test that needs every answer. It has one server.
+    """Return a client of a single-server Redis with longer deadlines, for a test that needs every answer.
 
-    A component outlasts a Redis that is late, and on a busy machine a sound Redis may take a second.
+    A component tolerates a late Redis, and on a busy machine a sound Redis may take a second.
     """
     call_each = caller._link.call_each
 
@@ -74,7 +74,7 @@ def node_record(node_id: str, boot_epoch: int = 1) -> ComponentRecord:
 
 
 class FakeNode:
-    """A node that sends a heartbeat or an announcement when the test calls for one."""
+    """A node that sends heartbeats and announcements on demand."""
 
     def __init__(self, url: str, node_id: str, boot_epoch: int = 1, ttl_ms: int = TTL_MS) -> None:
         self.registry, self.writer = Registry(url, ttl_ms), IndexWriter(url)
@@ -93,7 +93,7 @@ class FakeNode:
         return await self.writer.announce(self.entry, chain.events(first, end, here=False))
 
     async def sweep_all(self, chain: Chain) -> None:
-        """All groups in which the chain has blocks."""
+        """Return all groups in which the chain has blocks."""
 
         async def live() -> frozenset[bytes]:
             return (await self.registry.nodes()).entries()
@@ -105,7 +105,7 @@ class FakeNode:
                 place, _ = await self.writer.sweep(place, live)
 
     async def until_lost(self) -> None:
-        """Waits until its time to live is over, by Redis's own clock."""
+        """Wait until its record has expired, by Redis's clock."""
 
         async def lost() -> bool:
             return self.entry not in (await self.registry.nodes()).entries()
@@ -125,12 +125,12 @@ async def fake_nodes(url: str, *names: str) -> list[FakeNode]:
 
 
 async def found(index: Index, asked: bytes, blocks: int, *, available: bool | None = None) -> bool:
-    """Whether the index says that node "a" has so many blocks, and nobody else any."""
+    """Return True if the index lists this number of blocks for node "a", and none for others."""
     hits = await index.longest_prefix(asked)
     good = hits == ([PrefixHit("a", blocks)] if blocks else [])
     return good and (available is None or index.available is available)
 
 
 async def until_found(index: Index, asked: bytes, blocks: int, *, available: bool | None = None) -> None:
-    """Waits until the index says so."""
+    """Wait until the index lists that."""
     await until(f"{blocks} blocks at a", lambda: found(index, asked, blocks, available=available))

@@ -1,4 +1,4 @@
-"""Helpers of the sampler's tests: rows of parameters, plain definitions of its results, and a chi-square test."""
+"""Helpers of the sampler's tests: rows of parameters, reference implementations, and a chi-square test."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from pillion.engine.sampling.cuts import cuts, group_maxima
 from pillion.engine.sampling.gumbel import GROUP_TOKENS, group_waits, token_waits
 from pillion.kernels.step import NO_IDS, Bool, Int64, RowEdit, SamplingRows, UInt32
 
-# The probability with which a right sampler fails one chi-square test. The draws are fixed by their seeds, so a test
-# that passes once passes always.
+# Probability that a correct sampler fails one chi-square test. Seeds are fixed, so passing tests always pass.
 ALPHA = 1e-4
-# Standard normal quantile of 1 - ALPHA.
 _Z = 3.719
 
 
@@ -42,7 +40,7 @@ class RowParameters:
 
 
 def rows_of(all_params: Sequence[RowParameters]) -> SamplingRows:
-    """Makes the arrays that pillion.engine.backends.batching makes."""
+    """Return the arrays that pillion.engine.backends.batching makes."""
     edits = tuple(
         RowEdit(
             row=row,
@@ -73,7 +71,7 @@ def rows_of(all_params: Sequence[RowParameters]) -> SamplingRows:
 
 
 def packed_bits(allowed: np.ndarray) -> UInt32:
-    """Packs bool [M, V] as masks are packed: uint32 [M, ceil(V / 32)], the lowest bit first."""
+    """Pack bool [M, V] as grammar masks: uint32 [M, ceil(V / 32)], the lowest bit first."""
     padded = np.zeros((len(allowed), -(-allowed.shape[1] // 32) * 32), np.uint8)
     padded[:, : allowed.shape[1]] = allowed
     words: UInt32 = np.packbits(padded, axis=1, bitorder="little").view(np.uint32)
@@ -82,7 +80,7 @@ def packed_bits(allowed: np.ndarray) -> UInt32:
 
 @dataclass(frozen=True)
 class GivenMasks:
-    """Masks that are there at once, but for those of ``late``, places among ``rows``."""
+    """Masks that are ready at once, except those of ``late`` indices of ``rows``."""
 
     rows: Int64
     allowed: np.ndarray
@@ -95,19 +93,19 @@ class GivenMasks:
 
 
 def draws_of(params: RowParameters, count: int) -> SamplingRows:
-    """Makes ``count`` rows that differ in seed (every second one) or in position; both must give independent draws."""
+    """Return ``count`` rows that differ in seed (every second one) or in position; both must give independent draws."""
     return rows_of(
         [replace(params, seed=n, position=11) if n % 2 else replace(params, seed=7, position=n) for n in range(count)]
     )
 
 
 def padded(logits: torch.Tensor) -> np.ndarray:
-    """Pads logits [R, V] to whole groups, for the sampler's inner functions."""
+    """Pad logits [R, V] to whole groups, for the sampler's inner functions."""
     return torch.nn.functional.pad(logits, (0, -logits.shape[1] % GROUP_TOKENS), value=-torch.inf).numpy()
 
 
 def all_noise(seed: int, position: int, vocab_size: int) -> np.ndarray:
-    """Computes the noise of every token [vocab_size], without any pruning."""
+    """Compute the noise of every token [vocab_size], without any pruning."""
     seeds, positions = np.array([seed & (2**64 - 1)], np.uint64), np.array([position], np.int64)
     tokens = np.arange(vocab_size)
     waits, firsts, _ = group_waits(seeds, positions, -(-vocab_size // GROUP_TOKENS), tokens[:1])
@@ -119,7 +117,7 @@ def all_noise(seed: int, position: int, vocab_size: int) -> np.ndarray:
 
 
 def unpruned(logits: torch.Tensor, params: RowParameters) -> int:
-    """Returns the Gumbel-max token of one row [V] without edits: the largest score + noise of the tokens in the cut."""
+    """Return the Gumbel-max token of one unedited row [V]: the largest score + noise of the kept tokens."""
     table = padded(logits[None])
     with np.errstate(all="ignore"):
         cut = cuts(table, group_maxima(table), rows_of([params]), np.array([0]))[0]
@@ -130,7 +128,7 @@ def unpruned(logits: torch.Tensor, params: RowParameters) -> int:
 
 
 def warp(logits: torch.Tensor, params: RowParameters) -> torch.Tensor:
-    """Applies transformers' warpers, in their order, to logits [R, V]."""
+    """Apply transformers' warpers, in their order, to logits [R, V]."""
     warpers = [hf.TemperatureLogitsWarper(params.temperature)]
     if params.top_k:
         warpers.append(hf.TopKLogitsWarper(min(params.top_k, logits.shape[1])))
@@ -144,8 +142,8 @@ def warp(logits: torch.Tensor, params: RowParameters) -> torch.Tensor:
 
 
 def chi_square_fits(tokens: Sequence[int], probabilities: np.ndarray) -> bool:
-    """Whether ``tokens`` may be draws from ``probabilities`` [V]: a chi-square test at level ALPHA, impossible tokens
-    never drawn. Cells with few expected draws are merged, as the test requires."""
+    """Return True if ``tokens`` may be draws from ``probabilities`` [V]: a chi-square test at level ALPHA, impossible
+    tokens never drawn. Cells with few expected draws are merged, as the test requires."""
     seen = np.bincount(tokens, minlength=len(probabilities))
     if seen[probabilities == 0].any():
         return False
@@ -159,6 +157,6 @@ def chi_square_fits(tokens: Sequence[int], probabilities: np.ndarray) -> bool:
 
 
 def _chi_square_quantile(freedom: int) -> float:
-    """Wilson and Hilferty's approximation of the value exceeded with probability ALPHA."""
+    """Return Wilson and Hilferty's approximation of the value exceeded with probability ALPHA."""
     part = 2 / (9 * freedom)
     return freedom * (1 - part + _Z * math.sqrt(part)) ** 3

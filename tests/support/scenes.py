@@ -1,4 +1,4 @@
-"""Random scenes for a rule and its model: one example of hypothesis is a seed, and has many small scenes."""
+"""Random scenes for a rule and its model: one hypothesis example is a seed for many small scenes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A scheduler between a real slot ledger and the fake model, with every call to the node under the test's control."""
+"""A scheduler between a real slot ledger and the fake model, with each call to the node under the test's control."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ from tests.support.fake_grammar import LateThreads, NumberGrammars, choices
 
 BLOCK = 4
 ROOT = b"\7" * 32
-# Each number of an adapter shifts every token by so much.
+# Shift of every token per adapter number.
 ADAPTER_SHIFT = 11
 BAD_ADAPTER = "no such adapter"
-# The flows of tenants, by the numbers that tests give them; 0 is where tenants are not told apart.
+# Flows of tenants by number; 0 is the anonymous flow.
 FLOWS = (NO_FLOW, Flow(b"one"), Flow(b"three", 3.0), Flow(b"half", 0.5))
 GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, seed=0)
 
 
 @dataclass(frozen=True)
 class NumberedAdapter:
-    """A packed adapter, of which only its number matters."""
+    """A packed adapter that consists of its number."""
 
     number: int
     nbytes: int = 0
@@ -65,7 +65,7 @@ class NumberedAdapter:
 
 @dataclass
 class SequenceRecord:
-    """What a test recorded of one sequence."""
+    """A test's record of one sequence."""
 
     prompt: list[int]
     max_tokens: int
@@ -76,18 +76,15 @@ class SequenceRecord:
     seed: int = 0
     stop: frozenset[int] = frozenset()
     penalized: bool = False
-    # The number of its grammar.
     grammar: int | None = None
-    # Of a further answer, the stream whose prompt it shares.
     parent: int = 0
     scored: bool = False
     scores: list[TokenLogprob] = field(default_factory=list)
-    # The number of its adapter; 0 is none.
     adapter: int = 0
 
 
 class SchedulerHarness:
-    """One worker. ``step`` runs a step and checks its plan; ``answer`` lets the node hear the oldest outcome."""
+    """One worker. ``step`` runs a step and checks its plan; ``answer`` delivers the oldest outcome to the node."""
 
     def __init__(
         self,
@@ -104,9 +101,9 @@ class SchedulerHarness:
         state_pages: int = 0,
         token_s: float = 0.0,
     ) -> None:
-        """``draft`` makes a draft model over the pool, int64 [slots, BLOCK], of blocks of the same size. At most so
-        many ``partial_blocks`` are kept, None keeps nothing of the kind. A state takes ``state_pages`` slots, 0 is a
-        model without. A step takes ``token_s`` seconds a token; 0 leaves the length of prompts unknown."""
+        """Create a worker. ``draft`` makes a draft model over the pool, int64 [slots, BLOCK], of blocks of the same
+        size. ``partial_blocks``: max partial blocks kept, None disables them. A state takes ``state_pages`` slots, 0 is
+        a model without states. A step takes ``token_s`` seconds per token; 0 leaves the length of prompts unknown."""
         self.pool = np.zeros((slots, BLOCK), dtype=np.int64)
         draft_model = None if draft is None else draft(self.pool)
         self._keeps_states = draft_model is not None and draft_model[0].reads_states
@@ -126,7 +123,6 @@ class SchedulerHarness:
             states=States(state_pages, blocks) if state_pages else None,
             adapters=AdapterSlots(max_loras, blocks.in_flight),
         )
-        # The loader's orders, the numbers of the adapters in the backend's places, and of those that cannot be loaded.
         self.loading: list[str] = []
         self.placed: dict[int, int] = {}
         self.broken_adapters: set[int] = set()
@@ -143,39 +139,35 @@ class SchedulerHarness:
         self.records: dict[int, SequenceRecord] = {}
         self.unsent: list[Outcome] = []
         self.resumes: list[ResumeOrder] = []
-        # Blocks of draft chains that were found.
         self.draft_hits = 0
         self.preemptions = 0
         self.copies = 0
-        # Blocks that somebody else had committed first.
         self.swaps = 0
         self._ids = itertools.count(1)
         self._nonces = itertools.count(1)
 
     @property
     def draft_chains(self) -> DraftChains:
-        """The chains of its draft model."""
+        """Chains of its draft model."""
         assert self.draft_tokens is not None
         assert self.draft_tokens.draft_chains is not None
         return self.draft_tokens.draft_chains
 
     @property
     def partial_blocks(self) -> PartialBlocks:
-        """The partial blocks that it keeps."""
+        """Partial blocks that it keeps."""
         assert self.scheduler.partial_blocks is not None
         return self.scheduler.partial_blocks
 
     def ends_at_a_place(self, sequence: Sequence) -> bool:
-        """Whether the next step of a prompt may end where its state is kept."""
+        """Return True if the next step of a prompt may end where its state is kept."""
         return any(place > sequence.next_start for place in sequence.step_ends)
 
     @property
     def adapters(self) -> AdapterSlots:
-        """The slots of its adapters."""
+        """Slots of its adapters."""
         assert self.scheduler.adapters is not None
         return self.scheduler.adapters
-
-    # The gateway's side.
 
     def submit(
         self,
@@ -193,9 +185,9 @@ class SchedulerHarness:
         adapter: int = 0,
         flow: int = 0,
     ) -> int | None:
-        """A stream, or a prefill range when it has chunk ends. None when the node has no room for its prompt now.
-        Parallel samples have the ids after the stream's. With a penalty each choice depends on the whole answer so far.
-        The prompt may be ``scored``, and then nothing of it is found."""
+        """Submit a stream, or a prefill range if it has chunk ends; return None if the node has no room for its prompt
+        now. Parallel samples have the ids after the stream's. With a penalty each choice depends on the whole answer so
+        far. A ``scored`` prompt uses no cached blocks."""
         last = 0 if scored else (len(prompt) if chunks else len(prompt) - 1) // BLOCK
         root = bytes([ROOT[0] + adapter]) * 32
         hashes = split_hashes(chain_hashes(root, prompt, BLOCK)[: last * 32])
@@ -247,28 +239,26 @@ class SchedulerHarness:
         return seq_id
 
     def flood(self, flow: int, count: int, tokens: int = 60, priority: int = 0) -> list[int]:
-        """Submits streams of one tenant; returns the ids of those that the node has room for."""
+        """Submit streams of one tenant; return the ids of those that the node has room for."""
         texts = [prompt(flow, 5 + number % 3) for number in range(count)]
         found = [self.submit(text, tokens, flow=flow, seed=n, priority=priority) for n, text in enumerate(texts)]
         return [seq_id for seq_id in found if seq_id is not None]
 
     def cancel(self, seq_id: int) -> None:
-        """The client went away. Answers that have not begun go with the first one."""
+        """Cancel after a client's disconnect. Parallel samples that have not begun end with the first answer."""
         sequence = self.scheduler.sequences.get(seq_id)
         for name in (seq_id, *(sample.seq_id for sample in sequence.parallel_samples)) if sequence else (seq_id,):
             self.records[name].cancelled = True
         self.scheduler.cancel(seq_id, self.now)
 
-    # The worker's side.
-
     def step(self) -> StepPlan:
-        """One step, checked."""
+        """Run and check one step."""
         self.now += 0.01
         self.masks.catch_up()
         before = {id(s) for s in self.scheduler.queues.running if s.decoding}
         plan = self.scheduler.schedule(self.now)
         self._check_plan(plan, before)
-        # As the step loop does it: what the events led to is told before the step runs.
+        # As in the step loop: updates of events are flushed before the step runs.
         before_run = self.scheduler.flush(self.now)
         owned = {slot for s in self.scheduler.sequences.values() for slot in s.table().tolist()}
         owned |= {slot for chain in self.scheduler.side_chains() for slot in chain.owned_slots()}
@@ -298,7 +288,7 @@ class SchedulerHarness:
         return replace(sampled, states=kv_of(batch.token_ids, batch.positions)[:, None])
 
     def place(self, plan: StepPlan, batch: StepBatch) -> None:
-        """The backend takes the plan's adapters; the batch then names those of its sequences."""
+        """Load the plan's adapters into the backend; the batch then names those of its sequences."""
         for place, packed in plan.placements:
             assert isinstance(packed, NumberedAdapter)
             self.placed[place] = packed.number
@@ -309,7 +299,7 @@ class SchedulerHarness:
         assert (batch.adapters is None) == (not any(wanted))
 
     def receive(self, outcome: Outcome) -> None:
-        """Take the updates; what is for the node waits for :meth:`answer`, what is for the loader for :meth:`load`."""
+        """Process the updates; those for the node wait for :meth:`answer`, those for the loader for :meth:`load`."""
         self.loading += outcome.adapter_orders
         self.evicted_adapters += outcome.evicted_adapters
         for update in outcome.updates:
@@ -328,13 +318,13 @@ class SchedulerHarness:
         self.unsent.append(outcome)
 
     def _check_plan(self, plan: StepPlan, decodes_before: set[int]) -> None:
-        """I5: the budget is never exceeded and filled exactly, decodes go first, prompt tails in their order."""
+        """Check I5: the budget is never exceeded and filled exactly, decodes go first, prompt tails in order."""
         scheduler, queues = self.scheduler, self.scheduler.queues
         budget = scheduler.budget.max_tokens
         assert plan.num_tokens <= budget
         planned = {id(chunk.sequence): chunk for chunk in plan.scheduled}
         assert len(planned) == len(plan.scheduled)
-        # A decode may stand on a first token that is yet to be chosen.
+        # A decode may follow a first token that is yet to be chosen.
         ahead = {place for place, _ in plan.unknown}
         kinds = [chunk.sequence.decoding or place in ahead for place, chunk in enumerate(plan.scheduled)]
         assert kinds == sorted(kinds, reverse=True), "a prompt tail before a decode"
@@ -344,7 +334,7 @@ class SchedulerHarness:
             if id(sequence) in decodes_before and id(sequence) not in planned and not waits:
                 assert sequence.next_start == sequence.num_blocks * BLOCK, "a decode with room was skipped"
                 assert len(scheduler.free_slots) == 0, "a decode was skipped while there are slots"
-        # A sequence that runs now ran before or was the next in the queue: the others come after.
+        # A running sequence ran before or was next in the queue; the others follow.
         begun = [s for s in queues.running if not s.decoding and s.next_start < s.num_tokens]
         outside = [*queues.preempted, *queues.waiting] if queues.free_seqs else []
         cut = False
@@ -361,21 +351,19 @@ class SchedulerHarness:
             assert not left or left[0] is short[-1], "a prompt tail was served behind one that was cut"
 
     def _held_up(self, sequence: Sequence) -> bool:
-        """Whether a sequence may wait for its grammar, or for the tokens that its grammar will force."""
+        """Return True if a sequence may wait for its grammar, or for the tokens that its grammar will force."""
         grammar = sequence.grammar
         if grammar is None:
             return False
         known = bool(sequence.num_proposed) or not grammar.may_run_ahead
         return self.masks.punctual < 1 or (sequence.num_in_flight > 0 and known)
 
-    # The loader's side.
-
     def expect_adapter(self, number: int) -> None:
-        """A sequence with this adapter will come."""
+        """Announce a sequence with this adapter."""
         self.scheduler.expect_adapter(str(number), self.now)
 
     def load(self, count: int = 1) -> None:
-        """The loader answers its first orders."""
+        """Let the loader answer its first orders."""
         for _ in range(min(count, len(self.loading))):
             digest = self.loading.pop(0)
             if int(digest) in self.broken_adapters:
@@ -384,10 +372,8 @@ class SchedulerHarness:
                 self.scheduler.adapter_loaded(digest, NumberedAdapter(int(digest)), self.now)
             self.scheduler.check_integrity()
 
-    # The node's side.
-
     def answer(self) -> bool:
-        """The node hears the oldest outcome, in the order that Outcome states. False: nothing to hear."""
+        """Deliver the oldest outcome to the node, in the order that Outcome defines. False: none is left."""
         self._resume()
         if not self.unsent:
             return False
@@ -407,7 +393,6 @@ class SchedulerHarness:
         self.resumes += outcome.resumes
         for draft in outcome.chain_orders:
             self._open_draft(draft)
-        # What nobody owns, anybody may write.
         self.pool[self.ledger.free] = -1
         scheduler.check_integrity()
         check_integrity(self.ledger)
@@ -435,11 +420,10 @@ class SchedulerHarness:
         )
 
     def _resume(self) -> None:
-        """Preempted streams come back in order, as memory allows."""
+        """Resume preempted streams in order, as memory allows."""
         while self.resumes:
             order = self.resumes[0]
             hashes = split_hashes(order.block_hashes)
-            # A stream may have been cancelled since.
             sequence = self.scheduler.sequences.get(order.seq_id)
             assert sequence is None or order.flow == sequence.flow
             if order.total_blocks > self.ledger.num_slots:
@@ -456,10 +440,8 @@ class SchedulerHarness:
                 self.scheduler.resumed(order.seq_id, holding, self.now)
             self.resumes.pop(0)
 
-    # The end.
-
     def finish(self, max_steps: int = 3000) -> None:
-        """Run until nothing is left; nobody may starve."""
+        """Run until nothing is left; no sequence may starve."""
         for _ in range(max_steps):
             if not self.busy():
                 break
@@ -480,7 +462,8 @@ class SchedulerHarness:
             self.receive(outcome)
 
     def run_all(self) -> int:
-        """Run steps until no sequence is left, check the answers, and return how many steps computed something."""
+        """Run steps until no sequence is left, check the answers, and return the number of steps that computed
+        something."""
         steps = 0
         while self.scheduler.sequences:
             steps += bool(self.answered_step().scheduled)
@@ -489,7 +472,7 @@ class SchedulerHarness:
         return steps
 
     def answered_step(self) -> StepPlan:
-        """Run a step, and have the node answer everything."""
+        """Run a step, and let the node answer everything."""
         plan = self.step()
         while self.answer():
             pass
@@ -497,7 +480,7 @@ class SchedulerHarness:
         return plan
 
     def settle(self) -> None:
-        """Everything is told, and the node asks for all memory; then nothing is leased, pinned or promised."""
+        """Flush everything and reclaim all memory; then check that nothing is leased, pinned or promised."""
         self.scheduler.recall(self.ledger.num_slots, self.now)
         for _ in range(10):
             self.receive_flush()
@@ -509,8 +492,8 @@ class SchedulerHarness:
         assert (books.leased_blocks, books.pinned_blocks, books.tickets, books.reserved_blocks) == (0, 0, 0, 0), books
 
     def check_answers(self) -> None:
-        """Every stream that was not cancelled has the model's answer, preempted, with parallel samples, drafted at or
-        not (I6)."""
+        """Check that every stream that was not cancelled has the model's answer, also with preemption, parallel samples
+        and drafts (I6)."""
         for record in self.records.values():
             if record.cancelled or record.chunks:
                 continue
@@ -524,7 +507,7 @@ class SchedulerHarness:
                 assert ending.error.message == BAD_ADAPTER
                 assert not record.token_ids
                 continue
-            # Without its adapter only an answer ends that needs no step.
+            # Without its adapter only an answer without steps can end.
             assert not broken or record.grammar is not None
             assert ending.error is None, ending.error
             self.check_answer(record)
@@ -535,7 +518,7 @@ class SchedulerHarness:
             assert stopped or len(record.token_ids) == record.max_tokens
 
     def check_answer(self, record: SequenceRecord) -> None:
-        """The tokens so far are those of the model, and none stands after a stop id."""
+        """Check that the tokens so far are the model's, with none after a stop id."""
         count = len(record.token_ids)
         shift = record.seed + ADAPTER_SHIFT * record.adapter
         assert record.token_ids == answer(record.prompt, shift, count, record.penalized, record.grammar)
@@ -551,13 +534,13 @@ class SchedulerHarness:
 
 
 def prompt(seed: int, length: int) -> list[int]:
-    """``length`` ids; prompts of one seed are prefixes of each other."""
+    """Return ``length`` ids; prompts of one seed are prefixes of each other."""
     return [(seed * 31 + position * 17 + seed * position) % 97 for position in range(length)]
 
 
 def answer(prompt: list[int], seed: int, count: int, penalized: bool = False, grammar: int | None = None) -> list[int]:
-    """The oracle: ``greedy``, each token shifted by the seed, and with a penalty by all tokens of the answer; with a
-    grammar the shifted token counts off one of those that the grammar leaves."""
+    """Return the expected answer: ``greedy``, each token shifted by the seed, and with a penalty by all tokens of the
+    answer; with a grammar the shifted token indexes the allowed ones."""
     tokens = list(prompt)
     for _ in range(count):
         history = sum(tokens[len(prompt) :]) if penalized else 0
@@ -571,7 +554,7 @@ def answer(prompt: list[int], seed: int, count: int, penalized: bool = False, gr
 
 @dataclass(frozen=True)
 class RowChoice:
-    """How a row's greedy choice becomes its token: shifted, and by the masks of a grammar, which may be late."""
+    """The mapping of a row's greedy choice to its token: shifted, and by the masks of a grammar, which may be late."""
 
     shift: int
     masks: MaskJob | None = None
@@ -585,23 +568,23 @@ class RowChoice:
             return MASK_LATE
         bits = np.unpackbits(self.masks.bits[self.place].view(np.uint8), bitorder="little")
         allowed = np.flatnonzero(bits).tolist()
-        # Of an answer that is complete or failed meanwhile, any token will do.
+        # Any token will do for an answer that is complete or failed meanwhile.
         return int(allowed[token % len(allowed)]) if allowed else 0
 
 
 def choices_of(plan: StepPlan, placed: Mapping[int, int]) -> list[RowChoice]:
-    """Return how each row chooses, as known when the choices are begun; ``placed`` are the adapters in the slots."""
+    """Return each row's choice as determined when the choices are begun; ``placed`` are the adapters in the slots."""
     found: list[RowChoice] = []
     for chunk in plan.scheduled:
         sequence, end = chunk.sequence, chunk.start + chunk.count
         if not chunk.samples:
             continue
         assert sequence.sampling is not None
-        # Of each row, the answer before the token that it chooses, drafts among it.
+        # By row: the answer before the token that it chooses, drafts included.
         histories = [0] * (chunk.samples + len(chunk.parallel_seeds))
         if sequence.sampling.frequency_penalty:
             known = end <= sequence.num_tokens + sequence.num_proposed
-            # The token before was not chosen, for its mask was late: this choice is void.
+            # The previous token was not chosen, since its mask was late: this choice is void.
             void = sequence.end_reported or (sequence.grammar is not None and not sequence.num_in_flight)
             assert known or void, "a choice that reads a token which nobody knows yet"
             ends = [*range(end - chunk.samples + 1, end), *[end] * (1 + len(chunk.parallel_seeds))]
@@ -631,12 +614,13 @@ def scored(plan: StepPlan) -> list[int]:
 
 
 def score_of(token: int, row: npt.NDArray[np.float32]) -> TokenLogprob:
-    """The token's own logit stands for its log probability."""
+    """Return the token's own logit as its log probability."""
     return TokenLogprob(token, float(row[token]))
 
 
 def chosen(logits: npt.NDArray[np.float32], rows: Seq[RowChoice], scored: Seq[int] = ()) -> Sampled:
-    """A seed shifts the greedy choice, so that answers to one prompt differ and every token shows its seed."""
+    """Return the greedy choice shifted by the seed, so that parallel answers differ and every token depends on its
+    seed."""
     assert len(logits) == len(rows) + len(scored)
     likeliest = logits[: len(rows)].argmax(axis=1).tolist()
     return Sampled(

@@ -1,4 +1,4 @@
-"""Runs scored prompts on a backend by hand, as a decode worker's steps do."""
+"""Prompt scoring on a backend by hand, as in a decode worker's steps."""
 
 from __future__ import annotations
 

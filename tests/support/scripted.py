@@ -1,4 +1,4 @@
-"""Answers that a test writes down as deltas, given by a real gateway in place of what a model would say."""
+"""Answers scripted as deltas, served by a real gateway."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.support.fake_components import FINGERPRINT, FakeCluster
 
 
 class ScriptedRunner:
-    """Reads like a RequestRunner: gives ``script`` one delta at a time, and raises an error that stands in it.
+    """Stand-in for a RequestRunner: yields ``script`` one delta at a time, and raises errors in it.
 
-    ``together``: all deltas are there at once, so that one write may hold them all.
+    ``together``: all deltas are available at once, so that one write may contain them all.
     """
 
     def __init__(self, script: Sequence[Delta | PillionError], usage: Usage, together: bool) -> None:
@@ -50,7 +50,7 @@ class ScriptedRunner:
 
 
 class ScriptedGateway:
-    """Stands before the requests of ``fakes``: ``requests`` are those that came, each answered by ``script``."""
+    """Replaces the requests of ``fakes``: ``requests`` are the received ones, each answered by ``script``."""
 
     def __init__(self, fakes: FakeCluster) -> None:
         self.script: Sequence[Delta | PillionError] = ()
@@ -65,22 +65,22 @@ class ScriptedGateway:
 
 
 def said(text: str = "", **fields: Any) -> Delta:
-    """A delta of one token."""
+    """Return a delta of one token."""
     return Delta("r", text, (1,), **fields)
 
 
 def called(index: int, arguments: str = "", **names: str) -> Delta:
-    """A delta with a part of a call of a tool."""
+    """Return a delta with a part of a tool call."""
     return Delta("r", "", (1,), tool_calls=(ToolCallDelta(index, arguments=arguments, **names),))
 
 
 def ended(reason: FinishReason = FinishReason.STOP, **fields: Any) -> Delta:
-    """The last delta."""
+    """Return the last delta."""
     return Delta("r", "", (), reason, Usage(30, 16, 9, 4), Timings(), **fields)
 
 
 def thought_said_and_called(first_id: str, second_id: str) -> list[Delta]:
-    """An answer of reasoning, text and two calls with these ids, each in pieces."""
+    """Return an answer of reasoning, text and two calls with these ids, each in pieces."""
     return [
         said(reasoning="Let me"),
         said(reasoning=" see."),

@@ -1,4 +1,4 @@
-"""A small pool that serves prompts of few texts, for tests of what is evicted and of what stays."""
+"""A small pool that serves prompts of few texts, for eviction tests."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pillion.kvstore.ledger.ledger import SESSION, Ledger, PoolShares
 from pillion.v1.kvnode_pb2 import CommitRun
 
 NUM_SLOTS = 12
-# Beginnings of three texts, so that most chains share blocks, and many are each other's beginning.
+# Prefixes of three texts, so that most chains share blocks, and many are prefixes of each other.
 TEXTS = ([0] * 7, [0, 0, 1, 1, 1, 1, 1], [2] * 7)
 TOKENS = st.builds(lambda text, length: text[:length], st.sampled_from(TEXTS), st.integers(1, 7))
 
 
 def prompt(*tokens: int) -> list[bytes]:
-    """Returns the hashes of a prompt whose blocks have one token each."""
+    """Return the hashes of a prompt whose blocks have one token each."""
     return split_hashes(chain_hashes(bytes(32), tokens, 1))
 
 
@@ -31,7 +31,7 @@ class ServingPool:
         self.nonces = itertools.count(1)
 
     def open(self, hashes: list[bytes]) -> int | None:
-        """Serves a prompt and returns its ticket; None where memory is short."""
+        """Serve a prompt and return its ticket; None if memory is short."""
         ticket = self.ledger.admit(self.epoch, next(self.nonces), hashes, len(hashes))
         if ticket is None:
             return None

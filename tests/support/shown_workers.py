@@ -1,4 +1,4 @@
-"""Gateways in a test's process that see some workers of one KV node only."""
+"""Gateways in a test's process that see only some workers of one KV node."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pillion.wire.registry import ComponentRecord
 
 
 class ShownWorkers:
-    """The registry of a gateway that shall see some workers only: those whose names are in ``shown``."""
+    """The registry of a gateway that sees only the workers in ``shown``."""
 
     refusal = ""
 
@@ -33,7 +33,7 @@ class ShownWorkers:
 
     @contextlib.asynccontextmanager
     async def gateway(self, name: str, entry: Any, chunk_tokens: int) -> AsyncIterator[Gateway]:
-        """A gateway that serves the model ``name`` by these workers; prompts are always prefilled by a prefill
+        """Run a gateway that serves the model ``name`` by these workers; prompts are always prefilled by a prefill
         worker."""
         view = Cluster("gateway", self, None, 60.0)
         options = GatewayOptions(
@@ -54,7 +54,7 @@ class ShownWorkers:
 
 
 async def at_rest(node: KVNode) -> None:
-    """Returns when no request holds anything; what is leased are the free slots of workers that live."""
+    """Wait until no request uses resources; only the free slots of live workers are leased."""
     client = NodeClient(node.address, "test")
 
     async def nothing_held() -> bool:

@@ -1,5 +1,5 @@
-"""A disk that somebody else fills: a real file system of some hundred kilobytes where one can be mounted, and a folder
-in which writes fail as on a full disk."""
+"""A disk filled from outside: a real file system of some hundred kilobytes if one can be mounted, and a folder in which
+writes fail as on a full disk."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import pytest
 
 
 class SmallDisk:
-    """``folder`` is on a disk whose free bytes are set by :meth:`leave`."""
+    """A disk with ``folder``, whose free bytes are set by :meth:`leave`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def leave(self, free_bytes: int) -> None:
-        """Lets another program take or give back room until this many bytes are free."""
+        """Fill or free the disk until this many bytes are free."""
         raise NotImplementedError
 
 
@@ -38,7 +38,7 @@ class _Mounted(SmallDisk):
 
 
 class _Pretended(SmallDisk):
-    """Lets ``os.writev`` fail where files in the folder would become longer than the disk has room for."""
+    """Make ``os.writev`` fail if files in the folder would exceed the disk."""
 
     def __init__(self, folder: Path, size_bytes: int) -> None:
         super().__init__(folder)
@@ -60,7 +60,7 @@ class _Pretended(SmallDisk):
 
 @contextlib.contextmanager
 def mounted_disk(path: Path, size_bytes: int) -> Iterator[SmallDisk]:
-    """A file system of its own; skips the test where this process may not mount one."""
+    """Mount a file system; skip the test if this process may not."""
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes},mode=700", "tmpfs", str(path)]
     try:
@@ -78,7 +78,7 @@ def mounted_disk(path: Path, size_bytes: int) -> Iterator[SmallDisk]:
 
 @contextlib.contextmanager
 def pretended_disk(path: Path, size_bytes: int) -> Iterator[SmallDisk]:
-    """A folder in which writes by ``os.writev`` find a full disk."""
+    """Yield a folder in which ``os.writev`` can meet a full disk."""
     path.mkdir()
     disk = _Pretended(path, size_bytes)
     with mock.patch.object(os, "writev", disk.writev):

@@ -1,4 +1,4 @@
-"""Small kernels and programs of them, to test the compiler and the thread pool."""
+"""Small kernels and programs, for tests of the compiler and the thread pool."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pillion.kernels.cpu.runtime.thread_pool import ENTRY_WORDS
 
 @dataclass(frozen=True, slots=True)
 class Scale(KernelSpec):
-    """out [items, 16] += x * factor, each vector by the thread that drew it."""
+    """out [items, 16] += x * factor, with each vector computed by one thread."""
 
     layout = RecordLayout("scale", pointers=("x", "out"), numbers=("items",), reals=("factor",))
     chunk: int = 1
@@ -33,7 +33,7 @@ class Scale(KernelSpec):
 class WhoAmI(KernelSpec):
     """out [threads] int64 += 1 + thread * 1000, by each thread in its own place; ``turns`` makes it take time.
 
-    ``waste`` [threads, 16] float32 is 1 from the beginning of a call.
+    ``waste`` [threads, 16] float32 is 1 at the beginning of a call.
     """
 
     layout = RecordLayout("who", pointers=("out", "waste"), numbers=("turns",))
@@ -66,7 +66,7 @@ class Uneven(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class Stray(KernelSpec):
-    """Writes a vector ``offset`` bytes after the start of ``out``, or of the scratch."""
+    """Write a vector ``offset`` bytes after the start of ``out``, or of the scratch."""
 
     layout = RecordLayout("stray", pointers=("out",), numbers=("offset",))
     scratch: bool = False
@@ -82,7 +82,7 @@ class Stray(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class Remember(KernelSpec):
-    """out [threads] int64 = thread + 1, which was kept in the scratch for a while; where [threads]: its address."""
+    """out [threads] int64 = thread + 1, kept in the scratch for a while; where [threads]: its address."""
 
     layout = RecordLayout("remember", pointers=("out", "where"), numbers=("turns",))
 
@@ -107,7 +107,7 @@ class Halve(KernelSpec):
             k.store(call.args.pointer("out"), k.load(call.args.pointer("x")) * 0.5)
 
 
-# The number of the step's record that these tests use as a condition.
+# Field of the step's record that these tests use as a condition.
 CONDITION = STEP.place["num_samples"]
 
 
@@ -120,7 +120,7 @@ class ProgramTable:
         self._entries: list[tuple[int, ...]] = []
 
     def add(self, spec: KernelSpec, condition: int = -1, **values: Any) -> ProgramTable:
-        """Appends an entry."""
+        """Append an entry."""
         words = np.zeros(spec.layout.num_words, np.int64)
         spec.layout.fill(words, values)
         self._records.append((words, values))
@@ -129,21 +129,21 @@ class ProgramTable:
 
     @property
     def program(self) -> Words:
-        """[entries, ENTRY_WORDS]; the table must outlive it."""
+        """Return [entries, ENTRY_WORDS]; the table must outlive it."""
         return np.array(self._entries, np.int64).reshape(-1, ENTRY_WORDS)
 
 
 def step_with(samples: int = 0) -> Words:
-    """A step's record."""
+    """Return a step's record."""
     words = np.zeros(STEP.num_words, np.int64)
     words[CONDITION] = samples
     return words
 
 
 def chain(kernels: CompiledKernels, items: int = 37, length: int = 20) -> tuple[ProgramTable, list[Any], list[Any]]:
-    """Kernels that read what the kernel before them wrote: a thread that runs ahead spoils the result.
+    """Build kernels that read the output of the kernel before them: a thread that runs ahead corrupts the result.
 
-    Returns the table, the rows that it works on, and their expected values.
+    Return the table, its working rows, and their expected values.
     """
     rows = [np.full((items, 16), 1 + i, np.float32) for i in range(length + 1)]
     table = ProgramTable(kernels)

@@ -1,4 +1,4 @@
-"""What the rules of style and structure ask of a module, read from its text once: syntax trees take too much memory."""
+"""Facts about a module for tests of style and structure, parsed once: syntax trees take too much memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """One absolute import: ``import module``, or ``from module import name``; whether it runs with its module."""
+    """One absolute import: ``import module``, or ``from module import name``; and whether it runs at import."""
 
     module: str
     name: str | None
@@ -21,7 +21,7 @@ class Imported:
 
 @dataclass(frozen=True, slots=True)
 class SourceFacts:
-    """``functions`` has each function's first line, name and number of lines."""
+    """Facts of one module. ``functions`` has each function's first line, name and number of lines."""
 
     docstring: str
     functions: list[tuple[int, str, int]] = field(default_factory=list)
@@ -29,7 +29,7 @@ class SourceFacts:
     imports: list[Imported] = field(default_factory=list)
 
     def note(self, node: ast.AST, at_import: bool) -> None:
-        """Collects from a node and everything in it."""
+        """Collect from a node and its descendants."""
         if isinstance(node, ast.Import):
             self.imports.extend(Imported(alias.name, None, at_import) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -41,7 +41,6 @@ class SourceFacts:
             self.functions.append((node.lineno, node.name, (node.end_lineno or 0) - node.lineno + 1))
             at_import = False
         elif isinstance(node, ast.expr):
-            # No statement is within an expression.
             return
         for inner in ast.iter_child_nodes(node):
             self.note(inner, at_import)
@@ -49,7 +48,7 @@ class SourceFacts:
 
 @cache
 def facts_of(path: pathlib.Path) -> SourceFacts:
-    """The facts of the module at ``path``. Raises SyntaxError where it is none."""
+    """Return the facts of the module at ``path``. Raises SyntaxError."""
     tree = ast.parse(path.read_text())
     facts = SourceFacts(ast.get_docstring(tree) or "")
     facts.note(tree, True)

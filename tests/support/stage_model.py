@@ -1,4 +1,4 @@
-"""The stages of one worker in threads of one process, over one pool, behind the face of one backend."""
+"""The stages of one worker in threads of one process, over one pool, with the interface of one backend."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MAX_TOKENS = 256
 
 
 class StageGroup:
-    """All processes of a worker, each with a thread of its own: a step goes from one to the next, and the next step may
+    """All processes of a worker, each in its own thread: a step passes from one to the next, and the next step may
     follow it."""
 
     def __init__(self, prepared: PreparedModel, stages: int, ranks: int = 1, kv_cache_dtype: str = "auto") -> None:
@@ -61,7 +61,7 @@ class StageGroup:
             backend.bind_pool(memory, num_slots)
 
     def begin(self, batch: StepBatch) -> list[Future[torch.Tensor]]:
-        """Makes all processes compute a step, after those that were begun before. No stage gives logits."""
+        """Run a step on all processes, after those begun before. No stage returns logits."""
         batch = replace(batch, sample_rows=batch.sample_rows[:0])
         return [
             thread.submit(backend.forward, batch) for thread, backend in zip(self.threads, self.backends, strict=True)

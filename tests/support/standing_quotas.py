@@ -1,4 +1,4 @@
-"""Quotas that stay as they are while a test spends them: the clock of the token buckets in Redis stands still."""
+"""Quotas without refill while a test spends them: the clock of the token buckets in Redis stands still."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _SCRIPT = "take_tokens"
 
 @contextlib.contextmanager
 def standing_quotas() -> Iterator[None]:
-    """No time passes for the buckets of whoever connects to Redis in here."""
+    """Stop the clock of the buckets for connections to Redis within the block."""
     real = redis_link.script_text
     text = real(_SCRIPT).replace(b"= now_ms(),", b"= 1e12,")
     assert text != real(_SCRIPT)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(redis_link, "script_text", lambda name: text if name == _SCRIPT else real(name))
-        # The digest of the text as it is now, not the one that was kept.
+        # Digest of the current text, not the cached one.
         patch.setattr(redis_link, "_script_sha", redis_link._script_sha.__wrapped__)
         yield

@@ -1,6 +1,6 @@
 """A KV node's ledger with its table, workers that write late, and kills between any two stores to the table.
 
-The pool's memory is a list of what each slot holds. Everything that a kill leaves is the memory and the table's words.
+The pool's memory is a list of slot contents. A kill preserves the memory and the table's words alone.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from pillion.v1.kvnode_pb2 import CommitRun
 NUM_SLOTS = 10
 SHAPE = PoolShape(NUM_SLOTS, 64, "cd" * 32)
 GARBAGE = b"not what anybody asked for"
-# Two tokens and few slots: blocks are shared, evicted and computed again all the time.
+# Two tokens and few slots, so that blocks are constantly shared, evicted and recomputed.
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=7)
 
 
 class NodeKilledError(Exception):
-    """The node ends here: what it has stored stays, and nothing else of it."""
+    """Simulated end of the node: only its stores remain."""
 
 
 class MortalWords:
-    """A table's memory. ``left``: stores until the node is killed; None: it is not."""
+    """A table's memory. ``left``: stores until the node is killed; None: never."""
 
     def __init__(self, count: int) -> None:
         self.words = [0] * count
@@ -62,14 +62,14 @@ def checksum_of(content: bytes) -> int:
 
 @dataclass
 class LateWorker:
-    """A worker: slots that it was told of, and may write to until it has drained."""
+    """A worker with the slots that it may write to until it has drained."""
 
     epoch: int
     told: set[int] = field(default_factory=set)
 
 
 class SurvivingNode:
-    """One pool over all lives of its node."""
+    """One pool across all restarts of its node."""
 
     def __init__(self) -> None:
         self.memory = [b""] * NUM_SLOTS
@@ -80,7 +80,7 @@ class SurvivingNode:
         self.begin()
 
     def begin(self) -> None:
-        """A life of the node begins; nobody uses the pool."""
+        """Start the node; the pool is unused."""
         self.ledger = Ledger(self.ids.__next__, 0)
         self.ledger.shape(NUM_SLOTS)
         table = SlotTable.found(self.words)
@@ -89,15 +89,15 @@ class SurvivingNode:
         self.workers = [LateWorker(self.ledger.attach("worker", "decode")) for _ in range(2)]
 
     def act(self, what: Callable[[], object]) -> None:
-        """Does something that the node may be killed in, and begins its next life then."""
+        """Do something during which the node may be killed, and then restart it."""
         try:
             what()
         except NodeKilledError:
             self.die()
 
     def die(self) -> None:
-        """The node ends. Its workers write to all they were told of until they have drained; then the next life begins,
-        which may be killed, too."""
+        """End the node. Its workers write to all their slots until they have drained; then it restarts, which may be
+        killed as well."""
         self.deaths += 1
         self.words.left = None
         for worker in self.workers:
@@ -105,17 +105,15 @@ class SurvivingNode:
         self.begin()
 
     def scribble(self, worker: LateWorker) -> None:
-        """A worker's step writes to slots that it holds."""
+        """Run a worker's step, which writes to its slots."""
         for slot in worker.told:
             self.memory[slot] = GARBAGE
 
     def changed(self) -> None:
         self.kept.note(self.ledger.drain_events())
 
-    # -- what the node does
-
     def serve(self, tokens: list[int], number: int) -> None:
-        """A request from end to end, if there is room at once."""
+        """Run a request from end to end, if there is room at once."""
         worker = self.workers[number % len(self.workers)]
         hashes = split_hashes(chain_hashes(bytes(32), tokens, 1))
         ticket = self.ledger.admit(worker.epoch, next(self.ids), hashes, len(hashes) + 1)
@@ -129,14 +127,13 @@ class SurvivingNode:
                 slots = list(self.ledger.adopt(worker.epoch, ticket.ticket_id, len(left)).leased_slots)
             except Overloaded:
                 left = []
-            # A kill in here: the worker is never told of them.
+            # After a kill here the worker never learns of them.
             self.changed()
             worker.told |= set(slots)
         for slot, block_hash in zip(slots, left, strict=True):
             self.memory[slot] = block_hash
         if left:
             run = CommitRun(ticket_id=ticket.ticket_id, slots=slots, block_hashes=b"".join(left))
-            # What it has written whole it does not write to again, whether the answer comes or not.
             worker.told -= set(slots)
             self.ledger.commit(worker.epoch, [run])
             self.changed()
@@ -144,7 +141,7 @@ class SurvivingNode:
         self.changed()
 
     def lease(self, number: int, blocks: int) -> None:
-        """A worker holds slots, and begins to write to them."""
+        """Lease slots to a worker, which begins to write to them."""
         worker = self.workers[number % len(self.workers)]
         slots = self.ledger.lease(worker.epoch, blocks)
         self.changed()
@@ -158,24 +155,22 @@ class SurvivingNode:
         self.changed()
 
     def seal(self, most: int, between: Callable[[], object] = lambda: None) -> None:
-        """Checksums are computed in a thread, while something else happens ``between``."""
+        """Compute checksums in a thread, while something else happens ``between``."""
         blocks = self.kept.unsealed(most)
         sums = [checksum_of(self.memory[block.slot]) for block in blocks]
         between()
         self.kept.seal(blocks, sums)
 
     def look(self, most: int, tokens: list[int] | None = None) -> None:
-        """Kept blocks are looked at: some chain's, or the next ones."""
+        """Check kept blocks: some chain's, or the next ones."""
         hashes = split_hashes(chain_hashes(bytes(32), tokens or [], 1))
         run = self.kept.next_run(most) if tokens is None else self.kept.run_of(hashes, most)
         if run:
             self.kept.take(run, [checksum_of(self.memory[entry.slot]) for entry in run])
             self.changed()
 
-    # -- what holds
-
     def check(self) -> None:
-        """No wrong block can be served, and no slot is in two hands."""
+        """Check that no wrong block can be served, and no slot has two owners."""
         for block_hash, block in self.ledger.tree.by_hash.items():
             assert self.memory[block.slot] == block_hash, f"slot {block.slot} is served and holds something else"
         for worker in self.workers:
@@ -184,7 +179,7 @@ class SurvivingNode:
         self.kept.check_integrity()
 
     def settle(self) -> None:
-        """Everything is looked at and sealed."""
+        """Check and seal everything."""
         while self.kept.pending:
             self.look(3)
         while self.kept.unsealed(1):
@@ -192,7 +187,7 @@ class SurvivingNode:
 
 
 def random_act(node: SurvivingNode, chance: Random) -> Callable[[], object]:
-    """Something that may happen next."""
+    """Draw and run a random event."""
     tokens = [chance.randrange(2) for _ in range(chance.randrange(1, 7))]
     number, most = chance.randrange(2), chance.randrange(1, 4)
     return chance.choice(
@@ -210,7 +205,7 @@ def random_act(node: SurvivingNode, chance: Random) -> Callable[[], object]:
 
 
 class MortalLives(RuleBasedStateMachine):
-    """What befalls a ``node`` that serves and is killed, whatever else does."""
+    """Random events of a ``node`` that serves and is killed."""
 
     node: SurvivingNode
 

@@ -1,4 +1,4 @@
-"""Random small models of text and images, whose text models can be served."""
+"""Random small multimodal models, whose text models can be served."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ WATCHING = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-# Each model's text model, and what sees.
+# By name: the text model, and the vision model.
 WHOLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": (
         {"model_type": "qwen2_vl_text", "rope_parameters": PLACES},
@@ -120,8 +120,8 @@ WHOLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3_5_moe": (HYBRIDS["qwen3-5-moe"], {**BLOCKS, "num_position_embeddings": 16}),
     "vipllava": ({"model_type": "llama"}, {**EYES, "model_type": "clip_vision_model"}),
 }
-# One of them has more that sees, and one draws. Where what sees is as large as in the published model unless a size is
-# told, saving it takes seconds.
+# Further vision parts, and one that generates images. Where saving takes seconds, the published vision size is the
+# default.
 BESIDE: dict[str, dict[str, Any]] = {
     "ovis2": {"hidden_size": 64},
     "cohere2_vision": {"alignment_intermediate_size": 64},
@@ -143,7 +143,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 
 
 def whole_model(name: str, **of_text: Any) -> Any:
-    """Returns a random model of text and images, with these keys of its text model's config."""
+    """Return a random multimodal model, with these keys of its text model's config."""
     text, eyes = WHOLE[name]
     text = {**text, **of_text}
     torch.manual_seed(1)
@@ -162,7 +162,7 @@ def whole_model(name: str, **of_text: Any) -> Any:
 
 
 def as_published(name: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns a model's tensors as published checkpoints have them, where transformers 5 saves them otherwise."""
+    """Return a model's tensors in the form of published checkpoints, where transformers 5 saves them differently."""
     outer = "language_model.model."
     match name:
         case "qwen3_vl_moe":

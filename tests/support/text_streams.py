@@ -1,4 +1,4 @@
-"""Streams that end with the vector of their text, as a gateway asks a worker for them."""
+"""Streams that end with the vector of their text, as a gateway requests them from a worker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROMPT = [(position * 7 + 3) % VOCAB_SIZE for position in range(41)]
 
 
 class VectorBackend(FakeBackend):
-    """The vector of a row is its KV and its position; those of rows at position ``broken_at`` are no numbers."""
+    """The vector of a row is its KV and its position; rows at position ``broken_at`` have NaN."""
 
     gives_vectors = True
     broken_at = -1
@@ -31,7 +31,7 @@ class VectorBackend(FakeBackend):
 
 
 def vector_of(tokens: list[int]) -> list[float]:
-    """What the backend gives of a text."""
+    """Return the backend's vector of a text."""
     last = len(tokens) - 1
     return [float(np.float32(kv_of(np.array(tokens[-1:]), np.array([last]))[0])), float(last)]
 
@@ -53,7 +53,7 @@ def read(answer: Answer) -> list[float]:
 
 
 def wait_until_texts_reach(cluster: ServedCluster, client: Client, role: str) -> None:
-    """Returns once the gateway gives texts to a worker of a role, of which it may learn a moment late."""
+    """Wait until the gateway sends texts to a worker of a role, which it may discover late."""
     point = BY_NAME[f"{role}, before a batch of deltas"]
 
     def reached() -> bool:

@@ -1,4 +1,4 @@
-"""Drives a backend by hand, over a pool in plain memory."""
+"""Manual driver of a backend, over a pool in plain memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.batches import Sequences
 
 
 def perturb_vectors(folder: pathlib.Path, seed: int = 1) -> None:
-    """Randomizes norms and biases: with their initial ones and zeros, leaving one out would not show."""
+    """Randomize norms and biases, since with the initial ones and zeros an omitted one would go unnoticed."""
     path = folder / "model.safetensors"
     generator = torch.Generator().manual_seed(seed)
     tensors = load_file(path)
@@ -43,9 +43,8 @@ class BackendDriver:
         self.sequences = Sequences(num_slots, block_size, seed)
 
     def bind(self, num_slots: int) -> None:
-        """Binds a pool of bytes 0xff, NaN in bf16 and fp32, so that reading an unwritten row shows in the results. It
-        begins at a cache line, as a KV node's does."""
-        # GPU machines may lack what compiles kernels for CPUs.
+        """Bind a cache-aligned pool of bytes 0xff (NaN in bf16 and fp32), so that reading an unwritten row shows in the
+        results."""
         from pillion.kernels.cpu.runtime.program import aligned_bytes
 
         pool = aligned_bytes(num_slots * self.backend.layout.block_bytes)
@@ -54,13 +53,12 @@ class BackendDriver:
         self.backend.bind_pool(self.memory, num_slots)
 
     def step(self, *parts: tuple[int, Sequence[int]], sample: Sequence[int] | None = None) -> torch.Tensor:
-        """Runs one batch; returns the logits of each part's last token, or of ``sample``."""
-        # Backends may return the same memory again.
+        """Run one batch; return the logits of each part's last token, or of ``sample``."""
         logits: torch.Tensor = self.backend.forward(self.sequences.step(parts, sample)).clone()
         return logits
 
     def run_all(self, number: int, tokens: Sequence[int], chunks: Sequence[int]) -> torch.Tensor:
-        """Runs a text in chunks of these sizes and the rest in one; returns the logits of all its tokens."""
+        """Run a text in chunks of these sizes and the rest in one; return the logits of all its tokens."""
         ends = [*torch.tensor(chunks, dtype=torch.int64).cumsum(0).tolist(), len(tokens)]
         found, begin = [], 0
         for end in ends:
@@ -69,7 +67,7 @@ class BackendDriver:
         return torch.cat(found)
 
     def greedy(self, prompt: Sequence[int], max_tokens: int, stop: Sequence[int] = ()) -> list[int]:
-        """Runs the prompt in two chunks and then decodes greedily, up to a stop token."""
+        """Run the prompt in two chunks and then decode greedily, up to a stop token."""
         (number,) = self.sequences.add()
         head = len(prompt) // 2
         if head:
@@ -82,8 +80,8 @@ class BackendDriver:
     def check_among_others(
         self, number: int, text: Sequence[int], chunks: Sequence[int], wanted: torch.Tensor, others: Sequence[int]
     ) -> None:
-        """Runs a text in chunks of these sizes and the rest in one. In each step other sequences go on by up to 20
-        tokens, and this one's place among them changes. Asserts that its logits are ``wanted``, bit by bit (I6)."""
+        """Run a text in chunks of these sizes and the rest in one. In each step other sequences advance by up to 20
+        tokens, and this one's place among them changes. Assert that its logits are bitwise ``wanted`` (I6)."""
         begin, places = 0, len(others) + 1
         for step, count in enumerate([*chunks, len(text) - sum(chunks)]):
             ids = torch.randint(self.backend.vocab_size, (20,), generator=torch.Generator().manual_seed(step)).tolist()

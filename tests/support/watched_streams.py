@@ -1,5 +1,4 @@
-"""Streams of a served model over both of a gateway's addresses, while something happens: their text and their
-pauses."""
+"""Streams of a served model over both of a gateway's addresses during an event: their text and their pauses."""
 
 from __future__ import annotations
 
@@ -18,13 +17,13 @@ from pillion import Client
 from pillion.types import FinishReason
 
 STREAM_TIMEOUT_S = 300.0
-# What a client of a steady load waits between an answer and its next request: starts beside it need a processor, too.
+# Pause of a steady load's client between requests: concurrent starts need CPU as well.
 THINK_S = 0.1
 
 
 @dataclass(eq=False)
 class WatchedStream:
-    """Represents one greedy answer of ``tokens`` tokens, as its client sees it; ``pieces``: their times and texts."""
+    """One greedy answer of ``tokens`` tokens at its client; ``pieces``: their times and texts."""
 
     prompt: str
     tokens: int
@@ -37,7 +36,7 @@ class WatchedStream:
 
     @property
     def pause_s(self) -> float:
-        """The longest time between two pieces."""
+        """Longest time between two pieces."""
         times = [at for at, _ in self.pieces]
         return max((after - before for before, after in itertools.pairwise(times)), default=0.0)
 
@@ -49,7 +48,7 @@ class WatchedStream:
                 self._take(delta.text, delta.finish_reason)
 
     def over_http(self, address: str, model: str) -> None:
-        """Read it as a program that knows OpenAI's API does, without a library that would ask again."""
+        """Read it by raw HTTP, without a client library that retries."""
         connection = http.client.HTTPConnection(address, timeout=STREAM_TIMEOUT_S)
         asked = {"model": model, "prompt": self.prompt, "max_tokens": self.tokens, "temperature": 0, "stream": True}
         with contextlib.closing(connection):
@@ -77,7 +76,7 @@ class WatchedStream:
 
 @dataclass(frozen=True)
 class Addresses:
-    """Says where a gateway's two addresses are, as host:port, and which model is asked for."""
+    """A gateway's two addresses, as host:port, and the requested model."""
 
     grpc: str
     http: str
@@ -93,8 +92,8 @@ class Addresses:
 
     @contextlib.contextmanager
     def streams(self, prompts: Sequence[str], tokens: int) -> Iterator[list[WatchedStream]]:
-        """Begin a stream for each prompt, every second one over HTTP. The block runs when each has brought something;
-        afterwards all are read to their end. Raises what a stream raised."""
+        """Begin a stream per prompt, every second one over HTTP. The block runs once each has output; afterwards all
+        are read to their end. Raises errors of streams."""
         watched = [WatchedStream(prompt, tokens) for prompt in prompts]
         with ThreadPoolExecutor(len(watched)) as pool:
             asked = [
@@ -114,10 +113,10 @@ class Addresses:
 
 
 class SteadyLoad:
-    """Represents clients that ask for known ``texts`` again and again, over both addresses, each for one at a time.
+    """Clients that request known ``texts`` again and again, over both addresses, one at a time each.
 
-    ``addresses`` says where a new request goes, as a load balancer does. Nothing is asked twice: what is refused or
-    breaks off is lost, as ``lost`` says.
+    ``addresses`` returns the target of a new request, as a load balancer does. Nothing is retried: a refused or broken
+    request is listed in ``lost``.
     """
 
     def __init__(self, addresses: Callable[[], Addresses], tokens: int, texts: Mapping[str, str]) -> None:
@@ -128,12 +127,11 @@ class SteadyLoad:
         self._texts = texts
         self._over = threading.Event()
         self._lock = threading.Lock()
-        # What each client reads, and from where.
+        # By client: its target and stream.
         self._reading: dict[int, tuple[Addresses, WatchedStream]] = {}
 
     async def arrived(self, address: str) -> None:
-        """Wait until the requests that are on their way to this address have arrived: each has brought a piece, or has
-        ended. Those that are sent later are not waited for."""
+        """Wait until the requests in flight to this address have output or ended. Later ones are not waited for."""
         with self._lock:
             sent = [
                 stream
@@ -149,22 +147,22 @@ class SteadyLoad:
         await until(f"requests to arrive at {address}", there, STREAM_TIMEOUT_S)
 
     def has(self, answers: int) -> bool:
-        """Say whether so many answers have come, or one has been lost."""
+        """Return True if this number of answers have come, or one has been lost."""
         return bool(self.lost) or len(self.answers) >= answers
 
     @property
     def differing(self) -> int:
-        """How many answers had another text than before."""
+        """Number of answers whose text changed."""
         return sum(stream.text != self._texts[stream.prompt] for stream in self.answers)
 
     @property
     def pause_s(self) -> float:
-        """The longest time between two pieces of an answer."""
+        """Longest time between two pieces of an answer."""
         return max(stream.pause_s for stream in self.answers)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Ask during the block, with as many clients as there are texts; what has been asked is read to its end."""
+        """Send requests during the block, with one client per text; those in flight are read to their end."""
         with ThreadPoolExecutor(len(self._texts)) as pool:
             for number in range(len(self._texts)):
                 pool.submit(self._ask, number)

@@ -1,4 +1,4 @@
-"""A real KV node and real workers over gRPC, with the fake model: what the services' tests run on."""
+"""A real KV node and real workers over gRPC, with the fake model, for the services' tests."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, seed=1)
 
 
 def prompt(seed: int, length: int) -> list[int]:
-    """Tokens that the fake model knows; prompts of one seed are prefixes of each other."""
+    """Return tokens of the fake model; prompts of one seed are prefixes of each other."""
     return [(seed * 13 + position * 7) % VOCAB_SIZE for position in range(length)]
 
 
 @dataclass
 class Workers:
-    """Handles of a running line without gateway; the test is the gateway."""
+    """Handles of running components without a gateway; the test acts as the gateway."""
 
     kvnode: KVNode
     prefill: WorkerServer
@@ -65,30 +65,30 @@ class Workers:
 
     @property
     def decode_stub(self) -> Any:
-        """Calls the decode worker."""
+        """Call the decode worker."""
         return decode_pb2_grpc.DecodeStub(self.to_decode)
 
     @property
     def prefill_stub(self) -> Any:
-        """Calls the prefill worker."""
+        """Call the prefill worker."""
         return prefill_pb2_grpc.PrefillStub(self.to_prefill)
 
     @property
     def text_stub(self) -> Any:
-        """Calls the prefill worker for texts that end with a vector."""
+        """Call the prefill worker for texts that end with a vector."""
         return decode_pb2_grpc.DecodeStub(self.to_prefill)
 
     async def ticket(self, tokens: Sequence[int], *, hits: bool = True) -> OpenTicketReply:
-        """A ticket for a prompt, as a gateway opens it; without ``hits`` it pins nothing."""
+        """Open a ticket for a prompt, as a gateway does; without ``hits`` it pins nothing."""
         hashes = chain_hashes(ROOT, tokens, BLOCK)[: (len(tokens) - 1) // BLOCK * 32 * hits]
         return await self.node.open_ticket(self.session.epoch, hashes, len(tokens) // BLOCK + 1, timeout_s=WITHIN_S)
 
     async def release(self, *tickets: OpenTicketReply) -> None:
-        """The gateway's hold."""
+        """Return the gateway's hold."""
         await self.node.release(self.session.epoch, [ticket.ticket_id for ticket in tickets])
 
     async def quiet(self) -> None:
-        """Returns once nothing is leased, pinned, promised or held; integrity is proven on the way."""
+        """Wait until nothing is leased, pinned, promised or held, checking integrity on the way."""
 
         async def nothing_left() -> bool:
             await self.node.check_integrity()
@@ -100,7 +100,7 @@ class Workers:
     def prefill_range(
         self, ticket: OpenTicketReply, tokens: Sequence[int], chunks: Sequence[int], **other: Any
     ) -> RunPrefillRequest:
-        """The whole blocks of ``tokens`` that the ticket lacks, cut into ``chunks`` tokens."""
+        """Return the whole blocks of ``tokens`` that the ticket lacks, in chunks of ``chunks`` tokens."""
         start = ticket.pinned_blocks * BLOCK
         hashes = chain_hashes(ROOT, tokens, BLOCK)
         fields: dict[str, Any] = {
@@ -124,7 +124,7 @@ def submit_of(
     sampling: SamplingParams = GREEDY,
     **other: Any,
 ) -> Submit:
-    """A submit, greedy if nothing else is said."""
+    """Return a submit, greedy by default."""
     fields: dict[str, Any] = {
         "key": key,
         "request_id": f"r{key}",
@@ -148,16 +148,13 @@ class Answer:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     last: DecodeDelta | None = None
-    # How many draft tokens the worker told of, as often as it did, and how many of them were right.
     draft_tokens: list[tuple[int, int]] = field(default_factory=list)
-    # How many blocks the worker found, as it said when it had the ticket.
     pinned: list[int] = field(default_factory=list)
-    # Places in line, as the worker said them.
     queued: list[int] = field(default_factory=list)
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def ended(self) -> None:
-        """Returns when its last delta is here."""
+        """Wait for its last delta."""
         await within("the last delta of a stream", self.over.wait(), saw=lambda: self)
 
 
@@ -169,11 +166,10 @@ class Connection:
         self.answers: dict[int, Answer] = {}
         self.batches = 0
         self._reader: asyncio.Task[None] | None = None
-        # gRPC takes one write at a time.
         self._writing = asyncio.Lock()
 
     async def hello(self) -> None:
-        """Greet, and read from now on."""
+        """Send the hello, and read from now on."""
         await self.write(decode_pb2.DecodeCommand(hello=hello_to_pb("test-gateway")))
         self._reader = asyncio.create_task(self._read())
 
@@ -188,7 +184,7 @@ class Connection:
         await self.write(decode_pb2.DecodeCommand(cancel=decode_pb2.Cancel(key=key)))
 
     async def write(self, command: decode_pb2.DecodeCommand) -> None:
-        """Any command, however wrong."""
+        """Send any command, valid or not."""
         async with self._writing:
             await self.call.write(command)
 
@@ -221,12 +217,11 @@ async def answered(workers: Workers) -> None:
     """Return once the node has answered all that the decode worker has asked."""
     epoch = workers.decode.worker.epoch
     await epoch._updates.drained()
-    # The tasks that send updates and heartbeats stay.
     await until("the node's answers", lambda: len(epoch._tasks) <= 2)
 
 
 def answered_first(workers: Workers) -> None:
-    """Have each step of the decode worker wait until the node has answered what was asked before it."""
+    """Make each step of the decode worker wait until the node has answered all earlier calls."""
     loop = asyncio.get_running_loop()
     workers.decode_backend.before_step = lambda batch: asyncio.run_coroutine_threadsafe(answered(workers), loop).result(
         WITHIN_S
@@ -235,8 +230,8 @@ def answered_first(workers: Workers) -> None:
 
 @contextlib.contextmanager
 def patient_workers() -> Iterator[None]:
-    """While it lasts, workers wait for a node, a ticket's last use and a grammar's mask on a machine that stands still
-    for seconds, too."""
+    """Lengthen workers' waits for a node, a ticket's last use and a grammar's mask, for machines that stall for
+    seconds."""
     with (
         patient_calls(),
         mock.patch.object(tickets, "IN_USE_TIMEOUT_S", WITHIN_S),
@@ -257,13 +252,13 @@ async def running_workers(
     tokenizer: str = "nowhere",
     load: BackendFactory | None = None,
 ) -> AsyncIterator[Workers]:
-    """One KV node of ``slots`` blocks of 4 tokens, one worker of each kind; flags of each may be given. ``backend``
-    makes one for blocks of so many tokens. ``tokenizer`` is a folder with one. ``load`` makes the decode worker's
-    model in place of ``backend``."""
+    """Run one KV node of ``slots`` blocks of 4 tokens, and one worker of each kind, with optional flags. ``backend``
+    makes one for blocks of this number of tokens. ``tokenizer`` is a folder with one. ``load`` makes the decode
+    worker's model in place of ``backend``."""
     async with contextlib.AsyncExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pil-")))
         stack.enter_context(patient_workers())
-        # A machine that stands still for seconds fences nobody here, but where a test says so.
+        # A stall of seconds must not fence workers, unless a test wants it.
         common: dict[str, Any] = {
             "heartbeat_ms": 50,
             "heartbeat_timeout_ms": 60_000,
@@ -295,7 +290,7 @@ async def running_workers(
                 }
             ),
             backend_factory=load or factory(backends[1], tokenizer),
-            # Nothing is to be leased when all is over.
+            # Nothing may be leased at the end.
             partial_block_percent=0,
         )
         stack.push_async_callback(second.stop, 0.0)
@@ -320,7 +315,7 @@ async def running_workers(
 
 @contextlib.asynccontextmanager
 async def connected(workers: Workers, *, for_texts: bool = False) -> AsyncIterator[Connection]:
-    """A connection that has sent its hello, to the decode worker or, ``for_texts``, to the prefill worker."""
+    """Open a connection that has sent its hello, to the decode worker or, ``for_texts``, to the prefill worker."""
     connection = Connection(workers.text_stub if for_texts else workers.decode_stub)
     await connection.hello()
     try:

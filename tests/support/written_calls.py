@@ -1,4 +1,4 @@
-"""Calls of tools that a random writer writes under a grammar, in each format, and what reads them."""
+"""Tool calls written by a random writer under a grammar, in each format, and their parsers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from pillion.types import ChatMessage, GenerateRequest, ToolOptions
 
 EOS = 257
 MAX_TOKENS = 3000
-# After this many tokens the writer prefers characters that end something.
+# Tokens after which the writer prefers closing characters.
 FREE_TOKENS = 200
 CLOSERS = '"]})<>\n'
 DEEPSEEK, KIMI = (
@@ -86,7 +86,7 @@ MODELS: dict[str, tuple[str, list[str], list[str]]] = {
     "kimi k3 without tokens": ("kimi_k3", [], []),
 }
 
-# These differ from others by their marks.
+# Formats that differ from others only by their marks.
 ALIKE = (
     *("glm without tokens", "seed", "deepseek v3.1", "granite", "functiongemma", "gemma without tokens", "ernie"),
     *("phi 4 mini", "pythonic", "olmo", "cohere", "lfm", "xlam", "kimi k3 without tokens"),
@@ -103,7 +103,7 @@ def codec_of(model: str) -> Tokenizer:
 
 
 def written(codec: Tokenizer, grammar: str, seed: int) -> list[int] | None:
-    """Tokens that a random writer chooses among those that the grammar allows; None where it never ends."""
+    """Return tokens that a random writer chooses among those that the grammar allows; None if it never ends."""
     tokenizer = LLTokenizer(codec.to_str(), eos_token=EOS)
     matcher, chosen, ids = LLMatcher(tokenizer, grammar), random.Random(seed), list[int]()
     closers = frozenset(one for letter in CLOSERS for one in codec.encode(letter).ids)
@@ -124,7 +124,7 @@ def written(codec: Tokenizer, grammar: str, seed: int) -> list[int] | None:
 
 
 def read(codec: Tokenizer, formats: ModelFormats, request: GenerateRequest, prompt: str, ids: list[int]) -> Any:
-    """Content and calls of an answer."""
+    """Return content and calls of an answer."""
     form = formats.output_format(request, prompt)
     assert form is not None
     answer = ReadAnswerText(new_detokenizer(codec), stop_strings(()), frozenset([EOS]), 0, form, AnswerParts())
@@ -144,7 +144,7 @@ def accepts(codec: Tokenizer, grammar: str, text: str) -> bool:
 
 
 class _CheckerHere:
-    """Compiles grammars in this process."""
+    """Compile grammars in this process."""
 
     def __init__(self, codec: Tokenizer) -> None:
         self._tokenizer = LLTokenizer(codec.to_str(), eos_token=EOS)
@@ -156,7 +156,7 @@ class _CheckerHere:
 
 
 def call_grammar(codec: Tokenizer, formats: ModelFormats, options: ToolOptions) -> RequestGrammar:
-    """The grammar of calls that a gateway makes. Raises InvalidRequest."""
+    """Return the call grammar that a gateway builds. Raises InvalidRequest."""
 
     async def off_loop(_: int, job: Any, *arguments: Any) -> Any:
         return job(*arguments)
