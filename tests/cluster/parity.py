@@ -22,7 +22,7 @@ from pillion.kvstore.ledger.integrity import check_integrity
 from tests.support.components import Components, running_components
 from tests.support.oracle import Oracle
 
-# fp32 logits of this model are some tens; another order of summation changes them by about 1e-4.
+# The model's fp32 logits are some tens; another summation order changes them by about 1e-4.
 EPSILON = 2e-3
 POLICIES = ("disaggregated", "colocated", "fraction:0.5")
 CHUNK_SIZES = (16, 64, 512)
@@ -45,14 +45,14 @@ RAW = {
 }
 CHAT = {"chat": "What is the capital of France?", "chat, german": "Nenne drei Flüsse in Deutschland."}
 MAX_TOKENS = {"1200 tokens": 8, "3000 tokens": 8}
-# Prompts that are computed for many seconds.
+# Prompts whose prefill takes many seconds.
 LONG = tuple(MAX_TOKENS)
 DEFAULT_MAX_TOKENS = 24
 
 
 @dataclass(frozen=True, slots=True)
 class ParityCase:
-    """One run: a prompt by name, a gateway, and whether its prefix was computed before."""
+    """One run: a prompt by name, a gateway, and whether its prefix is cached."""
 
     prompt: str
     policy: str
@@ -106,7 +106,7 @@ class ParityCluster:
         return ids[: len(ids) // 16 * 16] if name == "block aligned" else ids
 
     async def check(self, case: ParityCase, client: AsyncClient) -> tuple[str, Delta]:
-        """Run ``case``; return what is wrong (empty: nothing) and the stream's last message."""
+        """Run ``case``; return the error ("" if none) and the stream's last message."""
         ids = self.token_ids(case.prompt)
         limit = MAX_TOKENS.get(case.prompt, DEFAULT_MAX_TOKENS)
         salt = f"case-{next(self.salts)}"
@@ -157,7 +157,7 @@ async def parity_cluster(folder: pathlib.Path) -> AsyncIterator[ParityCluster]:
 
 
 async def run_cases(cases: Sequence[ParityCase], folder: pathlib.Path) -> list[tuple[ParityCase, str]]:
-    """Run ``cases`` grouped by gateway; return each with what is wrong about it."""
+    """Run ``cases`` grouped by gateway; return each with its error."""
     results = []
     async with parity_cluster(folder) as cluster:
         for (policy, chunk), group in itertools.groupby(
@@ -175,7 +175,7 @@ async def run_cases(cases: Sequence[ParityCase], folder: pathlib.Path) -> list[t
 
 
 def main() -> int:
-    """Run the full matrix; the exit status is 0 where all of it agreed."""
+    """Run the full matrix; the exit status is 0 if all cases agreed."""
     with tempfile.TemporaryDirectory(prefix="pillion-parity-") as folder:
         results = asyncio.run(run_cases(full_matrix(), pathlib.Path(folder)))
     bad = [case for case, wrong in results if wrong]

@@ -63,18 +63,17 @@ POLICIES = ("disaggregated", "colocated", "fraction:0.5")
 ANSWERS = (1, 4)
 DRAFT_TOKENS = (True, False)
 PREFIXES = ("miss", "hit")
-# What is killed amid all answers. A prefill worker has its part of a prompt behind it by then, so one dies at its first
-# launch for these prompts instead.
+# Killed amid all answers. A prefill worker is done by then, so one is killed at its first launch for these prompts
+# instead.
 KILLED = {"decode worker killed": "decode", "KV node killed": "kvnode", "gateway killed": "gateway"}
 PREFILL_KILLED = "prefill worker killed"
 TROUBLES = ("none", *KILLED, PREFILL_KILLED, "preempted")
-# The prompts of these cases come to a prefill worker for certain.
 _PREFILLED = (PREFILL_KILLED, POLICIES[0], "miss")
 
-# 448 slots of 16 tokens hold what a case needs; the texts that crowd it out are longer together.
+# 448 slots of 16 tokens suffice for a case; the crowd's texts together exceed them.
 FLAGS = ("--dtype", "float32", "--max-model-len", "2048", "--chunk-size", "64", "--kv-pool-bytes", str(448 * 8192))
 MAX_TOKENS = 600
-# All answers have so many tokens when something is killed, and many more to come.
+# Tokens of every answer before a kill, with many more to come.
 TOKENS_BEFORE_KILL = 8
 CROWD, CROWD_TOKENS = 14, 900
 # How many of the decode worker's steps are between two looks whether all answers are in their middle, and whether the
@@ -82,7 +81,7 @@ CROWD, CROWD_TOKENS = 14, 900
 # tokens a step gives an answer five tokens at most, of some two hundred.
 STEPS_BETWEEN_LOOKS, CROWDED_SHARE = 4, 0.75
 RESULT_WITHIN_S = 300.0
-# A supervisor gives up where a component dies too often. These are of as many kinds as there are.
+# The supervisor gives up after too many deaths of a component.
 KILLS_PER_CLUSTER = 4
 CASES_AT_ONCE = 8
 LOGPROB_TOLERANCE = 2e-3
@@ -114,11 +113,11 @@ def _custom(name: str, syntax: Literal["lark", "regex"], definition: str) -> Too
     return _required(custom_tool(name, "", ToolGrammar(syntax, definition)))
 
 
-# The model's tokens are bytes but for these two, and the chat's own.
+# Tokens are bytes except for these two, and the chat's own.
 THINK, END_THINK, VOCABULARY = "<think>", "</think>", 260
-# Without it the random model would think for some 260 tokens; reported log probabilities do not change by it.
+# Shortens the random model's reasoning, otherwise some 260 tokens; reported log probabilities are unaffected.
 END_THINK_BIAS = {VOCABULARY - 1: 3.0}
-# Without these its patches would end their lines, and themselves, after some thousand tokens.
+# Shortens the model's patches, otherwise some thousand tokens.
 PATCH_BIAS = {2 + ord(character) - ord("!"): bias for character, bias in (("\\", 3.0), ("n", 3.0), ("*", 2.0))}
 TEXT = "Which places are there at the harbour, and what is known of each? Say it in the form that is asked for."
 TEMPLATE = (
@@ -131,15 +130,12 @@ TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What is asked for."""
-
     outputs: StructuredOutputs | None = None
     tools: ToolOptions = field(default_factory=ToolOptions)
     thinks: bool = False
     bias: Mapping[int, float] = field(default_factory=dict)
-    # What a custom tool's input matches, by an expression that was not made of its grammar.
     matches: str = ""
-    # With these the random model writes some hundred tokens, and has room for more where its arithmetic differs.
+    # Seed with which the random model writes some hundred tokens, with room for numerical differences.
     seed: int = 11
     max_tokens: int = MAX_TOKENS
 
@@ -237,12 +233,12 @@ class Answers:
         self.last = delta
 
     def begun(self, count: int) -> bool:
-        """Whether ``count`` answers have so many tokens that a kill is in the middle of them."""
+        """Return True if ``count`` answers have enough tokens for a kill in between."""
         return sum(len(tokens) >= TOKENS_BEFORE_KILL for tokens in tuple(self.tokens.values())) == count
 
 
 def first_defect(shape: str, answers: Answers, count: int) -> str:
-    """Return what is wrong with answers by their shape; empty where all are valid."""
+    """Return errors of answers by their shape; "" if all are valid."""
     if len(answers.texts) != count:
         return f"{len(answers.texts)} answers"
     reason = FinishReason.TOOL_CALLS if SHAPES[shape].tools.tools else FinishReason.STOP
@@ -270,7 +266,7 @@ def first_defect(shape: str, answers: Answers, count: int) -> str:
 
 
 def difference(wanted: Answers, got: Answers) -> str:
-    """Return how two runs of a request differ; empty where they agree."""
+    """Return how two runs of a request differ; "" if they agree."""
     for index, tokens in wanted.tokens.items():
         if got.tokens.get(index) != tokens:
             same = [one == other for one, other in zip(tokens, got.tokens.get(index, []), strict=False)]
@@ -295,7 +291,7 @@ class MaskedOracle:
 
     @torch.inference_mode()
     def logprobs(self, shape: str, answer: Sequence[int]) -> list[float]:
-        """One for each token of ``answer``, after the shape's prompt."""
+        """Return one log probability per token of ``answer``, after the shape's prompt."""
         from llguidance import LLMatcher
 
         prompt = self._codec.encode(SHAPES[shape].prompt).ids
@@ -315,7 +311,7 @@ class MaskedOracle:
         return join(answer_pieces(form, formats, shape.tools, piece)).text
 
     def difference(self, shape: str, answers: Answers) -> str:
-        """Return what is wrong with reported log probabilities; empty for nothing."""
+        """Return errors of reported log probabilities; "" if none."""
         for index, tokens in answers.tokens.items():
             wanted = np.array(self.logprobs(shape, tokens))
             most = np.abs(wanted - np.array(answers.logprobs[index])).max()
@@ -376,7 +372,6 @@ class StructuredCluster:
     def _kill(self, role: str) -> None:
         self.running.kill(role)
         if role == "gateway":
-            # Nobody else starts these again, at the addresses that clients know.
             for gateway in self._gateways.values():
                 gateway.end(signal.SIGKILL)
                 gateway.start()
@@ -486,31 +481,31 @@ class GatewayProcess:
             "http-port": 0,
             "component-id": f"gateway-{port}",
         }
-        # The first gateway's health is asked at its own socket, which two processes cannot have.
+        # The first gateway uses its own socket for health checks, which cannot be shared.
         own["probe-listen"] = f"unix:{running.folder}/gateway-{port}.sock"
         self._words = [*words_of(first), *(f"--{name}={value}" for name, value in own.items())]
         self._log = running.log
-        # A forked component has its environment from its supervisor, and not from the system.
+        # A forked component inherits its supervisor's environment, not the system's.
         redis_url = f"unix://{next(running.folder.rglob('redis.sock'))}"
-        # Its imports are those of the cluster, whose board it has.
+        # Imports as in the cluster, whose board it uses.
         hooks = hook_environment(running.folder.parent / "board")
         self._environ = child_environ(os.environ, redis_url) | compute_environ(1) | hooks
         self._process: ForkedComponent | None = None
         self.target = f"127.0.0.1:{port}"
 
     def start(self) -> None:
-        """Starts the process."""
+        """Start the process."""
         self._process = shared_forks(self._environ).start(self._words, self._environ, self._log)
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> None:
-        """Sends a signal to the process, and waits for its end."""
+        """Signal the process, and wait for its end."""
         if self._process is not None:
             self._process.send_signal(number)
             self._process.wait(WITHIN_S)
 
 
 def sessions(cases: Sequence[StructuredCase]) -> Iterator[tuple[bool, list[list[StructuredCase]]]]:
-    """Yields groups of cases that run at once, by clusters; few enough of them have a kill."""
+    """Yield groups of concurrent cases, by cluster, with a limited number of kills."""
     for draft_tokens, mine in itertools.groupby(
         sorted(cases, key=lambda case: case.draft_tokens), key=lambda case: case.draft_tokens
     ):
@@ -530,7 +525,7 @@ def _chunks(items: list[Any], size: int) -> list[list[Any]]:
 
 
 def judged(case: StructuredCase, got: Answers, wanted: Answers) -> str:
-    """Return what is wrong about a case's run; empty for nothing."""
+    """Return the error of a case's run; "" if none."""
     assert got.last is not None
     assert got.last.usage is not None
     assert got.last.timings is not None
@@ -546,7 +541,7 @@ def judged(case: StructuredCase, got: Answers, wanted: Answers) -> str:
 
 
 def run_structured(cases: Sequence[StructuredCase]) -> list[tuple[StructuredCase, str]]:
-    """Run cases; return each with what is wrong about it."""
+    """Run cases; return each with its error."""
     results = []
     wanted: dict[tuple[str, int], Answers] = {}
     with tempfile.TemporaryDirectory(prefix="pil-") as root:

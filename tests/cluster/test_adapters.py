@@ -72,7 +72,7 @@ def cluster(folder: pathlib.Path) -> Iterator[ServedCluster]:
 
 @pytest.fixture(scope="module")
 def expected(folder: pathlib.Path) -> Tokens:
-    """The oracle's greedy answer by the name of an adapter; "" is the model alone."""
+    """Return the oracle's greedy answer by adapter name; "" is the base model."""
     oracles = {"": Oracle(AutoModelForCausalLM.from_pretrained(folder / "tiny", dtype=torch.float32))}
 
     @functools.cache
@@ -90,13 +90,12 @@ def answer(client: Client, model: str, ids: list[int], count: int, **options: An
 
 
 def settled(cluster: ServedCluster) -> None:
-    """Nothing is held, nobody waits, and all parts serve."""
+    """Wait until nothing is in use and all components serve."""
     wait_for("all slots back", cluster.idle)
     wait_for("all parts", lambda: len(cluster.components("decode")) == 2 and bool(cluster.component("prefill")))
 
 
 def test_more_adapters_than_places_beside_the_model_alone(cluster: ServedCluster, expected: Tokens) -> None:
-    # A cluster serves as soon as one of its decode workers does.
     settled(cluster)
     tasks = [(model, byte_prompt(seed, 5 + 23 * seed)) for seed in range(6) for model in ("", *NAMES)]
     with Client(cluster.target) as client, concurrent.futures.ThreadPoolExecutor(len(tasks)) as pool:
@@ -120,7 +119,6 @@ def test_parallel_samples_and_prefix_hits_have_the_adapter(cluster: ServedCluste
                 for delta in client.generate(ids, model=model, temperature=0.0, max_tokens=12, ignore_eos=True, n=3):
                     found[delta.index] += delta.token_ids
                 assert delta.usage is not None
-                # All whole blocks before the prompt's last token.
                 assert delta.usage.cached_tokens == (80 if cached else 0), "blocks of another adapter"
                 assert delta.usage.prompt_tokens == 90
                 for answered in found.values():
@@ -160,10 +158,9 @@ def test_killed_workers_cost_a_pause(cluster: ServedCluster, expected: Tokens, r
             return [token for delta in deltas for token in delta.token_ids], deltas[-1].timings.replays
 
         if role == "prefill":
-            # So the prefill ranges that it gets are not done when it dies.
             cluster.kill(role, signal.SIGSTOP)
         else:
-            # A step gives a stream four tokens at most, of 100.
+            # A step adds at most four tokens to a stream, of 100.
             cluster.arm(10, signal.SIGSTOP)
         reading = [pool.submit(read, task) for task in tasks]
         held = None
@@ -171,7 +168,6 @@ def test_killed_workers_cost_a_pause(cluster: ServedCluster, expected: Tokens, r
             wait_for("all prefill ranges", lambda: cluster.node_status().tickets >= len(tasks))
         else:
             held = psutil.Process(cluster.struck())
-        # All of them, so that every stream is met, wherever it runs.
         for victim in cluster.components(role):
             victim.kill()
         if held is not None and role != "decode":
@@ -184,7 +180,7 @@ def test_killed_workers_cost_a_pause(cluster: ServedCluster, expected: Tokens, r
 
 
 def http_port(cluster: ServedCluster) -> int:
-    """The port of the gateway's HTTP API, which its process has besides that of gRPC."""
+    """Return the port of the gateway's HTTP API."""
     gateway = cluster.component("gateway")
     assert gateway is not None
     grpc_port = int(cluster.target.rpartition(":")[2])
@@ -199,7 +195,7 @@ def http_port(cluster: ServedCluster) -> int:
 
 
 def complete(port: int, model: str, ids: list[int]) -> tuple[str, str]:
-    """An answer's text, and the version of the weights that it names."""
+    """Return an answer's text, and the version of its weights."""
     answered = post(port, "completions", {"model": model, "prompt": ids, **GREEDY})
     return answered["choices"][0]["text"], answered["system_fingerprint"]
 
@@ -219,7 +215,9 @@ def post(port: int, path: str, body: dict[str, Any]) -> Any:
         return json.load(reply)
 
 
-def test_a_swap_under_load_mixes_no_versions(cluster: ServedCluster, folder: pathlib.Path, expected: Tokens) -> None:
+def test_a_swap_under_load_does_not_mix_versions(
+    cluster: ServedCluster, folder: pathlib.Path, expected: Tokens
+) -> None:
     """One folder, overwritten again and again: each answer is that of one version, which it names."""
     ids, port, live = byte_prompt(7, 70), http_port(cluster), folder / "adapters" / "live"
     with Client(cluster.target) as client:
@@ -254,7 +252,7 @@ def test_a_stream_survives_the_unload_of_its_adapter(cluster: ServedCluster, exp
     ids = byte_prompt(9, 30)
     with Client(cluster.target) as client:
         client.load_adapter("passing", "x")
-        # A step gives a stream four tokens at most, of 300.
+        # A step adds at most four tokens to a stream, of 300.
         cluster.arm(30, signal.SIGSTOP)
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             reading = pool.submit(answer, client, "passing", ids, 300)

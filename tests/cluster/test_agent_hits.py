@@ -16,11 +16,10 @@ from tests.support.components import running_components
 from tests.support.http import call
 
 BODIES = pathlib.Path(__file__).parents[1] / "clients" / "bodies"
-# The user speaks at the sixth turn, and the seventh finds that.
 BLOCK, TURNS = 16, 7
 WORD = {"type": "string", "pattern": '^[a-z"]{120}$'}
 SCHEMA = {"type": "object", "properties": {"command": WORD}, "required": ["command"], "additionalProperties": False}
-# Each API's own fields of a tool, and of the wish that it is called.
+# Each API's fields for a tool and for a forced call.
 APIS: dict[str, tuple[dict[str, Any], Any]] = {
     "claude_code": ({"name": "run", "input_schema": SCHEMA}, {"type": "any", "disable_parallel_tool_use": True}),
     "codex": ({"type": "function", "name": "run", "parameters": SCHEMA}, "required"),
@@ -39,7 +38,7 @@ def counts(usage: dict[str, Any]) -> tuple[int, int, int]:
 
 
 @pytest.mark.long
-async def test_turns_find_the_turns_before_them(tmp_path: pathlib.Path) -> None:
+async def test_turns_hit_the_cache_of_earlier_turns(tmp_path: pathlib.Path) -> None:
     model = {
         "model": str(save_model(tmp_path / "tiny", max_position_embeddings=16_384)),
         "dtype": "float32",
@@ -61,7 +60,7 @@ async def test_turns_find_the_turns_before_them(tmp_path: pathlib.Path) -> None:
                     assert answer.status == 200, answer.body
                     prompt, cached, written = counts(answer.json["usage"])
                     found, most = found + cached // BLOCK, most + known // BLOCK
-                    # The token that ends the answer has no KV, and neither has the last one before it.
+                    # Neither the final token nor the last one before it has KV.
                     known = prompt + written - 2
                     turns.answered(answer.json)
                 assert found >= 0.99 * most > 0, f"{name}: {found} of {most} blocks"

@@ -33,7 +33,7 @@ PYTHON = CLIENTS / "bin" / "python"
 # A program's first start compiles and reads some thousand files.
 STARTED_WITHIN_S = 3 * WITHIN_S
 NOTES = "Say hello.\n"
-# No client speaks to anybody but the gateway, nor updates itself.
+# Settings against updates and any traffic except to the gateway.
 QUIET = {
     "CONTINUE_TELEMETRY_ENABLED": "0",
     "DISABLE_AUTOUPDATER": "1",
@@ -45,7 +45,7 @@ QUIET = {
     "OPENCODE_DISABLE_AUTOUPDATE": "1",
     "OPENCODE_DISABLE_MODELS_FETCH": "1",
 }
-# What runs a program of the page, by the language of its block, and its file.
+# By block language: the program that runs it, and its file.
 RUN = {"python": ("python", "program.py"), "js": ("node", "program.mjs")}
 PATCH = "*** Begin Patch\n*** Add File: hello.txt\n+Hello ¦from Codex.\n*** End Patch\n"
 
@@ -74,9 +74,8 @@ def library(program: pathlib.Path = PYTHON, last: str = "The file hello.txt is w
     return Agent(program, "Hello from a library.", last)
 
 
-# Nothing is boxed within a test's box, and only the folder of the task is written to.
+# Without a nested sandbox: the test itself is one.
 UNBOXED = " --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox"
-# The package has no link to its program among the others.
 OPENCODE = PROGRAMS.parent / "opencode-linux-x64" / "bin" / "opencode"
 SECOND = "Is the file right?"
 AGENTS = {
@@ -215,7 +214,6 @@ async def test_an_agent_calls_its_tools_as_the_page_sets_it_up(
     shutil.rmtree(place.folder)
     place.folder.mkdir()
     (place.folder / "notes.txt").write_text(NOTES)
-    # Node looks for packages beside the program.
     (tmp_path / "node_modules").symlink_to(PROGRAMS.parent)
     commands = []
     for path, language, text in blocks(name):

@@ -36,7 +36,7 @@ SCHEMA = {
     "required": ["days"],
     "additionalProperties": False,
 }
-# The tokens of the model are bytes, and these are those of the marks: messages begin with thoughts, and are not short.
+# First mark's token, after the bytes: messages begin with reasoning, and are not short.
 FIRST_MARK = 258
 THINKING = {2 + ord("a") - ord("!"): 5.0, FIRST_MARK + HARMONY_MARKS.index("<|end|>"): 3.0}
 STEPS_BETWEEN_LOOKS = 3
@@ -69,7 +69,6 @@ async def test_reasoning_calls_and_shapes_in_channels(tmp_path: pathlib.Path) ->
                 assert one.finish_reason == "tool_calls"
                 (call,) = one.message.tool_calls
                 assert call.function.name == "weather"
-                # The call goes back as it came, with what was thought before it.
                 messages += [one.message, {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
                 again = await client.chat.completions.create(**asked, messages=messages, tools=[tool])
             await running.proven()

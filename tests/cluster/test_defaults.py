@@ -77,7 +77,7 @@ async def test_the_models_default_temperature_applies_to_every_api(components: C
     client = components.client
     greedy = await text_of(client.chat(CHAT, temperature=0, max_tokens=TOKENS))
     plain = await text_of(client.generate(PROMPT, temperature=0, max_tokens=TOKENS))
-    # Equal answers cannot come of a common seed: none is given, and each API draws its own.
+    # A shared seed would also give equal answers, but none is given, and each API draws its own.
     assert await text_of(client.chat(CHAT, max_tokens=TOKENS)) == greedy
     assert await text_of(client.generate(PROMPT, max_tokens=TOKENS)) == plain
     asked: dict[str, Any] = {"model": "tiny", "max_tokens": TOKENS}
@@ -94,7 +94,6 @@ async def test_the_models_default_temperature_applies_to_every_api(components: C
     assert completion.choices[0].text == plain
     texts = [chat.choices[0].message.content, response.output_text, batch, message.content[0].text]  # type: ignore[union-attr]
     assert texts == [greedy] * 4
-    # A response repeats what its answer was sampled with.
     assert (response.temperature, response.top_p) == (0.0, 1.0)
     assert (other.temperature, other.top_p) == (0.0, 0.5)
 
@@ -123,7 +122,6 @@ async def test_a_flag_leaves_the_model_s_values_out(components: Components) -> N
     async with components.another_gateway(generation_config="vllm") as client:
         drawn = {await text_of(client.chat(CHAT, max_tokens=TOKENS, seed=seed)) for seed in range(3)}
         assert len(drawn | {greedy}) > 2
-    # An override's bound of new tokens is one of all answers.
     async with components.another_gateway(override_generation_config='{"max_new_tokens": 3}') as client:
         last = [delta async for delta in client.chat(CHAT, max_tokens=TOKENS, ignore_eos=True)][-1]
         assert (last.usage.completion_tokens, last.finish_reason) == (3, FinishReason.LENGTH)  # type: ignore[union-attr]

@@ -61,7 +61,7 @@ def test_each_kind_is_struck_once_and_no_stream_is_lost(cluster: ServedCluster, 
     wait_for("the cluster to be idle", cluster.idle, WITHIN_S)
 
 
-def test_a_contract_that_nothing_can_keep_is_broken(cluster: ServedCluster, tmp_path: pathlib.Path) -> None:
+def test_an_impossible_contract_is_broken(cluster: ServedCluster, tmp_path: pathlib.Path) -> None:
     (tmp_path / "contract.json").write_text('{"decode": {"longest_pause_ms": 0}}')
     args = ("--kind", "decode", "--pause-s", "1", "--contract", str(tmp_path / "contract.json"))
     done = drill(cluster, "--yes", *args)

@@ -55,7 +55,7 @@ def test_processes_export_spans(receiver: Receiver, tmp_path: pathlib.Path) -> N
             list(client.generate(list(range(2, 102)), temperature=0.0, max_tokens=3, ignore_eos=True))
         wait_for("one trace with the spans of all services", lambda: any(_whole(t) for t in receiver.traces().values()))
         wait_for("a step that names the request", lambda: _linked(receiver))
-        # A worker may count its last step when the answer is already there.
+        # A worker may count its last step after the answer.
         wait_for("the decode worker's last step", lambda: _scrape(page + 3).get(DECODED) == 2)
         gateway, _, prefill, decode = (_scrape(page + number) for number in range(4))
     model_name = (("gen_ai_request_model", "tiny"),)
@@ -67,7 +67,6 @@ def test_processes_export_spans(receiver: Receiver, tmp_path: pathlib.Path) -> N
     assert prefill["pillion_step_budget_tokens_total", (("use", "prefill"),)] == 96
     assert decode["pillion_step_budget_tokens_total", (("use", "tail"),)] == 4
     assert all(part["pillion_event_loop_longest_callback_seconds", ()] >= 0 for part in (gateway, prefill, decode))
-    # Used and free tokens of the steps add up to their budgets.
     spent = sum(value for (name, _), value in decode.items() if name == "pillion_step_budget_tokens_total")
     assert spent == 256 * decode["pillion_steps_total", (("outcome", "ok"),)]
 

@@ -46,7 +46,7 @@ from tests.support.redis_nodes import patient
 
 pytestmark = [pytest.mark.cluster, needs_kernels, pytest.mark.usefixtures("own_cache")]
 
-# Each step gives the answer one token at most, so it is not over at that step.
+# A step adds at most one token, so the answer is not finished at that step.
 TOKENS, KILLED_AT_STEP = 20, 9
 PROMPT = tokens_of(37, 5)
 EPSILON = 1e-3
@@ -162,6 +162,5 @@ async def test_a_stream_continues_after_a_kill(tmp_path: pathlib.Path) -> None:
                 folder = pathlib.Path(tempfile.mkdtemp(dir=short))
                 deltas = await answer_over_a_kill(workers, folder, redis.url, str(model))
                 wrong[name] = wrong_with(model, deltas)
-                # The next family's gateway is not to know this one's components.
                 redis.command("FLUSHALL")
     assert {name: what for name, what in wrong.items() if what} == {}

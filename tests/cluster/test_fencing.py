@@ -31,16 +31,16 @@ pytestmark = pytest.mark.cluster
 # Small prefill steps make a long prompt last.
 FLAGS = ("--dtype", "float32", "--max-model-len", "2048", "--kv-pool-bytes", "32MiB", "--chunk-size", "64")
 FLAGS += ("--max-num-batched-prefill-tokens", "16", "--prefill-workers", "2", "--decode-workers", "2")
-# Nobody falls silent for so long because the machine is busy.
+# A busy machine must not cause silence this long.
 FLAGS += ("--heartbeat-ms", "100", "--heartbeat-timeout-ms", "20000")
-# Seconds until a fenced worker is killed: never, and soon.
+# Seconds until a fenced worker is killed.
 PATIENT_S, HASTY_S = 600.0, 4.0
 RANKED = ("--tensor-parallel-size", "2", "--prefill-tensor-parallel-size", "1")
 WORKERS = ("decode-0", "decode-1", "prefill-0", "prefill-1")
-# The step at which a worker is held: amid a long prompt, and amid an answer, which gets a token from each step at most.
+# Step at which a worker is paused: amid a long prompt, and amid an answer (at most one token per step).
 HELD_AT_CHUNK, HELD_AT_TOKEN = 10, 30
 ANSWER_TOKENS = 200
-# Too short for a prefill worker, and one that it has many steps for.
+# Too short for a prefill worker; many steps of one.
 SHORT_PROMPT_TOKENS, LONG_PROMPT_TOKENS = 50, 1000
 
 
@@ -118,7 +118,6 @@ def paused(cluster: ServedCluster) -> Iterator[str]:
         yield next(name for name, process in processes(cluster).items() if process == held)
     finally:
         for one in every:
-            # A failed test may have left the process paused until it was killed.
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.send_signal(signal.SIGCONT)
 
@@ -159,7 +158,6 @@ def test_paused_workers_cost_a_pause_and_come_back(
             with paused(cluster) as decode:
                 for victim in (prefill, decode):
                     wait_for(f"the fence of {victim}", lambda victim=victim: fenced(cluster, victim))
-                # The blocks stay held, since they may still be read.
                 assert cluster.node_status().tickets > 0
                 got = result_of("the answer by way of the other decode worker", reading_short)
                 deltas = result_of("the answer by way of the other prefill worker", reading_long)

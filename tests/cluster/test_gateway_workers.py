@@ -54,11 +54,10 @@ STREAMS, GRPC_STREAMS, TOKENS = 8, 4, 300
 LINES, LINES_AT_ONCE, STEPS = 60, 16, {0: 40, 1: 250}
 HELD_AT_SUBMIT = LINES_AT_ONCE + 8
 LINES_LIMIT: Defaults = {GATEWAY: {"max_batch_requests": LINES_AT_ONCE}}
-# For so many steps the decode worker goes on between two looks whether all of its streams have begun.
 STEPS_BETWEEN_LOOKS = 5
-# The message of an answer, counted from 0, with which it counts as begun where the SDK is to resume it.
+# Message of an answer, from 0, after which the SDK is to resume it.
 AMID = 2
-# An answer of some 250 tokens, which are bytes.
+# Words of an answer of some 250 tokens (bytes).
 WORDS = 3
 _ARRAY = {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{80}$"}, "minItems": WORDS, "maxItems": WORDS}
 LONG = {"type": "object", "properties": {"w": _ARRAY}, "required": ["w"], "additionalProperties": False}
@@ -118,7 +117,7 @@ def gateways(cluster: ServedCluster) -> dict[str, psutil.Process]:
 def ask(cluster: ServedCluster, body: object, key: str = KEYS["free"], path: str = "/tokenize") -> tuple[int, Reply]:
     """Send a request on a connection of its own; return the answering process by the kernel, and the reply."""
     with socket.create_connection(("127.0.0.1", HTTP_PORT), timeout=WITHIN_S) as connection:
-        # After the reply the connection is closed, so its owner is read before.
+        # Read first: the reply closes the connection.
         pid = owner(cluster, connection)
         connection.sendall(request_bytes("POST", path, body, {"Authorization": f"Bearer {key}"}))
         received = b""
@@ -156,7 +155,7 @@ def both_listen(cluster: ServedCluster) -> bool:
 def test_both_processes_serve_both_ports(cluster: ServedCluster) -> None:
     pids = {process.pid for process in gateways(cluster).values()}
     assert set(gateways(cluster)) == {"gateway-0", "gateway-1"}
-    # The system draws a process for each connection: all of them have one only once in 500 billion runs.
+    # The kernel picks a process per connection: all of one only once in 500 billion runs.
     answered = [ask(cluster, {"prompt": "x"}) for _ in range(40)]
     assert {pid for pid, _ in answered} == pids
     assert {reply.status for _, reply in answered} == {200}
@@ -209,7 +208,7 @@ def test_a_quota_covers_both_apis(cluster: ServedCluster) -> None:
     assert 0 < int(refused.headers["retry-after-ms"]) <= 5000
 
 
-def test_new_keys_are_seen_by_both(cluster: ServedCluster, keys_file: pathlib.Path) -> None:
+def test_both_processes_reload_keys(cluster: ServedCluster, keys_file: pathlib.Path) -> None:
     assert ask(cluster, {"prompt": "x"}, KEYS["late"])[1].status == 401
     keys_file.write_text(keys_toml("free", "bound", "once", "late"))
 
@@ -234,7 +233,6 @@ def test_the_other_apis_answer_their_clients(cluster: ServedCluster) -> None:
         assert isinstance(parsed.output_parsed, Sky)
         with responses.responses.stream(**to_respond, text_format=Sky) as stream:
             assert isinstance(stream.get_final_response().output_parsed, Sky)
-        # Where nothing is drawn, the answer does not end by chance.
         with messages.messages.stream(**asked, extra_body={"temperature": 0}) as spoken:
             text = "".join(spoken.text_stream)
             final = spoken.get_final_message()
@@ -344,7 +342,7 @@ def test_streams_of_one_that_is_killed_go_on_at_the_other(cluster: ServedCluster
     def read(client: Client, number: int, salt: str, begun: threading.Semaphore) -> RequestOutput:
         more: dict[str, Any] = {"n": 3, "logprobs": 2} if number % 2 else {}
         if number % 4 > 1:
-            # The stream breaks in the middle of an object.
+            # The stream breaks within an object.
             more |= {"structured_outputs": LONG_SHAPE}
         fields = {"seed": number, "max_tokens": TOKENS, "ignore_eos": True, "cache_salt": salt, **more}
         collector = OutputCollector(None, None, True)
@@ -413,13 +411,12 @@ def test_a_batch_finishes_once_despite_kills(cluster: ServedCluster, batches: pa
         for left in (1, 0):
             with cluster.holding():
                 wait_for("some lines to be done", lambda before=before: done() > before)
-                # One that was killed before may still be starting, and would go on with the batch.
+                # A restarting one would continue the batch.
                 wait_for("both gateways to live", lambda: len(gateways(cluster)) == 2)
                 killed = gateways(cluster).values()
                 for process in killed:
                     process.send_signal(signal.SIGKILL)
                 wait_for("their ends", lambda killed=killed: not any(map(alive, killed)))
-                # No gateway lives that could finish a line.
                 before = done()
                 assert before < LINES
                 check_batches(folder)
@@ -463,7 +460,6 @@ def test_both_finish_their_streams_on_sigterm(cluster: ServedCluster) -> None:
     with contextlib.ExitStack() as stack:
         connections: list[socket.socket] = []
         pids: set[int] = set()
-        # The system chooses the process of each connection.
         while len(connections) < STREAMS or len(pids) < 2:
             address = ("127.0.0.1", HTTP_PORT)
             connections.append(stack.enter_context(socket.create_connection(address, timeout=300)))

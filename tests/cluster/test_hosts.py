@@ -30,9 +30,9 @@ from tests.support.own_cache import model_cache
 pytestmark = [pytest.mark.long, pytest.mark.cluster, pytest.mark.skipif(missing() != "", reason=missing())]
 
 NODES = ("kv-a", "kv-b")
-# NIXL finds nothing but TCP between the hosts and has blocks streamed, which is what happens between real ones.
+# With TCP alone between the hosts NIXL streams blocks, as in production.
 TRANSPORT = "nixl" if importlib.util.find_spec("nixl") else "grpc"
-# Prompts are computed on one host and answered on the other one, so all blocks go over the link between them.
+# Prefill and decode on different hosts, so that all blocks cross the link.
 WORKERS = ("prefill-kv-a", "decode-kv-b")
 GIGABIT = 125e6
 LINKS = {
@@ -41,10 +41,9 @@ LINKS = {
     "one of a hundred packets is lost": LinkRule(0.0001, GIGABIT, loss=0.01),
 }
 CUT = LinkRule(cut=True)
-# Each cut names the host that is cut off in the middle of answers, the one that it does not reach, and whether the way
-# back is cut, too.
+# Per cut: the isolated host, the one that it cannot reach, and whether the reverse direction is cut.
 CUTS = (("kv-a", "kv-b", False), ("edge", "kv-a", True), ("edge", "kv-b", True), ("kv-a", "kv-b", True))
-# The cut has met so many packets before it is mended.
+# Packets dropped before a cut is repaired.
 MET_PACKETS = 10
 GREEDY = byte_prompt(1, 500)
 KINDS: dict[str, tuple[list[int], dict[str, Any]]] = {
@@ -110,7 +109,6 @@ def test_hosts_behind_bad_links_answer_as_ever(folder: pathlib.Path) -> None:
     shared = ("--model", str(model), "--dtype", "float32", "--max-model-len", "2048")
     with network("edge", *NODES) as net, hosts(folder, *shared, network=net) as cluster:
         for node_id in NODES:
-            # The adapter's files are on the edge alone; nodes bring them to their hosts.
             cluster.caches[node_id] = pathlib.Path(model_cache(folder / f"cache-{node_id}"))
             start_host(cluster, node_id)
         lora = ("--enable-lora", "--max-loras", "1", "--lora-modules", f"red={adapter}")

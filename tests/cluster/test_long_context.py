@@ -22,7 +22,7 @@ pytestmark = pytest.mark.long
 
 TOKENS = 65_536
 TRAINED_TOKENS = 8192
-# One head of keys and values, so that attention over 64K tokens takes seconds.
+# One KV head, so that attention over 64K tokens takes seconds.
 SHAPE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 SCALING = {
     "rope_type": "llama3",
@@ -35,7 +35,7 @@ SCALING = {
 # How many tokens of the prompt come before each logits that are compared: around the length of training, in the midst
 # of chunks and blocks and at their ends, and the longest prompt that leaves room for a token.
 LENGTHS = (17, 512, TRAINED_TOKENS - 1, TRAINED_TOKENS + 1, 16_384, 30_011, 49_152, 65_029, TOKENS - 1)
-# Tokens that transformers computes at once. With more, its masks fit no cache, and take as long as attention.
+# Tokens per forward pass of transformers. With more its masks exceed the cache, and cost as much as attention.
 ORACLE_CHUNK_TOKENS = 256
 ASKED: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1, "ignore_eos": True, "logprobs": 20}
 # Log probabilities found in other orders of float32 sums are some 1e-6 apart; with a factor of 7 in place of 8 they are

@@ -38,7 +38,6 @@ async def components(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
     model = {"model": str(save_model(folder / "tiny")), "dtype": "float32", "max_model_len": 512}
     with tempfile.TemporaryDirectory(prefix="pil-") as name:
         async with running_components(pathlib.Path(name), model=model, gateway={"chunk_size": 32}) as running:
-            # A gateway knows the workers a moment after they are ready.
             await until("the gateway to know the worker's model", running.client.models)
             yield running
 
@@ -66,7 +65,6 @@ async def test_a_completion_equals_that_of_grpc(components: Components) -> None:
             8,
             97,
         )
-        # The prefix cache has the blocks of the gRPC request before.
         assert completion.usage.prompt_tokens_details.cached_tokens == 80
         salted = await client.completions.create(
             model="tiny", prompt=PROMPT, max_tokens=1, extra_body={"cache_salt": "mine"}
@@ -141,7 +139,7 @@ def scores(tmp_path_factory: pytest.TempPathFactory) -> Any:
 async def test_log_probabilities_of_a_prompt(components: Components, scores: Any) -> None:
     asked: Any = {"max_tokens": 4, "ignore_eos": True, "seed": 11, "logprobs": 1}
     plain = [delta async for delta in components.client.generate(PROMPT, **asked, n=3)]
-    # The prompt is cached now, and a scored one uses nothing of it, whatever it is split into.
+    # The prompt is cached now, but scoring uses no cache, whatever the split.
     (output,) = await components.client.batch([PROMPT], **asked, n=3, prompt_logprobs=3)
     assert output.prompt_logprobs[0] is None
     assert len(output.prompt_logprobs) == len(PROMPT)
@@ -162,7 +160,7 @@ async def test_log_probabilities_of_a_prompt(components: Components, scores: Any
 
 async def test_a_prompt_is_scored_as_lm_eval_asks(components: Components, scores: Any) -> None:
     async with client_of(components) as client:
-        # Its older form asks for no token, its newer one for one, which it drops.
+        # The older form requests no token, the newer one a token that it drops.
         for tokens in (0, 1):
             asked: Any = {"prompt": [PROMPT, PROMPT[::-1]], "max_tokens": tokens, "logprobs": 1, "temperature": 0}
             whole = await client.completions.create(model="tiny", echo=True, seed=1234, **asked)
@@ -203,7 +201,6 @@ async def test_prompt_logprobs_match_vllm(components: Components) -> None:
             assert sorted(entry["rank"] for entry in found.values())[:2] == [1, 2]
         chat = await client.chat.completions.create(messages=MESSAGES, **asked)
         assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens
-        # An answer that its shape leaves nothing to choose in needs no step; the prompt's log probabilities do.
         shape = {"prompt_logprobs": 2, "structured_outputs": {"choice": ["yes"]}}
         for tokens, text in ((8, "yes"), (0, "")):
             forced: Any = await client.completions.create(
@@ -329,7 +326,6 @@ async def test_error_classes(components: Components) -> None:
         usual: Any = {"user": "me", "store": False, "n": 1, "tools": None, "parallel_tool_calls": True, "stop": None}
         usual |= {"response_format": {"type": "text"}, "service_tier": "auto", "modalities": ["text"]}
         chat = await client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=2, **usual)
-        # The answer is sampled at random, and may end early.
         assert chat.choices[0].finish_reason in ("length", "stop")
     await components.proven()
 
@@ -412,7 +408,6 @@ async def test_heartbeats_report_the_composition_of_steps(components: Components
     await until("the next heartbeats to reach the gateway", told)
     found = await worker("decode-0")
     assert found.steps_ms > 0
-    # The first token comes with the prompt's last one.
     assert found.step_decode_tokens >= 7
     assert found.step_tail_tokens >= timings.tail_tokens
     assert found.step_prefill_tokens == 0

@@ -56,9 +56,9 @@ from tests.support.processes import started
 
 pytestmark = [pytest.mark.cluster, pytest.mark.model]
 
-# The blocks of this page are for other people's programs, which tests/cluster/test_agents.py runs.
+# Blocks of docs/agents.md need third-party programs; tests/cluster/test_agents.py runs them.
 OWN_PAGES = [page for page in PAGES if page != "docs/agents.md"]
-# The first words of commands that are parsed and not run, and why.
+# Prefixes of commands that are only parsed, with the reason.
 NOT_RUN = {
     "git clone": "the clone is there",
     "make": "it sets up an environment or loads the machine for minutes; the cluster here was started by `make serve`",
@@ -82,10 +82,10 @@ NOT_RUN = {
     "pillion bench sweep": "minutes of load; tests/pillion/loadgen/test_end_to_end.py runs it small",
 }
 ELSEWHERE = "example.org"
-# A run of `pillion bench` in the pages takes minutes; the last of two options counts.
+# `pillion bench` as in the pages takes minutes; the last of repeated options wins.
 SMALL_LOAD = "--requests 3 --rate 50 --no-progress"
 SMALL = {"random": "--input-len 8 --output-len 4", "chats": "--turns 2 --think-s 0 --system-len 8 --output-len 4"}
-# Flags of other programs that the pages name.
+# Flags of third-party programs in the pages.
 FOREIGN_FLAGS = {
     *("--scale", "--build-arg", "--build", "--profile"),  # docker
     *("--namespace", "--create-namespace", "--set", "--timeout"),  # helm, kubectl
@@ -94,7 +94,7 @@ FOREIGN_FLAGS = {
     *("--worker-start-s", "--ignored-fields", "--eviction-policy"),  # Pillion 0.2.0
     "--chat-template-path",  # vLLM's example of a chat
 }
-# What the code of a page prints, among the rest.
+# Required output of a page's code.
 PRINTED = {
     "docs/sdk.md": ("tokens of the prompt were in the cache", "2 answers", "sampling.top_p"),
     "docs/structured.md": ("FinishReason.STOP City(country='", "\nred="),
@@ -148,7 +148,6 @@ def copy_of_the_clone(folder: pathlib.Path) -> None:
         (programs / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {words} "$@"\n')
         (programs / name).chmod(0o755)
     for stamp in (".made", ".torch", ".server"):
-        # What `make setup` leaves behind, in the order of its steps.
         (folder / ".venv" / stamp).touch()
 
 
@@ -164,7 +163,7 @@ def clone() -> Iterator[ServedClone]:
         demo = prepare(ModelFlags(model="demo"))
         write_adapter(load_config(demo.folder), pathlib.Path(short) / "adapters" / "sql-v1")
         adapters = f"--enable-lora --allow-runtime-lora-updating --lora-path {short}/adapters"
-        # The context bounds the answers, which end by themselves as a rule.
+        # The context limits the answers, which normally end by themselves.
         more = f"--max-model-len 768 --batch-path {short}/batches {adapters}"
         words = ["make", "-s", "serve", f"ARGS={flags} {more}"]
         with (
@@ -189,7 +188,6 @@ def clone() -> Iterator[ServedClone]:
 @pytest.mark.long
 def test_a_start_is_five_lines_and_two_commands_that_work(clone: ServedClone) -> None:
     *facts, curl, chat = clone.lines
-    # The first start on a machine also says that it prepares the model.
     facts = [line for line in facts if not line.startswith("pillion ")]
     assert [line.partition("|")[0].strip() for line in facts] == ["model", "type", "kernels", "memory", "ready"]
     assert "SmolLM2-135M-Instruct (or demo)" in facts[0]
@@ -290,7 +288,6 @@ def test_code_within_sentences_names_what_exists(page: str) -> None:
     known = flags_of(cli) | flags_of(simulate) | FOREIGN_FLAGS
     for code in inline_code(page):
         if code.startswith("pillion "):
-            # A command, perhaps with options; brackets stand for what may be left out.
             words = re.sub(r"[\[\]]", "", code).split()
             assert words[1] in cli.commands, code
             named = {word.partition("=")[0] for word in words if word.startswith("--")}

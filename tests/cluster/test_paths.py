@@ -25,11 +25,10 @@ from tests.support.oracle import Oracle, first_difference
 
 EPSILON = 1e-3
 BLOCK_BYTES = 8192
-# Two texts repeat themselves, so that drafts from the prompt are found, and one does not.
+# Two texts repeat themselves, for prompt-lookup drafts; one does not.
 PROMPTS = [[7, 8, 9, 10, 11] * 20, list(range(2, 72)), [5, 6, 7] * 11 + [9] * 30, [3]]
 SALTS = itertools.count()
 
-# Flags of the decode worker, and ways to split the prompt.
 PATHS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "constant budget": ({}, {}),
     "small budget": ({"max_num_batched_tokens": 8, "max_num_seqs": 4}, {"split_policy": "colocated"}),
@@ -88,7 +87,7 @@ async def test_greedy_tokens_are_transformers(path: str, folder: pathlib.Path, o
         folder, decode=decode, gateway=gateway, prefill=whole if path == "whole prompts" else {}
     ) as components:
         for again in (False, True):
-            # All run at once with two answers each, so that prompt tails, decodes, parallel samples and drafts share
+            # All concurrently with two answers each, so that prompt tails, decodes, parallel samples and drafts share
             # steps.
             streams = [
                 ask(components.client, prompt, temperature=0.0, n=2, cache_salt=f"{number}")
@@ -100,7 +99,6 @@ async def test_greedy_tokens_are_transformers(path: str, folder: pathlib.Path, o
                     assert first_difference(expected, ids_of(deltas, index), EPSILON) == ""
                 usage = deltas[-1].usage
                 assert usage is not None
-                # The second time, all whole blocks before the prompt's last token are found.
                 found = again and path != "no prefix caching"
                 assert usage.cached_tokens == (len(prompt) - 1) // 16 * 16 * found
             await components.proven()

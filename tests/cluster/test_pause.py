@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.long, needs_kernels]
 FLAGS = ("--dtype", "float32", "--max-model-len", "4096", "--kv-pool-bytes", "128MiB")
 PAUSE_S = 2.0
 SHORT_TOKENS, LONG_TOKENS, AT_ONCE = 8, 4000, 6
-# What a client gives a long prompt, which takes a second or two.
+# Client timeout of a long prompt, which takes a second or two.
 TIMEOUT_S = 30.0
 
 

@@ -63,7 +63,6 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 def patient_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache_control is met however long its pin takes."""
     for module in ("prefix_pins.prefix_pins", "anthropic.anthropic_api"):
-        # A room that is gone has no limit.
         with contextlib.suppress(ImportError):
             monkeypatch.setattr(f"pillion.gateway.{module}.EPHEMERAL_WAIT_S", WITHIN_S)
 
@@ -79,7 +78,7 @@ async def press(components: Components) -> None:
     slots = components.kvnode.pool.ledger.num_slots
     for _ in range(2 * slots // 24 + 1):
         await cached(components.client, [7] * (24 * BLOCK), cache_salt=f"pressure {next(seeds)}")
-        # The next one would need more of the pool while this one's ticket is still there.
+        # The next one would need memory that this one's ticket still holds.
         await components.proven()
 
 
@@ -103,7 +102,6 @@ async def test_a_pin_outlives_pressure_until_it_is_dropped(components: Component
     assert (pin.name, pin.tokens, pin.blocks, pin.present_blocks) == ("manual", len(PROMPT), WHOLE, WHOLE)
     await press(components)
     assert await cached(client) == WHOLE * BLOCK
-    # A gateway that has just started knows as much: the node has the pin.
     async with components.another_gateway() as other:
         await until("the other gateway to know the model", other.models)
         (listed,) = await other.prefixes()
@@ -126,7 +124,6 @@ async def test_tenants_have_their_own_pins_and_quotas(components: Components, gu
         assert await blue.prefixes() == [] == await components.client.prefixes()
         with pytest.raises(NotFound):
             await blue.drop_prefix("mine")
-        # Found by its own tenant alone.
         assert await cached(blue) == 0
         with pytest.raises(Overloaded, match="at most 4"):
             await blue.warm_prefix(PROMPT, pin=True, name="mine")

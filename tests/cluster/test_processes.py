@@ -42,9 +42,9 @@ from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 
 pytestmark = pytest.mark.cluster
 
-# Which step is held, of both workers together: each stream has 200 tokens, and gets one of a step at most.
+# Paused step, of both workers together: each stream has 200 tokens, at most one per step.
 HELD_AT_STEP, MOVED_TOKENS = 40, 200
-# A worker's steps are held for longer than its streams have when it is told to stop, and than the machine may lag.
+# Pause of steps, longer than the stop's grace plus the machine's lag.
 STEP_HELD_S = STOP_GRACE_S + 10
 # Each step of a prefill worker computes one chunk.
 STEPS = ("--chunk-size", "64", "--max-num-batched-prefill-tokens", "64")
@@ -134,7 +134,6 @@ def test_second_turn_hits_generated_text_too(cluster: ServedCluster) -> None:
         wait_for("commits", cluster.idle)
         *_, last = client.generate([*ids, *first_answer, 5, 6, 7], temperature=0.0, max_tokens=1, cache_salt="turns")
         *_, other = client.generate([*ids, *first_answer, 5, 6, 7], temperature=0.0, max_tokens=1, cache_salt="other")
-    # 160 tokens were seen; the last one sampled has no KV, and a block is 16.
     assert last.usage is not None
     assert last.usage.cached_tokens == 144
     assert other.usage is not None
@@ -328,7 +327,7 @@ def test_a_killed_kv_node_costs_no_kv(cluster: ServedCluster) -> None:
         wait_for("all slots back", cluster.idle)
         workers = {process.pid for role in ("decode", "prefill") for process in cluster.components(role)}
         before = cluster.node_status()
-        # A stream has 300 tokens, and at most one of each step.
+        # A stream has 300 tokens, at most one per step.
         cluster.arm(100, signal.SIGKILL, victim="kvnode")
         streams = [threads.submit(read, client, ids) for ids in prompts]
         cluster.struck()
@@ -345,7 +344,6 @@ def test_a_killed_kv_node_costs_no_kv(cluster: ServedCluster) -> None:
             *_, last = client.generate([*ids, *tokens], temperature=0.0, max_tokens=1, cache_salt=salt)
             assert last.usage is not None
             hits += last.usage.cached_tokens
-        # All that a request has written but its last token, in blocks of 16.
         assert hits >= 0.95 * sum((len(ids) + most - 1) // 16 * 16 for ids in prompts)
         assert {process.pid for role in ("decode", "prefill") for process in cluster.components(role)} == workers
     wait_for("all slots back", cluster.idle)
@@ -419,7 +417,6 @@ def score_over_a_kill(running: ServedCluster, client: Client) -> None:
         return tokens, [one for delta in deltas for one in delta.prompt_logprobs]
 
     wanted_tokens, wanted = gathered(list(client.generate(ids, **asked)))
-    # The prompt takes 13 steps.
     running.arm(3, signal.SIGKILL)
     deltas = list(client.generate(ids, **asked))
     running.struck()
@@ -462,7 +459,7 @@ def check_streams_move(
     stop the steps alone are held, until the time that it gives its streams is over."""
 
     def whole() -> bool:
-        # The gateway keeps the records of workers that have just ended, so it is asked of the log who serves again.
+        # The gateway keeps records of workers that have just ended, so use the log.
         log = cluster.log.read_text()
         serves = len(re.findall(r"(?:prefill|decode)-\d serves at", log))
         known = [one for one in client.status().components if one.role in ("prefill", "decode")]
@@ -482,13 +479,12 @@ def check_streams_move(
     ended = [held]
     os.kill(held, number)
     if number == signal.SIGTERM:
-        # What comes now finds one prefill worker that does not take it.
         ended.append(cluster.kill("prefill", number))
         assert answer(client, prompts[0], 20, "late") == expected[0][:20]
     got, replayed = zip(*(result_of("a stream to end", stream) for stream in streams), strict=True)
     assert list(got) == expected
     wait_for("their ends", lambda: not any(map(psutil.pid_exists, ended)))
-    # Streams of the held worker moved; those of the other one, as the planner spreads them, went on beside.
+    # Streams of the paused worker moved; those of the other one continued.
     assert any(replayed)
 
 

@@ -43,7 +43,7 @@ PAIRS = list(itertools.product(SIZES, SIZES))
 EPSILON = 2e-3
 BLOCK = 16
 PROMPT = tuple(2 + (position * 104729) % 256 for position in range(85))
-# The worker of which a rank is stopped in the end, and the step at which it is.
+# Worker of the stopped rank, and the step of the stop.
 HANGS, HANGS_AT_STEP = "decode-2", 20
 WHOLE_BLOCKS = len(PROMPT) // BLOCK * BLOCK
 

@@ -93,7 +93,7 @@ async def let_in(address: str, certs: pathlib.Path, name: str) -> bool:
         return True
 
 
-async def test_a_line_of_parts_that_prove_themselves(certs: pathlib.Path, identity: pathlib.Path) -> None:
+async def test_components_with_mutual_tls(certs: pathlib.Path, identity: pathlib.Path) -> None:
     model = {"model": str(save_model(identity / "tiny")), "dtype": "float32", "max_model_len": 512}
     edge = {"tls_cert": str(certs / "server.pem"), "tls_key": str(certs / "server.key")}
     asked = {"max_tokens": 8, "ignore_eos": True, "temperature": 0.0}
@@ -102,7 +102,6 @@ async def test_a_line_of_parts_that_prove_themselves(certs: pathlib.Path, identi
         secured = parts_on_tcp(pathlib.Path(short), model, {**edge, "split_policy": "disaggregated"})
         gateway, addresses = await stack.enter_async_context(secured)
         for address in addresses:
-            # A client without a certificate, or with the edge authority's, reaches no node, plane, prefill or decode.
             assert [await let_in(address, certs, name) for name in ("", "client", "server")] == [False] * 3
             assert await let_in(address, certs, "internal")
         target = f"grpcs://{gateway.grpc_address}"
@@ -116,7 +115,6 @@ async def test_a_line_of_parts_that_prove_themselves(certs: pathlib.Path, identi
         first = [delta async for delta in client.generate(PROMPT, **asked)]
         assert sum(len(delta.token_ids) for delta in first) == 8
         assert first[-1].timings.prefill_chunks > 0
-        # With another certificate of the same authority calls go on, and find the cached blocks.
         renewed = identity / "renewed"
         renewed.mkdir()
         _reissue(certs, renewed)

@@ -54,7 +54,7 @@ PROMPT = tuple(2 + (position * 104729) % 256 for position in range(213))
 WHOLE_BLOCKS = len(PROMPT) // BLOCK * BLOCK
 EPSILON = 2e-3
 NO_ROWS = SamplingRows.of((), (), ())
-# By the name of the prefill worker: its stages, and the ranks of each.
+# By prefill worker: stages, ranks per stage.
 SHAPES = {"prefill-2": (2, 1), "prefill-3": (3, 1), "prefill-2x2": (2, 2)}
 
 
@@ -217,7 +217,6 @@ async def test_workers_of_every_shape_prefill_for_a_decode_worker(tmp_path: path
             workers[name] = await start_prefill(PrefillFlags(**every, **own, **sizes, **budget))
             stack.push_async_callback(workers[name].stop, 0.0)
         own = {"component_id": "decode", "listen": f"unix:{folder}/decode.sock"}
-        # Draft tokens are the decode worker's, and meet blocks of stages.
         draft_tokens = {
             "speculative_config": parse_speculative_config('{"method": "ngram", "num_speculative_tokens": 3}')
         }

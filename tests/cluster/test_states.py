@@ -27,14 +27,14 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("own_cache")]
 # The second prompt goes on from the middle of the first one, and the last two have no whole block to leave.
 PROMPTS = [tokens_of(70, 2), tokens_of(70, 2)[:40] + tokens_of(20, 3), tokens_of(33, 4), tokens_of(9, 5), [3]]
 WHOLE = [64, 48, 32, 0, 0]
-# The first two go on together for so many tokens.
+# Length of the common prefix of the first two prompts, and the block size.
 PARTING, BLOCK = 32, 16
-# The chunks of a prefill range have two blocks, and a step computes one of them at a time.
+# A prefill range's chunks have two blocks; a step computes one chunk.
 FLAGS = ("--dtype", "float32", "--max-model-len", "512", "--kv-pool-bytes", "16MiB")
 CHUNKED = (*FLAGS, "--chunk-size", "32", "--max-num-batched-prefill-tokens", "32")
 TOKENS, HELD_AT_STEP = 24, 12
 RED = "red"
-# An answer is asked for again at most so often, until some of its tokens were drafted.
+# Max repetitions of an answer until some of its tokens were drafted.
 MAX_ASKED = 50
 AMID_RANGE, AMID_COMMIT = "prefill, before a launch", "kvnode, after a commit"
 
@@ -112,7 +112,6 @@ def test_tokens_are_transformers_and_survive_each_kill(tmp_path: pathlib.Path, n
         wait_for("all states kept", cluster.idle)
         again = answers.check(PROMPTS)
         assert (cached(again), prefilled(again)) == (WHOLE, [0] * len(PROMPTS))
-        # States have the names of the blocks that they stand behind, whose root has the adapter.
         for found in (0, WHOLE[0]):
             assert cached(answers.check(PROMPTS[:1], models=(RED,))) == [found]
             wait_for("all states kept", cluster.idle)
@@ -166,7 +165,7 @@ def test_draft_tokens_change_no_token(tmp_path: pathlib.Path) -> None:
     ):
         answers = HybridAnswers(folder, cluster)
         answers.check(looping)
-        # The measured costs decide how much is drafted, for one stream the most.
+        # Measured costs determine the number of draft tokens, with the most for one stream.
         drafted = right = 0
         for _ in range(MAX_ASKED):
             for delta in answers.check(looping[:1]):

@@ -49,8 +49,7 @@ KILLS = (
     "kvnode, after a ticket",
 )
 CHUNK_TOKENS, MAX_MODEL_LEN = 32, 512
-# An answer is asked for again at most so often, until some of its tokens were drafted; memory for draft tokens may come
-# late.
+# Max repetitions of an answer until some of its tokens were drafted; memory for drafts may come late.
 MAX_ASKED = 50
 
 
@@ -122,7 +121,7 @@ def folder() -> Iterator[pathlib.Path]:
 
 async def test_random_concurrent_requests(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A short form, in this process and without kills."""
-    # So that the machine's speed does not decide whether anything is drafted.
+    # Drafting must not depend on the machine's speed.
     monkeypatch.setattr(draft_control, "MIN_SPEEDUP", 0.0)
     monkeypatch.setattr(draft_control.DraftControl, "_value", lambda *arguments: None)
     model = make_model(folder / "model", HYBRIDS["lfm2"])[0]
@@ -145,7 +144,6 @@ async def test_random_concurrent_requests(folder: pathlib.Path, monkeypatch: pyt
         ledger = running.kvnode.pool.ledger
         for _ in range(2):
             await check(oracle, clients, drawn(rng, POLICIES[:3]))
-        # The blocks of a new prompt are computed by the prefill worker, and found the second time.
         times = []
         for _ in range(2):
             [last] = await check(oracle, clients, [DrawnRequest(tuple(tokens_of(100, 7)), "disaggregated", 2, 5)])
@@ -192,7 +190,7 @@ def test_random_concurrent_requests_with_kills(folder: pathlib.Path, name: str, 
                 cluster.sees(target, *workers, gateway=f"g{number}")
 
         def idle() -> bool:
-            # A node that has just begun again may not answer yet.
+            # A restarted node may not answer yet.
             with contextlib.suppress(AssertionError):
                 return cluster.idle("kv-a")
             return False
@@ -209,7 +207,6 @@ def test_random_concurrent_requests_with_kills(folder: pathlib.Path, name: str, 
                 asked, point, passing = drawn(rng), rng.choice(KILLS), rng.randint(1, 4)
                 if number % 2:
                     board.arm(0, BY_NAME[point], passing, signal.SIGKILL)
-                # Whether any token is drafted is decided by what steps take here.
                 last += asyncio.run(one_round(asked))
                 died = board.fired(0) is not None
                 board.clear()

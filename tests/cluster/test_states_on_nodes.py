@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.usefixtures("ow
 
 PROMPTS = [tokens_of(70, 2), tokens_of(200, 3), tokens_of(33, 4)]
 TOKENS, MORE = 20, tokens_of(20, 9)
-# A fetch that is late brings less.
+# A fetch that times out brings less.
 FETCHING = {"fetch_timeout_s": 60.0}
 LOW_PERCENT = 20
 
@@ -92,7 +92,6 @@ def test_states_move_between_nodes(folder: pathlib.Path) -> None:
         cluster.sees(target, prefill, decode)
         reader = StateReader(model, cluster, target)
 
-        # The state at a range's end comes over with its blocks.
         for prompt in PROMPTS:
             last = reader.read(prompt)
             assert last.timings is not None
@@ -120,7 +119,6 @@ def test_states_move_between_nodes(folder: pathlib.Path) -> None:
             assert (cached(last), last.timings.decode_worker) == (whole(turn), second)
         assert cluster.node_status("kv-a").fetched_blocks == at_a.fetched_blocks
 
-        # kv-a dies while a range's blocks come over from it.
         cluster.stop(second)
         cluster.sees(target, prefill, decode)
         board = FaultBoard(folder / "board")
@@ -216,7 +214,6 @@ def _over_a_bucket(folder: pathlib.Path, model: pathlib.Path, url: str, prompts:
         cluster.sees(target, decode)
         for prompt in prompts:
             assert cached(reader.read(prompt)) == whole(prompt)
-        # The bucket has the states at the ends of answers, too.
         turn = [*prompts[0], *reader.wanted(prompts[0]), *MORE]
         assert cached(reader.read(turn)) == (len(turn) - len(MORE) - 1) // 16 * 16
         status = cluster.node_status("kv-b")

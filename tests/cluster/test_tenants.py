@@ -36,7 +36,7 @@ FUZZ = int(os.environ.get("PILLION_FUZZ", "120"))
 AT_ONCE = 4
 FLOOD_TOKENS = 100
 FUZZ_TIMEOUT_S = 5.0
-# A fuzzed request may still be valid and ask for a long answer.
+# A fuzzed request may be valid and ask for a long answer.
 HARMLESS = {
     grpc.StatusCode.OK,
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -93,12 +93,10 @@ async def test_two_tenants_never_share_a_block(components: Components, guarded: 
         assert await cached(one["red"]) == WHOLE
         await until("the blocks to be committed", lambda: blocks(components) - before >= WHOLE // BLOCK)
         mine = blocks(components) - before
-        # Tenants share nothing by default, with a salt, or with a salt that is spelled like the other tenant's.
         for salt in ("", "tenant:3:red:", "red", "group:5:hands:"):
             assert await cached(one["blue"], cache_salt=salt) == 0, salt
         await until("every tenant's own blocks", lambda: blocks(components) - before == 5 * mine)
         assert await cached(one["blue"]) == WHOLE
-        # The gateway without tenants shares nothing with any tenant.
         for salt in ("", "tenant:3:red:"):
             assert await cached(components.client, cache_salt=salt) == 0
     finally:
@@ -197,7 +195,7 @@ async def test_malformed_requests_change_nothing(components: Components) -> None
         await asyncio.gather(*(several(FUZZ // AT_ONCE) for _ in range(AT_ONCE)))
     await components.proven()
     for worker in (components.prefill, components.decode):
-        # A worker may hear of a request's end after the node has.
+        # A worker may learn of a request's end after the node.
         epoch = worker.worker.epoch
         await until("the worker to forget all sequences", lambda epoch=epoch: not epoch.listeners)
     assert {component.role for component in (await components.client.status()).components} == {

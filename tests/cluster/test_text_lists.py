@@ -19,7 +19,7 @@ from tests.support.text_streams import wait_until_texts_reach
 
 pytestmark = pytest.mark.cluster
 
-# A step of either worker has few tokens, so that a list takes many steps.
+# Small steps, so that a list takes many.
 FLAGS = (
     *("--dtype", "float32", "--max-model-len", "1024", "--kv-pool-bytes", "32MiB"),
     *(
@@ -33,7 +33,6 @@ FLAGS = (
         "32",
     ),
 )
-# Texts of many lengths; two begin as others do, and one comes twice.
 TEXTS = [byte_prompt(seed, 20 + 17 * seed) for seed in range(14)]
 TEXTS += [[*TEXTS[12], 9], [*TEXTS[13][:96], 7, 8], TEXTS[3]]
 

@@ -107,7 +107,6 @@ async def test_the_clients_and_the_offline_llm_agree(components: Components, tin
     (call,) = answer.tool_calls
     jsonschema.validate(json.loads(call.arguments), SCHEMA)
     assert (answer.finish_reason, call.name, answer.text) == ("tool_calls", "Forecast", "")
-    # The answer goes back as it came.
     history = [*ASKED["messages"], {"role": "assistant", "content": None, "tool_calls": answer.tool_calls}]
     history.append({"role": "tool", "tool_call_id": call.id, "content": "rain"})
     more = [delta async for delta in components.client.chat(history, max_tokens=2, **asked)]
@@ -138,7 +137,6 @@ async def test_the_other_apis_carry_the_call(components: Components) -> None:
         (block,) = final.content
         assert (block.type, block.name, final.stop_reason) == ("tool_use", "Forecast", "tool_use")
         Forecast.model_validate(block.input)
-        # The call goes back as it came.
         result: Any = {"type": "tool_result", "tool_use_id": block.id, "content": "rain"}
         history = [*to_message["messages"], {"role": "assistant", "content": final.content}]
         history.append({"role": "user", "content": [result]})

@@ -24,7 +24,6 @@ from tests.support.oracle import Oracle, first_difference
 
 pytestmark = [pytest.mark.long, pytest.mark.cluster]
 
-# Both models have the same shape and tokenizer, but different weights.
 SEEDS = {"alpha": 1, "beta": 2}
 NODES = {"alpha": "kv-a", "beta": "kv-b"}
 PROMPT = [2 + (position * 104729) % 256 for position in range(70)]
@@ -113,7 +112,6 @@ def test_a_model_that_no_flag_names(two: TwoModels) -> None:
         assert (reply.error["type"], reply.error["param"]) == ("invalid_request_error", "model")
         assert reply.error["code"] == "model_not_found"
     assert two.ask("/v1/models/beta").json["id"] == "beta"
-    # With several models a request has to name one.
     unnamed = two.ask("/v1/completions", body | {"model": ""})
     assert (unnamed.status, unnamed.error["param"]) == (400, "model")
     with Client(two.target) as client:

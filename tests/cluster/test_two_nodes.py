@@ -58,7 +58,7 @@ def all_idle(cluster: Hosts, *nodes: str) -> None:
 @pytest.mark.cluster
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_blocks_move_and_answers_stay(folder: pathlib.Path, transport: str) -> None:
-    # A block has half a MiB, as blocks of small models have.
+    # A block has half a MiB, as in small models.
     shape = {"hidden_size": 256, "num_hidden_layers": 8, "num_key_value_heads": 8, "head_dim": 64}
     model = str(save_model(folder / "tiny", num_attention_heads=8, **shape))
     # What a fetch does not bring in its time is computed, and here every block is counted.
@@ -68,11 +68,9 @@ def test_blocks_move_and_answers_stay(folder: pathlib.Path, transport: str) -> N
         cluster.defaults = {NODE: {"fetch_timeout_s": 60.0}}
         cluster.node("kv-a", *flags)
         cluster.node("kv-b", *flags)
-        # Workers leave one after the other, and the gateway is to forget each soon.
         decode = cluster.worker("decode", "kv-b")
         target = cluster.gateway("--chunk-size", "64", "--heartbeat-timeout-ms", "1000")
 
-        # The decode worker of kv-b serves alone at first, then with the prefill worker of kv-a.
         cluster.sees(target, decode)
         expected = [read(target, prompt, "alone")[0] for prompt in PROMPTS]
         prefill = cluster.worker("prefill", "kv-a")
@@ -124,7 +122,6 @@ def check_a_node_killed_in_mid_transfer(cluster: Hosts, target: str, board: Faul
     assert 0 < last.timings.prefilled_tokens < 1984, "some of it came over, some did not"
     assert cluster.node_status("kv-b").corrupt_blocks == 0
     all_idle(cluster, "kv-b")
-    # The other node serves on.
     assert read(target, ids, "after")[0] == expected
     all_idle(cluster, "kv-b")
 
@@ -154,7 +151,7 @@ def test_second_turns_hit_where_a_drained_node_has_handed_over(folder: pathlib.P
             got, last = read(target, turn)
             assert last.usage.cached_tokens >= len(prompt) // 16 * 16
             computed += len(turn) - last.usage.cached_tokens
-            # Another salt finds nothing, so this answer is computed from the first token on.
+            # Under another salt nothing is cached, so this answer is computed from scratch.
             assert read(target, turn, "anew")[0] == got
         # With the answers, of which the last block may be half full, the turns have 64 tokens that are new.
         assert computed <= 5 * (64 + 16)
@@ -192,7 +189,6 @@ def test_an_adapters_files_come_from_the_other_host(folder: pathlib.Path, monkey
                 expected = Oracle(adapted_model(model, folder / name)).greedy(ids, 8)
                 assert first_difference(expected, found, 1e-3) == "", name
 
-            # The gateway brings its adapters to all machines, and the worker has room for one of them.
             check("red", "first")
             wait_for("both adapters on the other machine", lambda: kept(there) == set(digests.values()))
             check("green", "first")

@@ -39,7 +39,7 @@ TOOL = {
 NUMBERS = {"type": "array", "items": {"type": "integer"}, "minItems": 40}
 SAID = [{"role": "user", "content": "The harbour at night was quiet, and the lamps burned. " * 6}]
 LONG = {"max_tokens": 150, "ignore_eos": True}
-# Each kind of answer: the method of the client, its prompt, and what is asked.
+# Kinds of answers: client method, prompt, options.
 KINDS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "greedy": ("generate", byte_prompt(1, 500), {"temperature": 0.0, **LONG}),
     "sampled": ("generate", byte_prompt(2, 400), {"temperature": 1.0, "seed": 7, "logprobs": 2, **LONG}),

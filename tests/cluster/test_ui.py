@@ -42,7 +42,7 @@ async def browser() -> AsyncIterator[Browser]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def components(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Components]:
-    # After the browser, so that nothing is started where there is none.
+    # After the browser, so that nothing starts without one.
     folder = tmp_path_factory.mktemp("ui")
     keys = "[tenant.ops]\noperator = true\n[tenant.acme]\n"
     keys += "".join(f'[[key]]\ntenant = "{name}"\nhash = "{hash_of(key)}"\n' for name, key in KEYS.items())
@@ -63,7 +63,6 @@ async def test_chat_by_keyboard_alone(browser: Browser, components: Components) 
         page, keyboard = seen.page, seen.page.keyboard
         await page.get_by_label("API key").wait_for()
         assert await seen.complaints() == []
-        # The field has the focus from the beginning.
         await keyboard.type("plk-wrong")
         await keyboard.press("Enter")
         refusal = page.get_by_role("alert")
@@ -89,7 +88,6 @@ async def test_chat_by_keyboard_alone(browser: Browser, components: Components) 
         await keyboard.type(QUESTION)
         await keyboard.press("Enter")
         await page.locator(".figures").wait_for()
-        # What the answer is drawn of; a random model's text may be any Markdown.
         (shown,) = (turn["text"] for turn in await seen.kept_turns())
         said = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION.strip()}]
         asked = {"model": "tiny", "messages": said, "temperature": 0, "max_completion_tokens": 12, "timings": True}
@@ -109,7 +107,6 @@ async def test_chat_by_keyboard_alone(browser: Browser, components: Components) 
         assert timings["cached_tokens"] == answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
         assert [timings[f"{source}_tokens"] for source in ("fetched", "restored", "bucket")] == [0, 0, 0]
         assert sum(timings[f"{kind}_tokens"] for kind in ("cached", "prefilled", "tail")) == prompt
-        # A tenant chats, and sees nothing of the others' work.
         await page.locator("#cluster-notice").filter(has_text="is for operators").wait_for()
         assert not await page.locator("#picture").is_visible()
         # Neither the address nor the browser's stores have the key.
@@ -145,7 +142,6 @@ async def test_operators_see_the_cluster(browser: Browser, components: Component
         await names.nth(3).wait_for()
         assert {"prefill-0", "decode-0"} < set(await names.all_text_contents())
         assert [text.split()[0] for text in await seen.texts(".group h3")] == ["Gateways", "KV", "Prefill", "Decode"]
-        # Steps come with heartbeats; their shares of the budget are in words as well as in the strip.
         worker = page.locator(".card", has=page.get_by_text("decode-0"))
         await worker.get_by_text("steps/s of").wait_for()
         strip = worker.get_by_role("img")
@@ -162,7 +158,6 @@ async def test_operators_see_the_cluster(browser: Browser, components: Component
         await page.get_by_label("API key").wait_for()
         assert await page.locator(".card").count() == 0
         assert await page.locator(".question").count() == 0
-        # The next key's picture does not begin paused.
         await seen.connect(KEYS["ops"])
         await names.nth(3).wait_for()
         assert await page.get_by_role("button", name="Pause").get_attribute("aria-pressed") == "false"
@@ -211,7 +206,6 @@ async def test_stop_and_send_are_side_by_side_on_a_phone(browser: Browser, optio
     ):
         buttons = [seen.page.locator(f"#{name}") for name in ("stop", "send")]
         for button in buttons:
-            # A button has no box before the page is laid out.
             await button.wait_for()
         stop, send = [await button.bounding_box() for button in buttons]
         assert stop is not None
@@ -278,7 +272,6 @@ async def test_answers_are_text_and_can_be_stopped(browser: Browser) -> None:
     script = '<img src="http://127.0.0.1:9/x" onerror="document.title=1"> <b>bold</b>'
     async with running_fake_cluster(script, ui=True) as fakes, seen_page(browser, fakes.gateway.http_address) as seen:
         page = seen.page
-        # Without keys there is nothing to enter.
         await seen.ask("hello")
         await page.locator(".figures").wait_for()
         assert await seen.texts(".answer .text:not(.thinking .text)") == [script]
@@ -296,7 +289,6 @@ async def test_answers_are_text_and_can_be_stopped(browser: Browser) -> None:
         await seen.ask(too_long)
         await page.get_by_role("alert").filter(has_text="maximum context length").wait_for()
         assert await page.get_by_label("Message", exact=True).input_value() == too_long
-        # What failed is no part of the conversation.
         await seen.set(max_tokens="40")
         await seen.ask("short")
         await page.locator(".figures").nth(1).wait_for()
@@ -430,7 +422,6 @@ async def test_copy_retry_and_edit(browser: Browser) -> None:
             await page.get_by_label("Copy this answer").first.click()
             await page.get_by_role("button", name="Copy this answer").filter(has_text="Copied").wait_for()
             assert await page.evaluate("navigator.clipboard.readText()") == "`1`\n"
-            # Only the last answer can be asked for again: others have been answered to.
             assert await page.locator(".retry:visible").count() == 1
             await page.locator(".retry:visible").click()
             await page.locator(".answer", has_text="another two").wait_for()
@@ -483,7 +474,6 @@ async def test_a_reload_keeps_the_chat(browser: Browser, tmp_path: pathlib.Path)
         await page.locator(".figures").nth(1).wait_for()
         stores = "JSON.stringify(localStorage) + JSON.stringify(sessionStorage) + document.cookie"
         assert KEYS["ops"] not in await page.evaluate(stores)
-        # Nobody else's key brings it back, nor does the same one after that.
         await page.reload()
         await seen.connect(KEYS["acme"])
         assert await page.locator(".question").count() == 0
@@ -537,7 +527,6 @@ async def test_chats_are_listed_opened_and_deleted(browser: Browser) -> None:
         await other.get_by_label("Delete the chat “first”").click()
         assert await other.locator(".question").count() == 0
         assert await other.locator("#chat-list .open").all_text_contents() == ["second"]
-        # The first tab's list follows.
         await listed.nth(1).wait_for(state="detached")
         await other.evaluate(
             """const one = Object.entries(localStorage).find(([name]) => name.startsWith("pillion-chat-"));
@@ -572,7 +561,6 @@ async def test_an_answer_that_broke_off_can_be_continued(browser: Browser) -> No
         said = [("user", "Where do rivers end?"), ("assistant", "Rivers end ")]
         assert [(one["role"], one["content"]) for one in bodies[1]["messages"]] == said
         assert (bodies[1]["add_generation_prompt"], bodies[1]["continue_final_message"]) == (False, True)
-        # An answer that has ended is continued by no other question.
         await seen.ask("Go on.")
         await page.locator(".answer:not(.busy)", has_text="a sea.").wait_for()
         assert "continue_final_message" not in bodies[2]
@@ -645,7 +633,6 @@ async def test_a_chat_that_is_left_does_not_come_back(browser: Browser, tmp_path
             await page.locator("#stop:disabled").wait_for(state="attached")
             fakes.decode.gate.set()
 
-        # So slow that no answer ends by itself.
         fakes.decode.pace_s = 0.1
         system = {"role": "system", "content": SYSTEM}
         await seen.connect(KEYS["ops"])
