@@ -45,7 +45,7 @@ NEAR = 3e-4
 
 @torch.inference_mode()
 def wanted(folder: pathlib.Path, prompt: Sequence[int]) -> dict[int, torch.Tensor]:
-    """Returns transformers' log probabilities [vocabulary] of the token after so many of the prompt's."""
+    """Return transformers' log probabilities [vocabulary] of the token after a prefix of the prompt."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
     cache, found, begin = DynamicCache(config=model.config), {}, 0
     ends = sorted({*range(ORACLE_CHUNK_TOKENS, len(prompt), ORACLE_CHUNK_TOKENS), *LENGTHS})

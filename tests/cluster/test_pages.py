@@ -124,7 +124,7 @@ class ServedClone:
         return text
 
     def environ(self) -> dict[str, str]:
-        """The environment of somebody who works in this clone."""
+        """The environment of a developer in this clone."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PILLION_")}
         path = f"{self.folder}/.venv/bin:{os.environ['PATH']}"
         kept |= {"PATH": path, "PYTHONPATH": str(self.folder), "PILLION_TARGET": f"127.0.0.1:{self.grpc}"}

@@ -99,7 +99,7 @@ async def running(folder: pathlib.Path, model: pathlib.Path) -> AsyncIterator[Ra
 
 
 async def check_pairs(cluster: RankedCluster, expected: Any) -> None:
-    """Each pair with a prompt of its own, and with that of the pair before: the blocks of any size serve any size."""
+    """Each pair with its own prompt and that of the previous pair: blocks of any size serve any size."""
     for number, (prefill, decode) in enumerate(PAIRS):
         async with cluster.gateway(f"prefill-{prefill}", f"decode-{decode}") as (gateway, _):
             for salt in range(max(0, number - 1), number + 1):

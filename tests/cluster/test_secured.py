@@ -44,7 +44,7 @@ def certs(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture
 def identity(certs: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
-    """Give every component of this process the components' certificate, in a folder of its own."""
+    """Give every component of this process the components' certificate, in its own folder."""
     for name in ("internal.pem", "internal.key", "internal-ca.pem"):
         shutil.copy(certs / name, tmp_path)
     files = TlsFiles(*(str(tmp_path / name) for name in ("internal.pem", "internal.key", "internal-ca.pem")))

@@ -170,7 +170,7 @@ async def answer(made: Gateway, prompt: tuple[int, ...], salt: str) -> tuple[lis
 
 
 async def check_answers(made: Gateway, oracle: Oracle, worker: str) -> None:
-    """A cold prompt; then one that begins alike, whose first blocks are there."""
+    """A cold prompt; then one with the same prefix, whose first blocks are cached."""
     for prompt, cached in ((PROMPT, 0), ((*PROMPT[: 6 * BLOCK], *PROMPT[::-1]), 6 * BLOCK)):
         tokens, last = await answer(made, prompt, worker)
         assert first_difference(oracle.greedy(prompt, 12), tokens, EPSILON) == "", (worker, cached)

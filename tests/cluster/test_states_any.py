@@ -64,7 +64,7 @@ class DrawnRequest:
 
 
 def drawn(rng: random.Random, policies: tuple[str, ...] = POLICIES) -> list[DrawnRequest]:
-    """Draws requests that come together. A prompt is a piece of one of two texts, with something of its own."""
+    """Draw concurrent requests. A prompt is a piece of one of two texts, with a unique part."""
     asked = []
     for _ in range(rng.randint(1, 5)):
         common = tokens_of(200, rng.randint(1, 2))[: rng.choice((0, rng.randint(1, 200), 16 * rng.randint(1, 12)))]

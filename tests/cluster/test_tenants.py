@@ -62,7 +62,7 @@ async def components(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def guarded(components: Components, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[str]:
-    """Run a second gateway that knows the tenants; yield its gRPC address."""
+    """Run a second gateway with the tenants' keys; yield its gRPC address."""
     path = tmp_path_factory.mktemp("keys") / "keys.toml"
     path.write_text(keys_file())
     async with components.another_gateway_address(chunk_size=32, api_keys=str(path)) as address:

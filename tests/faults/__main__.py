@@ -26,7 +26,7 @@ MAX_DEATHS, DEATHS_WINDOW_S = 5, 60.0
 
 
 class Deaths:
-    """Rests before faults end so many components of a role that they would look like some that cannot live."""
+    """Pauses before faults that would make a role look like a crash loop."""
 
     def __init__(self) -> None:
         self._at_s: dict[str, list[float]] = {}

@@ -172,7 +172,7 @@ class FaultRecord:
 
 
 def draw(seed: int, shape: str, *, one_fault: bool = False) -> FaultPlan:
-    """What a seed stands for in a cluster of a shape."""
+    """The run that a seed draws in a cluster of a shape."""
     chance = random.Random(seed)
     points = [point for point in POINTS if point.passed_in(shape)]
     victims = roles_in(shape)
@@ -191,7 +191,7 @@ def draw(seed: int, shape: str, *, one_fault: bool = False) -> FaultPlan:
     questions, salted = zip(*asked, strict=True)
     # These are drawn last, so that seeds stand for what they stood for before there were networks and pauses.
     network = _link_fault(chance) if shape == "hosts" else None
-    # What wakes a process after a moment would wake one that is to sleep for longer, too.
+    # The wake-up after a short sleep would also end a longer one.
     pauses = chance.random() < PAUSES_SHARE and all(fault.number is not signal.SIGSTOP for fault in faults)
     return FaultPlan(seed, tuple(faults), questions, salted, chain, network, pauses)
 

@@ -20,7 +20,7 @@ from pillion.kvstore.index import redis_keys as keys
 from pillion.types import ComponentStatus
 from pillion.v1.kvnode_pb2 import NodeStatus
 
-# What a node holds for requests and workers. Without a stream a worker gives its stock of slots back, too.
+# Slots of requests and workers. Without a stream, a worker also returns its free slots.
 HELD = (
     *("tickets", "waiting_tickets", "pinned_blocks", "reserved_blocks"),
     *("leased_blocks", "quarantined_blocks", "late_blocks", "fenced_components"),
@@ -156,7 +156,7 @@ class ProcessGrowth:
         self._least: dict[int, tuple[int, int]] = {}
 
     def look(self, pids: dict[int, str]) -> list[str]:
-        """Which of the processes, whose roles are given, have grown."""
+        """Return the processes that have grown, by role."""
         wrong, least = [], {}
         for pid, role in pids.items():
             with contextlib.suppress(psutil.Error):

@@ -40,7 +40,7 @@ MAX_LOG_CHARS = 200_000
 # Small prefill steps, so that a prompt has several.
 STEPS = ("--chunk-size", "64", "--max-num-batched-prefill-tokens", "64")
 FLAGS = ("--dtype", "float32", "--max-model-len", "2048", "--heartbeat-ms", "400", *STEPS)
-# Long enough for a machine whose cores other processes want, too.
+# Long enough for a machine whose cores are shared with other processes.
 TIMEOUT = ("--heartbeat-timeout-ms", "8000")
 STANDBYS: Defaults = {CLUSTER: {"standby": True}}
 POOL = ("--kv-pool-bytes", "8MiB")
@@ -49,7 +49,7 @@ SMALL_POOL = ("--kv-pool-bytes", "3MiB")
 
 
 def roles_in(shape: str) -> tuple[str, ...]:
-    """Roles of the processes of a shape: what stands for several hosts has no keeper."""
+    """Roles of the processes of a shape; simulated hosts have no keeper."""
     return tuple(role for role in ROLES if shape not in ("nodes", "hosts") or role != "keeper")
 
 

@@ -13,7 +13,7 @@ from pillion.types import ClusterStatus, ComponentStatus
 
 
 def nodes(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """A gateway that knows KV nodes with these names."""
+    """A gateway with KV nodes of these names."""
     known = tuple(ComponentStatus(component_id=name, role="kvnode", address=f"unix:/run/{name}.sock") for name in names)
     status = ClusterStatus(
         version="1",

@@ -38,7 +38,7 @@ def spilled(status: NodeStatus) -> bool:
 
 
 async def until_indexed(redis: RedisServer, hashes: bytes, wanted: dict[str, int] | None = None) -> None:
-    """Wait until the index knows the chain: at these nodes, or at any."""
+    """Wait until the index has the chain: at these nodes, or at any."""
     index = Index(redis.url)
 
     async def known() -> bool:

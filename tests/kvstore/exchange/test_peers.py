@@ -166,7 +166,7 @@ async def test_a_cancelled_pin_leaves_nothing_pinned(source: SourceProcess, monk
                 await peer.pin(CHAIN, 0, 0.1)
         finally:
             source.signal(signal.SIGCONT)
-        # Of the two pins one was surely made by the woken source before it heard that nobody waits.
+        # The woken source made one of the two pins before it heard of the cancellation.
         await until("both pins to be released", lambda: len(released) == 2)
         await until_tickets(source, before)
         assert peer.alive

@@ -310,7 +310,7 @@ async def _over_and_quiet(reader: Reader, read: asyncio.Task[None], pinned: PinB
 
 
 async def stays_quiet(reader: Reader) -> None:
-    """Assert that nobody writes to the reader's memory during QUIET_S."""
+    """Assert that the reader's memory does not change during QUIET_S."""
     before = bytes(reader.memory)
     await asyncio.sleep(QUIET_S)
     assert bytes(reader.memory) == before

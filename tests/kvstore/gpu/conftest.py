@@ -1,4 +1,4 @@
-"""Lets tests of KV hosts read and write slots of pools on GPUs, too."""
+"""Access to slots of GPU pools for tests of KV hosts."""
 
 from __future__ import annotations
 

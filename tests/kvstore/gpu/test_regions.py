@@ -162,7 +162,7 @@ def test_one_process_fills_and_no_other_sees_a_part(steps: list[tuple[str, int, 
         else:
             model.hear(regions.drop_idle())
         regions.check_integrity()
-        # Who lives and was not granted waits for somebody who fills.
+        # A live process without a grant waits for a filler.
         assert all(model.living[user] in model.fillers for user in model.living.keys() - model.granted)
 
 

@@ -54,7 +54,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def keeper_socket() -> Iterator[str]:
-    """One keeper for all nodes here: each test's has its own name. It knows no CUDA driver."""
+    """One keeper for all nodes here, each with its own name. It loads no CUDA driver."""
     with shared_keeper() as path:
         yield path
 
@@ -247,7 +247,7 @@ async def test_a_missing_keeper_means_a_fresh_start(short_folder: str) -> None:
 
 
 async def test_a_surviving_pool_makes_room_for_weights(lives: Lives, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They arrive before the first worker attaches, and nobody can serve without them."""
+    """They arrive before the first worker attaches; no worker can serve without them."""
     await lives.begin()
     (await lives.worker()).close()
     await until("the keeper to have the pool", lambda: is_kept(lives))

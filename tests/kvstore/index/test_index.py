@@ -137,7 +137,7 @@ async def test_a_silent_nodes_entries_are_void_and_swept(redis: RedisServer, ind
 async def test_a_sweep_gets_through_a_big_bucket(redis: RedisServer) -> None:
     """All chains with the same first block share a bucket; a visit checks a limited part of it."""
     [other] = await fake_nodes(redis.url, "b")
-    # Its number may be given to another as soon as it is lost, so it has an epoch of its own.
+    # Its number may be reassigned as soon as it is lost, so it gets a new epoch.
     dead = FakeNode(redis.url, "dead", boot_epoch=2, ttl_ms=100)
     await dead.beat()
     chains = [Chain([0, *range(number, number + 20)]) for number in range(0, 4000, 20)]

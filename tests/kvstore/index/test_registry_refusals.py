@@ -1,4 +1,4 @@
-"""A Redis that answers but refuses writes for longer than records live: nobody is lost because of it."""
+"""A Redis that rejects writes for longer than records live loses no component."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def redis_ms(redis: RedisServer) -> int:
 
 
 async def later(redis: RedisServer, ms: int) -> None:
-    """Wait until this much time has passed by the server's own clock."""
+    """Wait until the server's clock has advanced by a duration."""
     over = await redis_ms(redis) + ms
 
     async def passed() -> bool:
@@ -56,7 +56,7 @@ async def later(redis: RedisServer, ms: int) -> None:
     await until(f"{ms} ms of Redis's time", passed)
 
 
-# A refusal of full memory stands for the others, which test_redis_model.py tells apart.
+# OOM represents all rejections; test_redis_model.py covers each.
 @pytest.mark.parametrize(
     "why", [pytest.param(why, marks=() if why == "full" else pytest.mark.long) for why in REFUSALS]
 )
@@ -112,7 +112,7 @@ async def test_the_next_heartbeat_finds_the_silent_known(redis: RedisServer) -> 
         await later(redis, 2 * TTL_MS)
         with pytest.raises(Unavailable, match="raise its maxmemory"):
             await b.beat()
-    # Redis takes both at once: nobody is silent in between, however busy the machine is.
+    # Redis applies both at once, so no component is silent in between, however busy the machine is.
     assert await asyncio.gather(b.beat(), a.beat()) == [True, True], "a node that is not known announces all again"
     async with beating(b):
         await a.until_lost()

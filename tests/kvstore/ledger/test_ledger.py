@@ -55,7 +55,7 @@ def fill(ledger: Ledger, worker: int, ticket: TicketState, hashes: list[bytes]) 
 
 
 def cache(ledger: Ledger, *tokens: int) -> None:
-    """Leave a chain behind that nobody holds."""
+    """Commit a chain and release it."""
     gateway, worker = ledger.attach("g", SESSION), ledger.attach("w", "decode")
     hashes = prompt(*tokens)
     ticket = open_ticket(ledger, gateway, hashes)

@@ -316,7 +316,7 @@ def test_the_pool_learns_which_state_of_a_request_is_found(goes_on_after: int) -
 
 
 def test_where_texts_part_is_remembered_without_them() -> None:
-    """When all blocks have been evicted, the next text with this branch point is told of it, and others are not."""
+    """After all blocks were evicted, only texts with this branch point get it."""
     pool = StatePool(num_slots=40)
 
     def told(*tokens: int) -> int:

@@ -85,7 +85,7 @@ async def running(folder: str, **more: object) -> AsyncIterator[Fixture]:
         node_listen=f"unix:{folder}/node.sock",
         attach_socket=f"{folder}/attach.sock",
         kv_pool_bytes=SLOTS * BLOCK_BYTES,
-        # The node fences nobody by the real clock.
+        # The node fences no worker by the real clock.
         heartbeat_timeout_ms=600_000,
         **more,  # type: ignore[arg-type]
     )
@@ -285,7 +285,7 @@ async def test_only_missed_heartbeats_fence_a_worker(line: Fixture, monkeypatch:
     assert await fenced_after(0.2) == ("decode-0",), "who never spoke is still loading"
     assert not (await line.client.heartbeat(lively)).fenced
     assert not (await line.client.heartbeat(loading)).fenced
-    # A new epoch, too, may take its time until it begins.
+    # A new epoch may also start late.
     fresh = await line.client.reattach(silent)
     for _ in range(3):
         assert await fenced_after(0.9) == ()

@@ -53,7 +53,7 @@ async def test_an_abandoned_pool_is_dropped_last() -> None:
     slow = SlowKeeper()
     keeper = cast("PoolKeeper", slow)
     with contextlib.closing(pool):
-        # One keep is under way and another one waits for it when a worker makes the pool one that nobody recovers.
+        # One keep is in progress and another waits when a worker makes the pool unrecoverable.
         giving = [asyncio.create_task(pool.give(keeper, "kv")) for _ in range(2)]
         await asyncio.sleep(0)
         admitting = asyncio.create_task(pool.admit(keeper, "kv", 1, 1, pidfd))

@@ -1,4 +1,4 @@
-"""Eviction ahead of need: when it starts and ends, what is spilled, what is lost, and what the index is told."""
+"""Eviction ahead of need: when it starts and ends, what is spilled or lost, and what is announced to the index."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class ScriptedMemory(HostMemory):
 
 
 class SpillHost:
-    """A pool with memory, a spiller and an index that believes what it is told."""
+    """A pool with memory, a spiller and a fake index."""
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self.node = LedgerDriver(NUM_SLOTS)

@@ -530,7 +530,7 @@ async def test_a_page_that_fails_loses_the_state_and_not_the_blocks() -> None:
     assert await node.fetch_blocks(ticket_id, "a", hashes=PROMPT[:6]) == 0
     assert (node.fetcher.counts.corrupt_blocks, node.ledger.tickets[ticket_id].reserved) == (1, 14)
     node.check()
-    # The blocks and the first page are cached, and pinned by nobody.
+    # The blocks and the first page are cached and unpinned.
     assert (len(node.ledger.tree), node.ledger.tree.protected) == (7, 0)
     node.sources["a"].flip.clear()
     assert await node.fetch_blocks(ticket_id, "a", hashes=PROMPT[:6]) == 6

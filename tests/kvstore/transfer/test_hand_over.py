@@ -49,7 +49,7 @@ class OtherPool:
 
 
 def unknown(plan: HandOver[tuple[int, ...]], now_s: float) -> HandOverAsk[tuple[int, ...]] | float | None:
-    """Return the next step of a hand-over whose index knows nothing."""
+    """Return the next step of a hand-over with an empty index."""
     while isinstance(step := plan.next(now_s), HandOverLook):
         assert plan.looked(step, {}) is None
     return step
@@ -173,7 +173,7 @@ def test_a_chain_that_a_node_has_is_not_sent_to_another_one() -> None:
     while (step := plan.next(1e8)) is not None:
         assert not isinstance(step, float)
         if isinstance(step, HandOverLook):
-            # The node that leaves is in the index, too.
+            # The leaving node is also in the index.
             held = {"leaving": len(step.chain), **{name: pool.prefix(step.chain) for name, pool in pools.items()}}
             assert plan.looked(step, held) is None
         else:

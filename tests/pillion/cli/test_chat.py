@@ -137,7 +137,7 @@ async def test_a_conversation_on_a_terminal(tmp_path: pathlib.Path) -> None:
     async with serving(parrot) as address:
         await asyncio.to_thread(converse, address)
     assert parrot.asked[0] == [("system", "Be brief."), ("user", "noone")]
-    # What Ctrl-C cut was read, so the model is told of it.
+    # The user has read what Ctrl-C cut off, so it stays in the conversation.
     assert parrot.asked[-3] == [("user", "wait"), ("assistant", "1: wait!"), ("user", "again")]
     saved = [tuple(message.values()) for message in json.loads((tmp_path / "talk.json").read_text())]
     assert saved == [*parrot.asked[3], ("assistant", "8: /slash!")]

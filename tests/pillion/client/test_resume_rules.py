@@ -43,7 +43,7 @@ def is_lost(error: PillionError, spoken: bool) -> bool:
 
 @dataclass
 class ResumeModel:
-    """What the client knows about its stream, and the failures since its last progress."""
+    """The client's state of its stream, and the failures since its last progress."""
 
     addresses: int
     resume_timeout_s: float

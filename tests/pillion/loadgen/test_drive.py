@@ -55,7 +55,7 @@ async def drive(target, sessions, **more):
 
 
 async def test_an_open_loop_measures_from_the_scheduled_arrival():
-    # It answers nobody before all four have asked.
+    # It answers only after all four have asked.
     target, done = FakeTarget(together=4), []
     times = [0.0, 0.001, 0.002, 0.05]
     run = await drive(target, [single(at_s) for at_s in times], on_done=done.append)

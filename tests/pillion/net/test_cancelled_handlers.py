@@ -67,7 +67,7 @@ async def test_an_unrequested_cancel_is_reported_as_a_bug(name: str, caplog: pyt
             await within("the call to end", _call(stub, name))
         assert raised.value.code() is grpc.StatusCode.INTERNAL
         assert [f"/{NAME}/{name} failed"] == [record.getMessage() for record in caplog.records]
-        # A caller that goes away cancels its handler, which is nobody's defect.
+        # A disconnected caller cancels its handler, which is not a bug.
         servicer.stray = False
         leaving = asyncio.create_task(_call(stub, name))
         await until("the handler to wait", lambda: servicer.waiting == 2)

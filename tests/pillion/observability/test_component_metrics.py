@@ -158,7 +158,7 @@ def test_tokens_that_come_together_share_their_time() -> None:
     request.ended(100.6, usage, timings, ["length"], None)
     assert only(meters, names.TTFT).total == pytest.approx(0.3)
     itl = only(meters, names.ITL)
-    # All but the first, and nobody waited for the one that came with it; together they are the stream's time.
+    # All but the first, and without a wait for the one that came with it; their sum is the stream's time.
     assert itl.count == 6
     assert itl.counts[0] == 1
     assert itl.total == pytest.approx(0.25)

@@ -43,7 +43,7 @@ async def service(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> As
 
 @contextlib.asynccontextmanager
 async def opened(service: S3Service, namespace: bytes = NAMESPACE) -> AsyncIterator[ObjectTier]:
-    """A node's tier that knows nothing of the bucket yet."""
+    """A node's tier with empty caches of the bucket's content."""
     tier = ObjectTier(ObjectStore(parse_object_url(service.url())), RunLayout(namespace, BLOCK_BYTES))
     try:
         yield tier

@@ -46,7 +46,7 @@ async def test_objects_of_a_dead_node_serve_another(
         await a.until(lambda status: status.object_blocks == 30)
         assert (await a.client.status()).spilled_blocks == 0, "they are in the pool as before"
         await a.stop()
-        # The index knows of nothing, and no node of it is named: the bucket is asked.
+        # The index is empty and no source node is named, so the bucket is asked.
         assert await b.client.find_blocks(hashes, 0, timeout_s=60) == 30
         assert await b.client.find_blocks(hashes, 12, timeout_s=60) == 18
         assert await b.serve(hashes) == PrefetchReply(blocks=30, bucket_blocks=30)
