@@ -121,7 +121,7 @@ PlacesOf = Callable[[tuple[int, ...]], Awaitable[tuple[int, ...]]]
 
 # Texts up to this length are encoded on the event loop, in under a millisecond.
 SHORT_TEXT_CHARS = 1024
-# Cost of encoding a short text, in bytes of checking.
+# Overhead of encoding one bad word, in the bytes by which off-loop jobs are charged.
 WORD_BYTES = 64
 
 STOPPING = "this gateway is stopping"

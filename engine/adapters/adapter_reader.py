@@ -104,7 +104,8 @@ def _together(first_output: int, each: Sequence[PairBits]) -> PairBits:
 
 
 def _second(files: AdapterFiles, pair: AdapterPair, data: Bytes, dtype: str) -> Bits:
-    """Return the B of a pair, multiplied by all factors of its outputs and rounded once; ``data`` are its bytes."""
+    """Return a LoRA pair's B matrix from its bytes ``data``, multiplied by alpha/rank and its per-output factors,
+    rounded once."""
     factors = pair.projection.factors
     if not factors:
         return files.bits(pair.b, data, dtype, pair.scale)

@@ -27,8 +27,7 @@ class CpuAdapterForm:
 
     Attributes:
         shapes: (outputs, inputs, matrices) of the products that adapters may change; matrices of experts or heads, 0
-        for
-            a single one.
+            for a single one.
         heads: a head's outputs for keys and for values, by name of a layer with a matrix per head.
         gated: names of layers that make gate and up, whose outputs alternate in the packed order.
         inner_orders: order of the inner values of an MLP, or per expert, by prefix of the layer's name, where quantized

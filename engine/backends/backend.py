@@ -33,8 +33,7 @@ Bytes = npt.NDArray[np.uint8]
 if TYPE_CHECKING:
     from pillion.kvstore.client.attachment import MappedDevice
 
-# Layout in which the piece of a layer and head has one row of head_dim values per token. Part of the namespace of
-# blocks (I2).
+# Pool layout: each (layer, KV head) piece of a block is [tokens, head_dim]. Part of the blocks' hash namespace (I2).
 LAYOUT_VERSION = "rows-1"
 # Types of 8-bit KV, by the value of --kv-cache-dtype.
 FP8_E4M3 = "fp8_e4m3"

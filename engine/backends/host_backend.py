@@ -100,8 +100,8 @@ class HostBackend(ABC):
         self._pool = torch.frombuffer(view, dtype=torch.uint8, count=needed).view(num_slots, -1)
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Write the batch's KV and return float32 logits [R, vocab_size] of ``sample_rows``, in that order, without the
-        last ones, of which only vectors are needed."""
+        """Write the batch's KV. Return float32 logits [R, vocab_size] of ``sample_rows``, in that order, minus trailing
+        pooling rows that need only hidden states."""
         return self._run(self._bound_pool(), batch)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:

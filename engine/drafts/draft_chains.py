@@ -157,7 +157,7 @@ class DraftPasses(Protocol):
 
 
 class DraftChains:
-    """Draft chains of one scheduler, and its Drafter; ``passes`` runs the plans."""
+    """Implements Drafter: the draft model's KV block chains, one per sequence. ``passes`` runs the forward passes."""
 
     def __init__(self, shape: DraftShape, passes: DraftPasses, block_manager: BlockManager) -> None:
         self._shape = shape

@@ -77,9 +77,9 @@ def load_draft(
 def load_eagle_head(
     flags: WorkerFlags, config: SpeculativeConfig, main: LoadedModel, threads: int, most_tokens: int
 ) -> tuple[DraftShape, DraftModel]:
-    """Load the EAGLE-3 head ``config.model``, and make the backend of ``main`` keep the states that it reads. Passes
-    have up to ``most_tokens`` tokens. With tensor parallelism on CPUs, the head runs beside rank 0. Raises ConfigError,
-    with the head's name, if it cannot be loaded or was made for another model."""
+    """Load the EAGLE-3 head ``config.model``, and make ``main``'s backend return the hidden states that the head needs.
+    Passes have up to ``most_tokens`` tokens. With tensor parallelism on CPUs, the head runs beside rank 0. Raises
+    ConfigError, with the head's name, if it cannot be loaded or was made for another model."""
     # Imports torch, which a decode worker loads only with a model.
     from pillion.engine.drafts.eagle_config import load_eagle_config
     from pillion.engine.drafts.eagle_head import EagleModel, eagle_layout

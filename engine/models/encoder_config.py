@@ -20,8 +20,7 @@ class EncoderConfig:
         windows: attention window of each layer, to either side; 0 is unlimited. () for no windows.
         attention_bias, mlp_bias, norm_bias: True for biases there.
         head: layers before a classifier's last product: "pooler" and "dense" are a product and tanh, named as in BERT
-        and
-            RoBERTa; "normed" is a product, ``head_activation`` and a norm; "" without labels.
+            and RoBERTa; "normed" is a product, ``head_activation`` and a norm; "" without labels.
         head_bias: True if the product of "normed" has a bias.
     """
 

@@ -366,8 +366,8 @@ def _bamba(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _jamba(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Derive that Jamba has no positions, and experts in one layer per period, or in none if a layer has a single one,
-    i.e. a plain MLP."""
+    """Return Jamba's derived config: no positional encoding; one MoE layer per period, or none (dense MLPs) if it has
+    one expert."""
     count, layers = size(raw, "num_experts"), range(size(raw, "num_hidden_layers"))
     period, offset = size(raw, "expert_layer_period"), number(raw, "expert_layer_offset", 0)
     return {

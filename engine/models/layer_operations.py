@@ -101,8 +101,7 @@ class LayerTensor:
         groups: number of groups in checkpoints, each with a part of every piece of ``rows``; else 0.
         scales: factors of the pieces of ``rows``, applied on load; () for none.
         gated: True if checkpoints alternate query and gate of each head in the first two pieces; the decoder has all
-        gates
-            first.
+            gates first.
         ones: numbers of dimensions of size 1 before and after a vector's own in checkpoints.
         optional: True if a missing exact vector means zeros.
         centered: True for a LayerNorm in a model of RMS norms.
@@ -267,9 +266,8 @@ class AttendLatents(LayerOperation):
         grows: True for position-dependent query scale (:class:`GrowQueries`).
         index: the indexer; None if queries see all tokens.
         index_queries, index_key, index_norm, index_weights: make index queries from the inputs of ``query_up``, and
-        from
-            the layer's rows a token's index key, its LayerNorm, and a weight per index query. All None in a layer that
-            reuses the selection of the layer before (GLM-5).
+            from the layer's rows a token's index key, its LayerNorm, and a weight per index query. All None in a layer
+            that reuses the selection of the layer before (GLM-5).
     """
 
     query_down: LayerTensor | None
@@ -324,8 +322,7 @@ class DeltaRule(LayerOperation):
         taps: the convolution.
         decay, shift: log of each head's decay rate, and the bias of its time step.
         forget_down, forget_up: low-rank projection of a decay per row of a head's matrix (Kimi-Linear); None for one
-        decay
-            per head.
+            decay per head.
         gate_down, gate_up: low-rank projection of gates, then sigmoids.
         norm, eps: norm of each head's output.
         key_heads, heads: numbers of query/key heads and of value heads; adjacent ones share a key.
@@ -362,8 +359,7 @@ class StateSpace(LayerOperation):
         inputs: makes gates, values, write and read vectors (B and C) per group of heads, and time steps.
         taps: convolution of values and of write and read vectors.
         decay, shift, skip: per head, log of the decay rate, bias of the time step, and factor of the values added to
-        the
-            output (A_log, dt_bias, D).
+            the output (A_log, dt_bias, D).
         norm, eps: norm of each group's output; None for none.
         heads, head_dim: number of heads, and their width.
         groups, state_dim: number of groups, and columns of a head's matrix.
@@ -469,8 +465,7 @@ class Experts(LayerOperation):
         scale: factor of the scores.
         exact: True if the router's products are not rounded, even without sigmoids and bias.
         groups: number of groups of consecutive experts. A row's experts are in its best ``kept_groups``, ranked by the
-        sum
-            of a group's best ``group_best`` scores, with bias (DeepSeek V2 and V3).
+            sum of a group's best ``group_best`` scores, with bias (DeepSeek V2 and V3).
         router_bias: bias of the router's products.
         clamped: the activation, if not the one named.
         scaled_inputs: True if scores multiply the experts' inputs instead of their outputs.

@@ -26,8 +26,7 @@ class Rope:
         frequencies: [head_dim / 2] float32, radians per token; 0 for pairs that are not rotated.
         scales: [head_dim / 2] float32, factors of cosines and sines; 1 for pairs that are not rotated.
         short_frequencies: frequencies of texts within the original length, if different, else None. Position p of such
-        a
-            text is row ``short_rows`` + p of the tables; row p is that of any other text.
+            a text is row ``short_rows`` + p of the tables; row p is that of any other text.
     """
 
     frequencies: torch.Tensor

@@ -69,7 +69,7 @@ _FOUR_NORMS = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-# GGUF has one tensor for a layer's experts, a folder one per expert.
+# GGUF stacks a layer's experts in one tensor; a Hugging Face checkpoint has one per expert.
 _EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",

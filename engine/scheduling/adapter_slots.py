@@ -6,9 +6,8 @@
 
 A sequence with an adapter joins when it joins the scheduler's queues. From then on it either uses its adapter's slot,
 or waits for one because sequences with other adapters use them all; it may run once the adapter is READY. It leaves
-when it
-leaves the queues: it has ended, or was preempted and joins again later. A slot changes its adapter only while no
-sequence uses it, least recently used first.
+when it leaves the queues: it has ended, or was preempted and joins again later. A slot changes its adapter only while
+no sequence uses it, least recently used first.
 
 No sequence waits for ever. Slots are assigned in queue order. A sequence that joins an adapter with a slot overtakes
 those that wait for one, but not for long: per adapter that has waited SLOT_PATIENCE_S, one slot is closed. A closed

@@ -1,31 +1,31 @@
 """Which tokens run in the next step, and which sequence owns which slot: stall-free scheduling, sans-IO (I5, I9).
 
-One class serves both services: a decode worker's streams sample, a prefill worker's ranges end when computed. A step is
+One class serves both services: a decode worker's streams sample, a prefill worker's ranges finish once computed.
+A step is
 
-    plan = scheduler.schedule(now)             decodes, tokens that are proposed, then prompt tails, up to the budget
+    plan = scheduler.schedule(now)             decodes, proposed tokens, then prompt tails, up to the budget
     sampled = ...                              the backend runs the plan
     outcome = scheduler.commit(plan, sampled, now)
 
 and between two steps come events: :meth:`add`, :meth:`cancel`, :meth:`fail`, the node's answers, :meth:`committed`,
 :meth:`granted`, :meth:`resumed`, and the worker's, :meth:`adapter_loaded`, :meth:`adapter_failed`. Their effects are in
 the next Outcome; :meth:`flush` returns it without a step. For a backend that runs ahead the next step is scheduled
-before
-this one is committed: :meth:`launched` announces it, by the rules of :mod:`pillion.engine.scheduling.in_flight`.
+before this one is committed: :meth:`launched` announces it, by the rules of :mod:`pillion.engine.scheduling.in_flight`.
 
 **Order.** :mod:`pillion.engine.scheduling.queues` decides which sequence is served first and which is preempted;
 :mod:`pillion.engine.scheduling.step_cost` decides how many tokens a step has.
 
 **Memory.** The slots of a prompt and its first generated token come with the adopted ticket; only decodes grow, by free
-slots. Without a free slot a decode waits for the running lease call; if the node is exhausted, a victim is preempted
-(maybe the asking decode itself): it releases its ticket and resumes under a new one with the same tokens (I6). The next
-preemption waits until the one before has settled. The victim's committed blocks stay at the node, in any tier: it is
-swapped out to there.
+slots. Without a free slot a decode waits for the outstanding lease call; if the node is exhausted, a victim is
+preempted (possibly the requesting decode itself): it releases its ticket and resumes under a new one with the same
+tokens (I6). Only one preemption is in progress at a time. The victim's committed blocks stay at the node, in any tier,
+so preemption swaps to the node.
 
 Several answers to one prompt are computed as one until the first token:
 :mod:`pillion.engine.scheduling.parallel_samples`. Everything else in a step comes from optional collaborators, which
 return decisions for the scheduler to carry out and are not called for streams that do not need them. Tokens forced by
-grammars are proposed before draft tokens. After a step, a sequence goes back to the last position with a state before a
-draft head gets its rows' inputs, which are then recomputed from there.
+grammars are proposed before draft tokens. A sequence with state is rolled back to its last stored state before its
+hidden states go to a draft head; later tokens are recomputed.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def scored_rows(vocab_size: int) -> int:
 
 
 class Scheduler:
-    """The scheduler of one worker epoch. Attributes are for reading: ``budget``, ``queues``, ``free_slots``,
+    """The scheduler of one worker epoch. Read-only attributes: ``budget``, ``queues``, ``free_slots``,
     ``sequences`` (all that are not gone, by seq_id), ``whole_prompts``, and the arguments.
 
     Args:
@@ -76,11 +76,10 @@ class Scheduler:
         max_num_seqs: max sequences per step.
         target_itl_s: target duration of a step with streams; 0 leaves the budget constant.
         target_itl_steps: that duration as a multiple of a plain step's, one without prompt tokens; 0 if it is in
-        seconds
-            or off.
+            seconds or off.
         max_whole_tokens: 0 cuts prompts at any token; else prompts run whole, and this is the longest one.
-        max_scored_rows: max rows per step that score a prompt's token; scored prompts are cut by it even if prompts run
-            whole.
+        max_scored_rows: max rows per step that score a prompt's token; splits scored prompts even when
+            others run whole.
         even_steps: whether steps of cut prompts should take equally long, wherever in a prompt they are.
         expected_cost: a step's cost by the device's speed, until steps are measured; None if unknown.
         pair_tokens: the cost of a query-key pair in tokens, by the model's shape; 0 if unknown.
@@ -169,7 +168,7 @@ class Scheduler:
         return resuming | self.queues.positions()
 
     def cancel(self, seq_id: int, now: float) -> None:
-        """End a sequence whose listener has gone: free its slots and ticket without an update (I8).
+        """End a sequence whose client is gone: free its slots and ticket without an update (I8).
 
         Blocks in commit stay. A parallel sample that has not started never will. Unknown ids are ignored.
         """
@@ -243,7 +242,7 @@ class Scheduler:
         self.blocks.release_ticket(ticket)
 
     def expect_adapter(self, digest: str, now: float) -> None:
-        """Announce a sequence with this adapter, which comes when its prompt's chain is there."""
+        """Preload an adapter for a sequence that will be added once its prompt's blocks arrive."""
         if self.adapters is not None:
             self.adapters.preload(digest)
 
@@ -353,7 +352,7 @@ class Scheduler:
         if adapters is not None:
             out.adapter_orders, out.evicted_adapters = adapters.take_orders(), adapters.take_evicted()
         if not out.empty:
-            # The load is read only with other content, and an empty outcome precedes most steps.
+            # Attach the load only to nonempty outcomes; most steps are preceded by an empty one.
             out.load = self.queues.load(self.budget)
             if adapters is not None:
                 out.load |= {"adapters": adapters.ready, "adapter_waits": adapters.waits}
@@ -545,7 +544,7 @@ class Scheduler:
         """End a sequence that generates nothing, with its vector if requested; fail it if that is not finite."""
         vector = sequence.vector
         if vector is not None and not np.isfinite(vector).all():
-            error = "the model's vector of a text is not finite: its weights are damaged, or its arithmetic overflows"
+            error = "the embedding is not finite: its weights are damaged, or its arithmetic overflows"
             self.fail(sequence.seq_id, BrokenModel(error), now)
             return
         found = b"" if vector is None else vector.astype("<f4").tobytes()

@@ -334,8 +334,7 @@ class Sequence(BlockChain):
 
     def share(self, tokens: int, slot: int) -> None:
         """Record the KV of the next ``tokens`` tokens (less than a block) in ``slot``, copied before the sequence's
-        next
-        chunk: they count as computed."""
+        next chunk: they count as computed."""
         self.copy_first = slot, self.slots(self.num_committed, self.num_committed + 1)[0]
         self.num_computed += tokens
         self.progress.tail_tokens = max(0, self.progress.tail_tokens - tokens)

@@ -4,10 +4,9 @@ The model is linear in what a step does: a constant, tokens (products with the w
 sequence's context once) and query-key pairs (a chunk's attention). Its non-negative weights are fitted to relative
 errors by least squares over some twenty steps with a chunk and some twenty without; each kind fades separately, so that
 the price of a chunk is kept while only decodes run. Faster changes, when other programs load the machine, are in a
-factor beside the
-fit: the median of measured over predicted time in the last few steps. So a change is followed within three steps, and a
-hiccup of one or two steps is ignored. Sarathi-Serve profiles this curve offline; here it is measured on the serving
-machine. Sans-IO (I9).
+factor beside the fit: the median of measured over predicted time in the last few steps. So a change is followed within
+three steps, and a hiccup of one or two steps is ignored. Sarathi-Serve profiles this curve offline; here it is measured
+on the serving machine. Sans-IO (I9).
 
 A step on borrowed cores (:mod:`pillion.host.core_lending_table`) enters the fit with its time on the worker's own
 cores: the cores lent change from step to step, and are in the factor. The planner gets the cost on own cores, and who
@@ -288,11 +287,10 @@ class TokenBudget:
     The target is ``target_s`` seconds, or ``target_steps`` times the duration of a step with only its decodes; 0: no
     such target. A decode is never delayed; a prompt tail gets at least MIN_TAIL_TOKENS per step, and all of
     ``max_tokens`` if no stream runs. Steps are measured with and without a target, for the planner and for the largest
-    measured size. The
-    target limits all prompt tails of a step together, each priced at its start: later tokens of a long prompt cost
-    more. ``expected`` and ``pair_tokens`` are those of :class:`StepCost`. If steps are to be ``even``, because the
-    stages of a pipeline wait for the longest one under way, a prompt's later steps have fewer tokens, taking no longer
-    than its first, but at least MIN_EVEN_SHARE of ``max_tokens``.
+    measured size. The target limits all prompt tails of a step together, each priced at its start: later tokens of a
+    long prompt cost more. ``expected`` and ``pair_tokens`` are those of :class:`StepCost`. If steps are to be ``even``,
+    because the stages of a pipeline wait for the longest one under way, a prompt's later steps have fewer tokens,
+    taking no longer than its first, but at least MIN_EVEN_SHARE of ``max_tokens``.
     """
 
     def __init__(

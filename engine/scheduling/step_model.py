@@ -4,8 +4,7 @@
 
 :mod:`pillion.engine.scheduling.step_cost` fits the five numbers to real steps and publishes them with heartbeats;
 :mod:`pillion.gateway.planning.plan_cost` prices routes with them. Sans-IO (I9), and without numpy, whose calls would
-take
-longer than the formula: a gateway prices a few routes per request.
+take longer than the formula: a gateway prices a few routes per request.
 """
 
 from __future__ import annotations
@@ -89,8 +88,7 @@ def seconds_beside(
     plain_s: float, target_steps: float, waiting: float, streams: int, fixed_s: float, longest_s: float
 ) -> float:
     """Return the seconds that a step with a prompt tail may take beside ``streams``, while ``waiting`` prompts wait,
-    this
-    one included: ``target_steps`` times ``plain_s``, or longer by BACKLOG_WEIGHT and MIN_THROUGHPUT.
+    this one included: ``target_steps`` times ``plain_s``, or longer by BACKLOG_WEIGHT and MIN_THROUGHPUT.
 
     ``plain_s`` is the time of a step that only decodes the streams, ``longest_s`` that of the largest step.
     ``fixed_s``, the cost of a step itself and of each chunk of a tail, is no work. Sharing time by the number of

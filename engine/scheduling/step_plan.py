@@ -56,8 +56,7 @@ class StepPlan:
 
     Attributes:
         copies: (source, target) slots to copy before anything runs: the prompt's last, partial block for a parallel
-        sample
-            (copy-on-write).
+            sample (copy-on-write).
         budget_tokens: the step's token budget, which the chunks may leave unused.
         unknown: (chunk, row) of decodes whose token that row of the launched step chooses, counted as in its Sampled.
         placements: (slot, packed adapter) pairs to place before anything runs.
@@ -104,8 +103,7 @@ class CommitOrder:
     Attributes:
         seq_id: a sequence, or, below 0, a feature's chain.
         chunks: committed with the run. They are reported with the node's answer, on the event loop: the scheduler gets
-        that
-            answer only between two steps, and a step may be long.
+            that answer only between two steps, and a step may be long.
         after: if set, the run is the state after the block of that hash.
         may_wait: True if the run may be sent together with later ones.
     """
@@ -158,8 +156,7 @@ class Outcome:
         judged_draft_tokens: per stream with judged proposals, their number and how many were accepted.
         preemptions, forced_tokens, late_masks, evicted_adapters: counts since the last outcome.
         load: the scheduler's load, by field of :class:`pillion.wire.registry.WorkerLoad`. A mapping, because the
-        scheduler
-            also runs where the packages of services are not installed.
+            scheduler also runs where the packages of services are not installed.
     """
 
     updates: list[Update] = field(default_factory=list)

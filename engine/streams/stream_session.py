@@ -166,7 +166,7 @@ class DecodeSession:
             sampling = check_submit(submit, worker.block_size, worker.model.backend.vocab_size, worker.max_model_len)
             generates = read_pooling(submit) is None
             if not generates and not worker.gives_vectors:
-                raise InvalidRequest(f"{worker.component_id} gives no vectors of texts: it computes in stages")
+                raise InvalidRequest(f"{worker.component_id} has no vectors of texts: it computes in stages")
             if generates and self._limits.vectors_alone:
                 raise InvalidRequest(f"{worker.component_id} generates nothing: it is a {worker.role} worker")
             if (generates or submit.pooled_ids) and not worker.model.chooses_tokens:
@@ -176,7 +176,7 @@ class DecodeSession:
             if submit.siblings and submit.prompt_tokens != len(submit.token_ids):
                 raise InvalidRequest("only a prompt without an answer has parallel samples")
             if not submit.awaited_blocks:
-                # A ticket that the worker opens may evict blocks: not for a stream without a place.
+                # Reject before opening a ticket, which may evict blocks, if the worker has no room for the stream.
                 self._check_room(len(keys))
             if waits and len(self._adopting) >= MAX_AWAITING:
                 raise Overloaded(f"{MAX_AWAITING} streams already wait at {worker.component_id}")

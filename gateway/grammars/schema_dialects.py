@@ -290,7 +290,7 @@ class _Targets:
                     self._defined.setdefault(name, []).append((*place.path, word, name))
 
     def path(self, reference: str, place: _Place) -> Path | None:
-        """Return the target of a reference at a place, or None."""
+        """Resolve a ``$ref`` that appears at ``place``; None if it has no target."""
         before, _, fragment = reference.partition("#")
         base = urljoin(place.base, before) if before else place.base
         fragment = unquote(fragment)

@@ -460,8 +460,7 @@ class _XmlWriter(_TaggedWriter):
 
     def _elements(self, name: str, schema: Mapping[str, Any], root: Mapping[str, Any], number: int, place: str) -> str:
         """Return a rule for the elements of a list or object; "" if the format or the schema has none, or elements
-        cannot
-        enforce the schema: then JSON is written."""
+        cannot enforce the schema: then JSON is written."""
         words = {*schema} - {"title", "description", "default", "examples"}
         if not self.form.nested or name.count("_") > MAX_DEPTH:
             return ""

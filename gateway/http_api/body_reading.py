@@ -227,7 +227,8 @@ def harmless_values(name: str) -> tuple[Any, ...]:
 
 @cache
 def unsupported_fields(kind: type[Any]) -> Mapping[str, str]:
-    """Return a struct's raw fields that are not parsed later: name in JSON -> attribute."""
+    """Return the fields of a struct that are accepted but unsupported: name in JSON -> attribute. They are kept as raw
+    JSON."""
     raw = (f for f in msgspec.structs.fields(kind) if f.type is Raw and f.name not in READ_LATER)
     return {f.encode_name: f.name for f in raw}
 

@@ -197,7 +197,7 @@ class AssignedLoad:
     """One answer's share of its gateway's ``load``, which the planner reads."""
 
     _load: OwnLoad
-    # By component: the answer's streams or tokens, and its prompt tokens yet to be computed there.
+    # Per component: (streams or tokens of the answer, prompt tokens not yet computed there).
     _assigned: dict[str, tuple[int, int]] = field(default_factory=dict)
     _over: bool = False
 

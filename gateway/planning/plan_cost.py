@@ -97,7 +97,8 @@ def _queue_wait_s(component: ComponentRecord, sent_tokens: int, token_s: float) 
     return reported_s if reported_s > sent_s else sent_s
 
 
-# Cost model of no particular machine, for comparison by queues and by fetched tokens until a worker reports one.
+# Default cost model until a worker reports one. Its absolute times mean nothing; it only ranks by queue and fetched
+# tokens.
 DEFAULT_MODEL = StepModel(5e-3, 5e-4, 5e-5, 1e-7, 1e-7)
 
 

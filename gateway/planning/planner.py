@@ -233,8 +233,7 @@ def _avoidance(snapshot: ClusterSnapshot, component: ComponentRecord) -> tuple[b
 
 def _worth_it(sources: tuple[PrefixSource, ...], node_id: str, route: Route) -> tuple[PrefixSource, ...]:
     """Return the sources that a route fetches from: the chosen one, then substitutes. They count for at most the
-    route's
-    blocks: more would cost more to fetch than to compute. Blocks on the node's own disk are always fetched."""
+    route's blocks: more would cost more to fetch than to compute. Blocks on the node's own disk are always fetched."""
     if route.fetched is Fetched.OF_NODES:
         sources = tuple(replace(source, blocks=min(source.blocks, route.cached_blocks)) for source in sources)
         return tuple(sorted(sources, key=lambda source: source.node_id != route.holder))

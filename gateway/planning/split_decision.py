@@ -283,7 +283,7 @@ def _best_fetch(
     """Return the option that saves most: the ``own`` blocks of the worker's node, with the blocks of another node, or
     with a bucket's ``far`` blocks after them. ``others`` are the nodes with more than ``own``."""
     best, best_gain = (own, 0.0, Fetched.NOTHING, ""), 0.0
-    # A bucket's blocks come after those of the best node, if these are worth their transfer.
+    # Fetch from the best node first, if that pays off, and only the rest from the bucket.
     here, here_s, most = own, 0.0, own
     for name, blocks in others.items():
         taken_s, most = _fetch_cost(snapshot, name, decode.component).seconds(blocks - own), max(most, blocks)

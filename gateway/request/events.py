@@ -2,8 +2,7 @@
 
 An event is named by a noun and what happened to it (TicketGranted), an action by a verb (OpenTicket). No action carries
 tokens: whoever performs it reads those of its attempt from the machine. All are msgspec structs, which cost a third of
-a
-named tuple to create: some are made per token.
+a named tuple to create: some are made per token.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
                  |    +-PlanMade-> OPENING -TicketAdopted------------------------------+        |
                  |    |              | less is pinned than planned                     |        |
                  v    |              v                 PrefillEnded, or the stream     v        |
-    start -> PLANNING -PlanMade-> PINNING -TicketGranted-> PREFILLING -speaks first-> DECODING  |
+    start -> PLANNING -PlanMade-> PINNING -TicketGranted-> PREFILLING -tokens first-> DECODING  |
                |  ^                |  |                       ^   |                    |  |     |
-               |  | no worker      |  +-> FETCHING            |   |                    |  |     |
-               |  | lives yet      |        +--BlocksFetched--+   |                    |  |     |
+               |  | no live        |  +-> FETCHING            |   |                    |  |     |
+               |  | worker yet     |        +--BlocksFetched--+   |                    |  |     |
                +--+ (bounded)      | TicketLost          PrefillLost |         DecodeLost |  |     |
                                    +------------------------------+--------------------+--|-----+
                                                                                           |
@@ -25,12 +25,13 @@ stream starts with the leader's submit, and the leader handles any loss before i
 answer is replayed on its own, with its own attempts.
 
 OPENING is entered if the plan neither splits nor fetches: the decode worker opens the ticket itself, in the node's
-queue for memory. What it finds there settles the plan (I3). With at least the planned blocks it keeps the ticket and
+queue for memory. The blocks cached there decide the plan (I3). With at least the planned blocks it keeps the ticket and
 computes the rest, even if the split would be different now. With fewer it gets no ticket, and the gateway opens one in
-PINNING, in the same attempt, since it may fetch or split; there it goes before new prompts, since its turn had come.
+PINNING, in the same attempt, since it may fetch or split; ahead of new prompts, since it has already waited its turn.
 
 FETCHING is entered if the index lists more of the prompt, on any node, than the ticket has pinned. A fetch never fails:
-it brings less, and the rest is computed (I1). Likewise a prefill range that ends early does not fail the attempt.
+it returns fewer blocks, and the rest is computed (I1). Likewise a prefill range that ends early does not fail the
+attempt.
 
 A prefill range on the decode worker's own node is sent together with the submit: the decode worker waits at the node
 for the range's last block, so no message of the gateway comes between the two. Its stream may then send tokens before
@@ -39,8 +40,8 @@ the submit, because its blocks may fall short. If the decode worker is lost mean
 attempt finds its blocks.
 
 Attempts without progress are limited in number, except those that fail because a component is away and coming back: for
-these the time in PLANNING is limited, counted from the last token. A request that was in a step of two workers when
-they were lost, without progress in between, fails (``MAX_WORKERS_KILLED``).
+these the time in PLANNING is limited, counted from the last token. A request whose steps killed two workers in a row,
+without progress in between, fails (``MAX_WORKERS_KILLED``).
 
 A plan without chunks that fetches skips PREFILLING. Events of an older attempt are dropped (I6), except a ticket, which
 is released. The gateway's ticket is released when the decode worker has adopted it, or when the attempt ends before
@@ -74,8 +75,8 @@ from pillion.gateway.request.events import Action, Event, TicketHold
 from pillion.types import FinishReason, Timings, Usage
 from pillion.v1.decode_pb2 import DecodeTimings
 
-# Delay before the second attempt, times four for each further one. The planner leaves a lost component out at once; the
-# delay is for losses that have not been noticed yet.
+# Delay before the second attempt, quadrupled for each further one. The planner excludes a component known to be lost at
+# once; the delay covers undetected losses.
 FIRST_RETRY_DELAY_MS = 20
 MAX_RETRY_DELAY_MS = 500
 COMPONENT_POLL_MS = 100
@@ -105,9 +106,9 @@ _LIVING = frozenset(RequestState) - {RequestState.DONE}
 class RequestMachine:
     """The tokens, attempts and ticket of answer ``index`` to a request. ``now`` is monotonic, in seconds.
 
-    Answers after the first follow it: they learn what it does by LeaderSubmitted, LeaderRetried and LeaderStarted. An
-    answer that another gateway began continues after its tokens. ``scored_tokens`` counts log probabilities of the
-    prompt that were emitted or are not wanted.
+    Answers after the first follow it: they are notified of its progress by LeaderSubmitted, LeaderRetried and
+    LeaderStarted. An answer that another gateway began continues after its tokens. ``scored_tokens`` counts log
+    probabilities of the prompt that were emitted or are not wanted.
     """
 
     _admitted: AdmittedRequest
@@ -125,8 +126,8 @@ class RequestMachine:
     _lost_tickets: int = 0
     _avoid: frozenset[str] = frozenset()
     _killed: tuple[str, ...] = ()
-    # Since when the request waits for lost components, and how long it had waited before, since the last progress. The
-    # sum is limited, however often components are lost.
+    # Start of the current wait for lost components, and time waited before it since the last progress. Their sum is
+    # limited.
     _wait_began_s: float = 0.0
     _waited_s: float = 0.0
     _prefill_open: bool = False
@@ -246,7 +247,7 @@ class RequestMachine:
         self.state = RequestState.DECODING
         self._memory_granted(now)
         plan = replan(self._plan(), event.pinned_blocks)
-        late = "; not split any more, for the decode worker has the ticket" if plan.chunks else ""
+        late = "; no longer split: the decode worker already has the ticket" if plan.chunks else ""
         self.plan = replace(plan, split_tokens=plan.cached_tokens, chunks=(), reason=plan.reason + late)
         self._timeline.find(self.plan)
         self.held.settle(self.plan)
@@ -318,7 +319,7 @@ class RequestMachine:
         plan, limit = self._plan(), self._prompt_limit()
         self._prefill_open = isinstance(event, ev.ChunkAcked)
         if self.state is not RequestState.PREFILLING:
-            # The stream has started, so every chunk is committed, whatever became of the call.
+            # The stream has started, so every chunk is committed, even if the call failed.
             return []
         if isinstance(event, ev.ChunkAcked):
             self._timeline.ack(min(event.ack.end_tokens, limit), now)
@@ -398,7 +399,7 @@ class RequestMachine:
         return self._retry_or_fail(loss, now, stream_over)
 
     def _silent(self, event: ev.AttemptSilent, now: float) -> list[Action]:
-        error = Unavailable(f"nothing was heard of the request while it was {self.state.value}")
+        error = Unavailable(f"no progress report while {self.state.value}")
         loss = ev.DecodeLost(self.attempt, error, retryable=True)
         if self.state in (RequestState.OPENING, RequestState.DECODING):
             return self._stream_lost(loss, now, stream_over=False)
@@ -534,7 +535,7 @@ class RequestMachine:
 
 @dataclass(slots=True, eq=False)
 class _Timeline:
-    """The moments of a request, for Timings."""
+    """Timestamps of a request, for Timings."""
 
     arrived: float
     admitted: float | None = None
@@ -620,8 +621,8 @@ class HeldKv:
 
         memory is granted --begin--> the plan is settled --settle--> tokens --end--> what the attempt computed and held
 
-    An attempt holds its prompt's blocks from the grant of memory to its end; its answer's blocks count as if they had
-    come evenly.
+    An attempt holds its prompt's blocks from the grant of memory to its end; its answer's blocks are assumed to arrive
+    at a constant rate.
 
     Attributes:
         computed_tokens: computed tokens of the prompt, and in later attempts of the answer so far.

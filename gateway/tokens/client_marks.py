@@ -55,7 +55,7 @@ class MarkGuard:
             guarding.pre_tokenizer = codec.pre_tokenizer
         guarding.add_tokens([added[number] for number in sorted(added)])
         if any(guarding.token_to_id(token.content) != number for number, token in added.items()):
-            # Gaps in the ids are only in the serialized tokenizer.
+            # Added ids are not contiguous, which add_tokens cannot reproduce; only serialization keeps the gaps.
             copied = tokenizers.Tokenizer.from_str(codec.to_str())
             copied.normalizer = guarding.normalizer
             guarding = copied

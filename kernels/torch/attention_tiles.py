@@ -26,8 +26,8 @@ CAPPED_TILE_TOKENS = 1024
 # Min ratio of a key tile's tokens to a query tile's rows. From 2 on, every query sees a key in each of its tiles; for a
 # query that sees none, torch's kernel would return a wrong log-sum-exp of 0.
 TILE_TOKENS_PER_QUERY = 4
-# Sequences share a padded call if the shorter one has at least half of the longer one's blocks, give or take this many:
-# a call costs about as much as gathering this many blocks.
+# Slack, in blocks: a sequence shares a padded call if twice its blocks plus this reach the longest one's. A call costs
+# about as much as gathering this many blocks.
 GROUP_SLACK_BLOCKS = 8
 # Max bytes gathered by a call, except by the smallest possible tile. From 32 MiB on, glibc maps fresh pages for each
 # allocation, which the operating system clears.

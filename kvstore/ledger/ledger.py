@@ -17,10 +17,9 @@
                 same ticket was first  the same, but the ticket's pin is there already
 
 Guarantees, checked by :mod:`pillion.kvstore.ledger.integrity`: every slot is in exactly one state; blocks pinned by a
-ticket are never evicted; the slots reserved for admitted prompts exist, apart from those that losers of a commit race
-have yet to return. A slot leased from a ticket's reservation and returned unwritten is reserved again, so an admitted
-prompt can always finish, whichever process dies meanwhile (I5).
-"""
+ticket are never evicted; the slots reserved for admitted prompts exist, except slots that losers of a commit race have
+not returned yet. A slot leased from a ticket's reservation and returned unwritten is reserved again, so an admitted
+prompt can always finish, whichever process dies meanwhile (I5)."""
 
 from __future__ import annotations
 
@@ -155,7 +154,7 @@ class Ledger:
     def shape(self, num_slots: int) -> None:
         """Set the number of slots, once, when the first worker that attaches has set the block size."""
         if self.num_slots:
-            raise Internal("the pool has its shape already")
+            raise Internal("the pool is already sized")
         self.num_slots = num_slots
         self.decode_reserve = num_slots * self._reserve_percent // 100
         self.free = list(range(num_slots - 1, -1, -1))
@@ -177,7 +176,7 @@ class Ledger:
         quarantined = sum(len(holder.leased) for holder in self.holders.values() if holder.fenced)
         held = sum(len(holder.leased) for holder in self.holders.values())
         fenced = {holder.name for holder in self.holders.values() if holder.fenced}
-        # A restarted worker is not reported as fenced, even if the end of its last process is unproven.
+        # A restarted worker is not reported as fenced, even if its previous process may still be running.
         well = {holder.name for holder in self.holders.values() if not holder.fenced} if fenced else set()
         status = NodeStatus(
             total_blocks=self.num_slots,
@@ -250,7 +249,7 @@ class Ledger:
     def drained(self, epoch: int) -> None:
         """Free everything that a fenced epoch held, once none of its steps uses it. Raises Conflict if not fenced."""
         if epoch in self.holders and not self.holders[epoch].fenced:
-            raise Conflict("only a fenced epoch drains")
+            raise Conflict("only a fenced epoch can be drained")
         self.end_epoch(epoch)
 
     def end_epoch(self, epoch: int) -> None:
@@ -286,7 +285,7 @@ class Ledger:
         ``known_blocks`` of ``hashes`` are present on some node. Return None, unchanged, if memory is short.
         """
         holder = self.active(epoch)
-        # Skip the look-up where memory cannot suffice: the first waiter is retried after every change.
+        # Skip the look-up if memory cannot suffice: the first waiter is retried after every change.
         if self._missing(Match(None, len(hashes), 0), total_blocks):
             return None
         match = self._match(hashes, state_pages)
@@ -348,13 +347,13 @@ class Ledger:
         model with states, to the last state on it, which is pinned as well.
 
         Each block found releases one reserved slot. Raises NotFound if the epoch does not hold the ticket,
-        InvalidRequest if the ticket is of another chain.
+        InvalidRequest if the ticket belongs to another chain.
         """
         ticket = self.held(epoch, ticket_id)
         if ticket.last_block is not None and (
             ticket.blocks > len(hashes) or hashes[ticket.blocks - 1] != ticket.last_block.hash
         ):
-            raise InvalidRequest("the ticket is of another chain")
+            raise InvalidRequest("the ticket belongs to another chain")
         if ticket.state_pages:
             self._extend_to_state(ticket, hashes)
             return ticket
@@ -591,7 +590,7 @@ class Ledger:
         if not hashes or len(hashes) != len(run.slots):
             raise InvalidRequest(f"{len(run.slots)} slots need as many hashes of {HASH_BYTES} bytes, and at least one")
         if len(set(hashes)) != len(hashes) or len(set(run.slots)) != len(run.slots):
-            raise InvalidRequest("a slot or a hash is named twice")
+            raise InvalidRequest("a slot or a hash occurs twice")
         if not holder.leased.keys() >= set(run.slots):
             raise InvalidRequest("a slot is not leased to this epoch")
         return ticket, hashes
@@ -601,9 +600,9 @@ class Ledger:
         ``hashes`` are those of the state's pages."""
         block = self.tree.by_hash.get(after)
         if block is None or not self.tree.on_chain(block, ticket.last_block):
-            raise InvalidRequest("the state is not of the ticket's chain")
+            raise InvalidRequest("the state does not belong to the ticket's chain")
         if any(page != state_page(after, number) for number, page in enumerate(hashes)):
-            raise InvalidRequest("a page of a state has another name")
+            raise InvalidRequest("a state page has the wrong hash")
         return block
 
     def _seal_state(
@@ -631,7 +630,7 @@ class Ledger:
         first, end = known[0], ticket.blocks - 1
         linked = all(child.parent is parent for parent, child in pairwise(known))
         if not linked or any(block.hash != block_hash for block, block_hash in zip(known, hashes, strict=False)):
-            raise InvalidRequest("a block is here already with another parent")
+            raise InvalidRequest("a block is already committed under another parent")
         if first.depth > end:
             continues = first.parent is ticket.last_block
         else:

@@ -31,7 +31,7 @@ MAX_TOKENS = 1 << 20
 WORKLOADS = ("random", "chats", "trace")
 MAX_REQUESTS = 1_000_000
 MAX_PREPARED_TOKENS = 200_000_000
-# Words of one token in the usual vocabularies; a prompt's true length is the server's count.
+# Words that are a single token in common vocabularies; the server's count is authoritative.
 WORDS = (
     *("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state"),
     *("family", "student", "group", "country", "problem", "hand", "part", "place", "case", "week", "company", "system"),

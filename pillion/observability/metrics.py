@@ -96,7 +96,7 @@ Reading = tuple[Metric, Labels, float]
 
 
 class Meters:
-    """All cells of one component."""
+    """All counters and histograms of one component, by metric and label values."""
 
     def __init__(self) -> None:
         self._cells: dict[Metric, dict[Labels, Any]] = {}

@@ -107,7 +107,7 @@ class Canary:
             await asyncio.sleep(FOLLOW_INTERVAL_S)
 
     def _newest(self) -> list[str]:
-        """Return the ids of the bundles that are searched for new ones, newest first."""
+        """Return the newest bundle ids, newest first: all with ``existing``, else up to FOLLOWED_BUNDLES."""
         return [one for one, _ in itertools.islice(self.listed(), None if self.existing else FOLLOWED_BUNDLES)]
 
     def _wanted(self, bundle_id: str) -> Bundle | None:

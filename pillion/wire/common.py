@@ -26,7 +26,7 @@ _PLAIN = {name: type(value) for name in PUBLIC_OPTIONS if (value := getattr(_DEF
 
 
 def hello_to_pb(component_id: str) -> common_pb2.Hello:
-    """Create the hello of a component of this program."""
+    """Return this component's Hello, with the program's version and protocol."""
     return common_pb2.Hello(protocol=PROTOCOL, component_id=component_id, version=VERSION)
 
 

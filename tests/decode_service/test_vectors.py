@@ -81,7 +81,7 @@ async def test_a_vector_that_is_no_number_fails_its_text_alone() -> None:
         bad = await ask(workers, connection, 1, PROMPT[:9])
         assert bad.last is not None
         assert bad.last.error is not None
-        assert (bad.last.error.retryable, "vector of a text is not finite" in bad.last.error.message) == (False, True)
+        assert (bad.last.error.retryable, "the embedding is not finite" in bad.last.error.message) == (False, True)
         assert read(await ask(workers, connection, 2, PROMPT[:8])) == vector_of(PROMPT[:8])
         await workers.quiet()
 

@@ -66,7 +66,7 @@ from pillion.kernels.torch.torch_linear import Linear
 ALIGN_BYTES = 256
 # Names of a PackedKind's fields that are stored as numbers in the header of a packed file.
 _KIND_NAMES: dict[str, tuple[str, ...]] = {"coding": tuple(BITS), "scale": SCALES, "shift": SHIFTS}
-# Name of the tensor with a rank's inner values of a layer, unless they are in order: int32.
+# int32 tensor with the indices of a rank's share of a layer's intermediate size; absent if they are in order.
 INNER_VALUES = "inner_values"
 
 

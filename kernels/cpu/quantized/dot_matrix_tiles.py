@@ -20,7 +20,7 @@ from pillion.kernels.cpu.quantized.dot_kinds import unit_codes
 from pillion.kernels.cpu.quantized.dot_tiles import DotProduct, DotRows
 from pillion.kernels.cpu.quantized.input_rows import ROW_CONSTANTS, ROW_CONSTANTS_BYTES, kept_bias
 
-# Rows whose totals are in a thread's scratch, before the sums of a tile and the widened codes.
+# Rows per pass. Their totals come first in a thread's scratch, then a tile's sums, then the widened codes.
 _PASS_ROWS = 512
 _ROW_GROUPS = 2
 _MAX_ROWS = _ROW_GROUPS * TILE_ROWS

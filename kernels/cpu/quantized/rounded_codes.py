@@ -35,8 +35,8 @@ PASS_TILES = 16
 _NEAR_UNITS, _FAR_UNITS = 32, 1024
 _UNIT_STEPS = UNIT_INPUTS // TILE.inputs
 _UNIT_X_BYTES, _UNIT_WIDE_BYTES = _UNIT_STEPS * TILE.row_step_bytes, _UNIT_STEPS * PANEL_STEP_BYTES
-# Truncation loses half a step of 2**-7 from a mantissa between 1 and 2 on average, whatever its magnitude. Relative to
-# numbers with evenly distributed logarithms: 2**-8 / (2 log 2).
+# Compensates truncation, which loses 2**-8 of the mantissa on average. For log-uniform values the relative loss is
+# 2**-8 / (2 ln 2).
 CUT_FACTOR = 1 + 2**-9 / math.log(2)
 
 

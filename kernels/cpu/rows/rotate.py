@@ -268,7 +268,8 @@ class RowWriter:
         k = self._k
         behind = offset + 1
         if self._spec.bf16:
-            # The first token of a pair shares its vectors with its neighbour.
+            # bfloat16 stores tokens in interleaved pairs, so zero only the neighbor's halves if this token is the first
+            # of its pair.
             with k.when(offset % 2 < 1), k.range(self._spec.head_dim) as i:
                 k.store_int(piece + offset * self._head + i * 4 + 2, 0, 16)
             behind = behind + behind % 2
@@ -317,7 +318,7 @@ def rotate(k: Kernel, head: list[Vec], cos: Ptr, sin: Ptr) -> list[Vec]:
 
 
 def scatter_key(k: Kernel, target: Ptr, vector: Int | int, value: Vec, bf16: bool) -> None:
-    """Write a vector of a key into its token's lanes: the key's values, or bfloat16 pairs, are a vector apart."""
+    """Scatter a vector of a token's key into its lane: consecutive values, or bfloat16 pairs, are one vector apart."""
     parts_each = LANES * (2 if bf16 else 4) // 4
     parts = k.builder.bitcast(k.to_bf16(value) if bf16 else value.ir, ir.VectorType(ir.IntType(32), parts_each))
     k.scatter(target + vector * (parts_each * VECTOR_BYTES), parts, range(0, parts_each * VECTOR_BYTES, VECTOR_BYTES))

@@ -44,7 +44,7 @@ MAX_PARTS, PART_UNIT = 8, 128
 TICKETS = max(SHARED_ROWS, FEW_PAIRS) // ROWS
 # Max experts of a block of a product.
 BLOCK_EXPERTS = 64
-# Max experts whose scores of 16 rows fit into the registers of the usual threads, and of a program with a warp per row.
+# Max experts whose scores of 16 rows fit into registers: with the default number of warps, and with one warp per row.
 WARPS_EXPERTS, MAX_EXPERTS = 256, 1024
 # Columns of a slab of a row's scores, four for each of a warp's 32 threads.
 SLAB_COLUMNS = tl.constexpr(128)

@@ -229,8 +229,7 @@ def exact(
     beside: for zeros, the bfloat16 added to ZERO_BASE + code, unless scales contain them; for offsets, words with them
         in the half HALF; else unused.
     scales: the words of scales, those of a byte or two at BYTE. With GROUPS the scales of the sums, which the weights
-    do
-        not need: Triton prefetches, iterations ahead, only values from which the operands of a product of tiles are
+        do not need: Triton prefetches, iterations ahead, only values from which the operands of a product of tiles are
         made.
     """
     if _INTERPRETED:

@@ -83,7 +83,7 @@ def slice_tile(source, groups, vocab):
 
 @triton.jit
 def listed(able, groups, wanted):
-    """Write the ``wanted`` ones of ``groups`` [N] to ``able``, ascending; return their number."""
+    """Compact ``groups`` [N] by the mask ``wanted`` into ``able``, ascending. Return their number."""
     # Barriers: other threads read these stores, and may still be reading the previous values.
     tl.debug_barrier()
     place = tl.cumsum(wanted.to(tl.int32), axis=0) - 1

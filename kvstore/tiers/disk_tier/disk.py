@@ -333,7 +333,7 @@ class DiskTier(MediumTier):
         self._stamp = max(self._stamp + 1, time.time_ns())
         return self._stamp
 
-    # Methods below run on threads.
+    # The methods below run on worker threads.
 
     def _write(self, surplus: list[BlockName], may_reuse: bool, jobs: list[_BlockWrite]) -> _Written:
         """Write ``jobs`` into the files of ``surplus``, while there are any and if ``may_reuse``. Stops at the first

@@ -73,7 +73,7 @@ class AttemptSums:
             cached, submit = min(pinned, plan.limit_blocks), None
             assert m.plan is not None
             assert (m.plan.split_tokens, m.plan.chunks) == (cached * BLOCK, ())
-            assert ("not split any more" in m.plan.reason) is bool(replan(plan, pinned).chunks)
+            assert ("no longer split" in m.plan.reason) is bool(replan(plan, pinned).chunks)
         else:
             pinned = cached = min(rng.randint(0, 9), plan.limit_blocks)
             actions = self.happen(ev.TicketGranted(attempt, hold(attempt), pinned))

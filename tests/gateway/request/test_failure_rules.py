@@ -129,9 +129,7 @@ class LossyRun:
     def silent(self, *blamed: str) -> None:
         self.model.avoid |= set(blamed)
         state = self.machine.state.value
-        gone = ev.DecodeLost(
-            self.machine.attempt, Unavailable(f"nothing was heard of the request while it was {state}"), True
-        )
+        gone = ev.DecodeLost(self.machine.attempt, Unavailable(f"no progress report while {state}"), True)
         before, actions = self.machine.state, self.happen(ev.AttemptSilent(self.machine.attempt))
         check_outcome(actions, self.model.lose(gone, self.now))
         if before in LEAVING:

@@ -161,7 +161,7 @@ def test_with_fewer_pinned_blocks_the_gateway_opens_the_ticket() -> None:
     # Too late if the worker has kept the ticket.
     m = opening()
     assert m.handle(ev.TicketAdopted(1, 2), 2.0) == []
-    assert m.timings(2.0).plan_reason.endswith("not split any more, for the decode worker has the ticket")
+    assert m.timings(2.0).plan_reason.endswith("no longer split: the decode worker already has the ticket")
     assert (m.state, m.timings(2.0).tail_tokens, m.timings(2.0).prefill_chunks) == (RequestState.DECODING, 13, 0)
 
 
