@@ -33,30 +33,29 @@ pytest_plugins = [
     "tests.support.own_cache",
 ]
 
-# Tests fork only to start programs. gRPC's handlers of forks stop its threads for each, which no child needs, and can
-# crash the process; components run without them, too. gRPC reads this when it is imported.
+# Tests fork only to start programs. gRPC's fork handlers stop its threads for each, which no child needs, and can crash
+# the process. gRPC reads this on import.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-# Without this variable, which the pillion command sets for itself, gRPC's core writes to standard error what its
-# threads see of connections that end: into the output of a run, and into that of programs whose output tests compare.
+# Otherwise gRPC's core logs closed connections to stderr, amid the output of runs and of programs whose output is
+# compared. The pillion command sets it for itself.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-# Programs that tests start buffer what they print to a pipe, wherever the tests run: a program that forks before it has
-# flushed, or is ended by a signal, fails for everybody or for nobody.
+# Buffer programs' output to a pipe in every environment, so that an unflushed fork or kill fails everywhere or nowhere.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
-# Several tests run side by side, and the threads of one wait for each other by polling.
+# Tests run side by side, and torch's threads wait for each other by polling.
 torch.set_num_threads(1)
 
-# On a loaded machine an example takes as long as it takes, and so does making it.
+# On a loaded machine an example may take any time.
 settings.register_profile(
     "loaded",
     max_examples=examples(100),
     deadline=None,
-    # Where hypothesis chooses the seed itself, that of the command line has no effect.
+    # With derandomize the command line's seed has no effect.
     derandomize=not LONG,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
-# No run begins with what another one found, but for a search.
+# Do not reuse another run's failures, except in a search.
 settings.register_profile("seeded", settings.get_profile("loaded"), database=InMemoryExampleDatabase())
 settings.load_profile("seeded" if LONG and not NEW else "loaded")
 
@@ -74,7 +73,7 @@ CLUSTERS = (
     "tests/pillion/supervisor/",
     "tests/kvstore/exchange/",
 )
-# The files of the long tests that take longest, the longest one first: all that comes after them is short.
+# Files of the longest long tests, longest first; all others are short.
 LONGEST = (
     "tests/lab/benchmarks/test_gpu.py",
     "tests/lab/simulator/test_campaign.py",
@@ -97,10 +96,10 @@ LONGEST = (
     "tests/gpu/test_divided_pools.py",
     "tests/faults/test_fault_runs.py",
 )
-# The laboratory is no part of what users run: its studies and benchmarks run in `make test-long` alone.
+# lab is not shipped: its studies and benchmarks run in `make test-long` alone.
 LABORATORY = ("tests/lab/benchmarks/", "tests/lab/fleets/")
-# The cases of a test in these files differ in a model, a format, a shape or a spelling. `make test` runs the first of
-# each eight and `make test-long` the others.
+# Files with parametrized variants of one test. `make test` runs the first of each eight and `make test-long` the
+# others.
 MATRICES = (
     "tests/engine/adapters/",
     "tests/engine/backends/",
@@ -124,7 +123,7 @@ MATRICES = (
     "tests/pillion/offline/test_offline_adapters.py",
 )
 CASES_PER_SHORT_ONE = 8
-# The longest one first.
+# Longest first.
 COMPUTATIONS = (
     "tests/engine/models/test_families.py",
     "tests/gpu/test_backend.py",

@@ -30,16 +30,16 @@ from pillion import config
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PRODUCT = ("pillion", "gateway", "engine", "kernels", "kvstore", "decode_service", "prefill_service")
 LABORATORY = ("lab",)
-# Programs write these files: the stubs of the protos, and the SDK's blocking client from its asyncio one.
+# Generated files: stubs of the protos, and the SDK's blocking client.
 GENERATED = (re.compile(r"pillion/v1/"), re.compile(r"pillion/client/client\.py"))
-# A moved line has at least this many characters, for shorter ones stand everywhere.
+# Min length of a line that can count as moved; shorter ones occur everywhere.
 MOVED_CHARACTERS = 12
 SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def python_files(*folders: str) -> list[pathlib.Path]:
-    """The files of Python in these folders that git knows and no program writes."""
+    """Return the tracked Python files in these folders that are not generated."""
     listed = subprocess.run(["git", "ls-files", "--", *folders], cwd=ROOT, capture_output=True, text=True, check=True)
     files = [name for name in listed.stdout.splitlines() if name.endswith(".py")]
     kept = [name for name in files if not any(pattern.match(name) for pattern in GENERATED)]
@@ -220,7 +220,7 @@ def counts() -> dict[str, int]:
 
 
 def main() -> None:
-    """Prints the counts."""
+    """Print the counts."""
     parser = argparse.ArgumentParser(prog="python -m tests.counts", description="The size of the project in numbers.")
     parser.add_argument("--since", metavar="COMMIT", help="Count the lines that have changed since this commit, too.")
     parser.add_argument("--protocols", action="store_true", help="Name the protocols with one implementation or none.")

@@ -1,4 +1,4 @@
-"""Each name of a library that is private or undocumented, and that Pillion relies on, is there."""
+"""Private or undocumented names of libraries that Pillion relies on exist."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from uvicorn.server import ServerState
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / "lab/docs/library-internals.md"
 FOLDERS = ("decode_service", "engine", "gateway", "kernels", "kvstore", "pillion", "prefill_service", "lab")
-# Private by their names alone: documented, or of named tuples.
+# Private only by name: documented, or of named tuples.
 DOCUMENTED = {"_exit", "_replace", "_asdict", "_make"}
 PRIVATE = re.compile(r"\b_[A-Za-z]\w*")
 READ = re.compile(r"\.(_[A-Za-z]\w*)")
 DEFINED = re.compile(r"^ *(?:async )?(?:def |class |self\.)(_[A-Za-z]\w*)(?:\(|:| = )", re.MULTILINE)
-# An attribute that is one of several on the left side of an assignment, or a field of a class.
+# An attribute among several on the left of an assignment, or a field of a class.
 STORED = re.compile(r"(?:^ +|\bself\.)(_[A-Za-z]\w*)(?=: |(?:, self\.\w+)* = )", re.MULTILINE)
 
 
@@ -44,12 +44,12 @@ def connection() -> H11Protocol:
 
 
 def cycle() -> RequestResponseCycle:
-    """A request and its answer."""
+    """Return a request and its answer."""
     return RequestResponseCycle(*[h11.Connection(h11.SERVER)] * 10)
 
 
 def failed_task() -> asyncio.Future[Any]:
-    """A task that has ended with an exception which nobody has asked for."""
+    """Return a task that ended with an unretrieved exception."""
 
     async def fail() -> None:
         raise ValueError
@@ -74,7 +74,7 @@ def interpreter() -> Any:
     return pytest.importorskip("triton.runtime.interpreter")
 
 
-# The library, what it is called there, how a test finds it, and its names.
+# Library, its description, how to obtain the object, and the names.
 RELIED_ON: list[tuple[str, str, Callable[[], Any], tuple[str, ...]]] = [
     ("uvicorn", "H11Protocol", connection, ("client", "conn", "connections", "cycle", "limit_concurrency", "loop")),
     ("uvicorn", "H11Protocol", connection, ("on_response_complete", "send_400_response", "server_state", "transport")),

@@ -23,7 +23,7 @@ for turn in range(2):
     subprocess.run([sys.executable, "-c", ask], check=True)
     restore_signals()
 """
-# Each hangs where pytest-timeout alone does not help.
+# Hangs that pytest-timeout alone does not end.
 STUBBORN = """
 import signal
 def test_hangs():
@@ -68,7 +68,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """All runs at once: each does little but wait for its limit."""
+    """Run all at once: each mostly waits for its limit."""
     with contextlib.ExitStack() as stack:
         yield {
             name: stack.enter_context(_running(tmp_path_factory.mktemp("run"), *program))
@@ -83,7 +83,7 @@ def _running(folder: pathlib.Path, program: str, *options: str) -> Iterator[subp
     command = [sys.executable, "-m", "pytest", "-p", "tests.support.limits", "--rootdir", str(folder), *options]
     command += ["-p", "tests.support.crashes", "-p", "pytest_timeout", "-p", "xdist.plugin"]
     command += ["-p", "no:cacheprovider", "--import-mode=importlib", "-c", f"{folder}/pytest.ini", str(folder)]
-    # Importing the other plugins that are installed takes as long as all else.
+    # Importing other installed plugins takes as long as all else.
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": os.environ | {AUTOLOAD: "1"}}
     with started(command, cwd=ROOT, text=True, **pipes) as process:
         yield process

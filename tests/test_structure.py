@@ -19,13 +19,13 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PRODUCT = ("pillion", "gateway", "prefill_service", "decode_service", "engine", "kvstore", "kernels")
 SIMULATED = ("lab/simulator", "lab/fleets")
 ALL = (*PRODUCT, "lab", "tests")
-# Folders at the root that are imported as pillion.NAME: by their own name they would be a second copy.
+# Root folders imported as pillion.NAME: by their own name they would be a second copy.
 LINKED = PRODUCT[1:]
-# A package with so many modules and folders needs no map: their own first lines say what they are.
+# Max modules and folders of a package without a map.
 UNMAPPED = 8
 # Features whose work is in a step's products and in weights, which the core's classes hand over by type.
 MORE_CALLERS = {"adapters": 7, "quantized checkpoints": 7}
-# Core files outside the assemble pages that import any feature.
+# Max core files outside the assemble pages that import any feature.
 MAX_CALLING_FILES = 26
 IO_MODULES = {"asyncio", "grpc", "redis", "socket", "threading", "time", "subprocess", "torch", "queue"}
 
@@ -86,7 +86,7 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
-def test_a_circle_is_found() -> None:
+def test_import_cycles_are_detected() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
 
 
@@ -174,7 +174,7 @@ def test_what_decides_says_that_it_is_sans_io() -> None:
     assert len(found) >= 35
 
 
-# These pages name functions, classes and tables of the code as ``file.py:name``.
+# Pages that cite functions, classes and tables of the code as ``file.py:name``.
 NAMING_PAGES = ("docs/walkthrough.md", "docs/architecture.md", "docs/tiers.md")
 
 

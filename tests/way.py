@@ -73,7 +73,7 @@ BACKGROUND = {
     "NodePrefixPins.run",
     "close_silent",
 }
-# The answer does not wait for these, which follow the native step. What runs within them is not on the way.
+# Not awaited by the answer, after the native step. Their calls are not on the way.
 NOT_AWAITED = {
     "ComponentCalls._release",
     "ComponentCalls._run_prefill",
@@ -91,7 +91,7 @@ NAMED_ONCE = {"KVNode/Commit"}
 RESUME, RESUMED = dis.opmap["RESUME"], 3
 WORDS = "quagga zebra okapi bongo "
 LABEL, SEED = "request-of-the-way", 2**40 + 77
-# Parts of a container that are searched for values.
+# Max parts of a container that are searched for values.
 MAX_PARTS = 64
 
 
@@ -120,10 +120,10 @@ class Way:
     passages: list[Entered] = field(default_factory=list)
     forms: dict[type, Carried] = field(default_factory=dict)
     calls: list[str] = field(default_factory=list)
-    # So many passages, and the code of so many functions, came before the native instruction.
+    # Passages, and functions that ran, before the native instruction.
     to_native: int = 0
     run_to_native: int = 0
-    # These are the functions that ran, in the order in which each began for the first time.
+    # Functions that ran, in order of their first call.
     run: dict[CodeType, None] = field(default_factory=dict)
 
     @property
@@ -182,10 +182,10 @@ class Tracer:
         self.way = Way("")
         self._active = False
         self._tokens: list[int] = []
-        # The loop of steps that ends the way, and whether it has got the request: nothing else is on the way then.
+        # The step loop that ends the way, and whether it has got the request.
         self._steps: StepLoop | None = None
         self._handed_over = self._native = False
-        # Objects that were made since the API, by identity; they are kept, so that no identity is used twice.
+        # Objects created since the API, by identity; kept, so that no identity is reused.
         self._made: dict[int, Any] = {}
         # Values of the request besides its text and tokens.
         self._values: set[Any] = set()
@@ -378,7 +378,6 @@ async def trace(folder: pathlib.Path) -> list[Way]:
     model = {"model": str(save_model(folder / "tiny")), "dtype": "float32", "max_model_len": 1024}
     tracer = Tracer()
     with tracer.watching(), pytest.MonkeyPatch.context() as patch:
-        # Else a look-up would read the table of nodes once more now and then.
         patch.setattr(index, "NODES_MAX_AGE_MS", 1000 * WITHIN_S)
         async with running_components(folder, model=model, gateway={"chunk_size": 32}) as running:
             gateway, loop = running.gateway.gateway, _stop_at_native(running, tracer)

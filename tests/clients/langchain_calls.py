@@ -1,4 +1,4 @@
-"""Calls tools with langchain's client: python langchain_calls.py URL MODEL. Writes what came as JSON."""
+"""Tool calls by langchain's client: python langchain_calls.py URL MODEL. Writes the results as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CityForecast(BaseModel, extra="forbid"):
 
 
 def main() -> None:
-    """Asks in every way that langchain has, and prints the calls."""
+    """Call tools in every way that langchain offers, and print the calls."""
     url, model = sys.argv[1:]
     chat = ChatOpenAI(base_url=url, api_key="none", model=model, max_tokens=300, seed=3, max_retries=0)
     bound = chat.bind_tools([CityForecast], tool_choice="required", parallel_tool_calls=False)

@@ -19,7 +19,7 @@ from sentence_transformers.sentence_transformer.modules import Normalize, Poolin
 
 
 def embed(asked: dict[str, Any]) -> list[list[float]]:
-    """Returns the vector of each text, and leaves the checkpoint in ``out``."""
+    """Return the vector of each text; leave the checkpoint in ``out``."""
     within = Transformer(asked["folder"], max_seq_length=asked["max_seq_length"])
     modules = [within, Pooling(within.get_embedding_dimension(), pooling_mode=asked["pooling"])]
     modules += [Normalize()] if asked["normalized"] else []
@@ -27,14 +27,14 @@ def embed(asked: dict[str, Any]) -> list[list[float]]:
         modules=modules, prompts=asked["prompts"], default_prompt_name=asked["prompt"], device="cpu"
     )
     model.save(asked["out"])
-    # Some of a normalized vector's values are a vector of the length 1 again, as its card says of Matryoshka models.
+    # A prefix of a normalized vector is normalized again, as Matryoshka model cards require.
     again = {"normalize_embeddings": True} if asked["normalized"] else {}
     found: list[list[float]] = model.encode(asked["texts"], truncate_dim=asked["dimensions"], **again).tolist()
     return found
 
 
 def score(asked: dict[str, Any]) -> list[float]:
-    """Returns the score of each pair, and leaves the checkpoint in ``out``."""
+    """Return the score of each pair; leave the checkpoint in ``out``."""
     model = CrossEncoder(asked["folder"], device="cpu")
     model.save(asked["out"])
     found: list[float] = model.predict(asked["pairs"]).tolist()
@@ -42,7 +42,7 @@ def score(asked: dict[str, Any]) -> list[float]:
 
 
 def main() -> None:
-    """Answers what standard input asks."""
+    """Answer the request on standard input."""
     asked = json.load(sys.stdin)
     found = {"embed": list(map(embed, asked["embed"])), "score": list(map(score, asked["score"]))}
     print(json.dumps(found))

@@ -40,7 +40,7 @@ async def start(workers: Workers, connection: Connection, key: int, tokens: list
     return answer
 
 
-async def test_a_stream_says_what_the_model_says() -> None:
+async def test_a_stream_returns_the_models_answer() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         answer = await start(workers, connection, 1, prompt(1, 30), 20)
         await over(answer)
@@ -51,7 +51,7 @@ async def test_a_stream_says_what_the_model_says() -> None:
         assert answer.last.timings.tail_tokens == 30
         assert answer.last.timings.tail_steps == 1
         await workers.quiet()
-        # The next turn hits what was generated: 49 tokens have their KV, 12 whole blocks.
+        # The next turn hits generated tokens: 49 tokens have KV, 12 whole blocks.
         again = await workers.ticket([*prompt(1, 30), *answer.token_ids, 3, 4])
         assert again.pinned_blocks == 12
         await workers.release(again)
@@ -73,7 +73,7 @@ async def test_the_worker_says_when_it_holds_the_ticket() -> None:
 
 
 @pytest.mark.parametrize("defect", [RuntimeError("a defect"), asyncio.CancelledError()], ids=["error", "stray cancel"])
-async def test_a_defect_after_an_adopted_ticket_lets_go_of_it(
+async def test_a_defect_after_an_adopted_ticket_releases_it(
     monkeypatch: pytest.MonkeyPatch, defect: BaseException
 ) -> None:
     prompt = list(range(21))
@@ -100,7 +100,7 @@ async def test_a_defect_after_an_adopted_ticket_lets_go_of_it(
 
 
 async def test_a_defect_amid_an_answer_ends_its_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those after it in the same outcome would wait for ever, and so would its own reader."""
+    """Later ones in the same outcome, and its own reader, would wait forever."""
     write = stream_session.finish_to_pb
 
     def fail_once(reason: FinishReason | None) -> Any:
@@ -179,12 +179,12 @@ async def test_a_pool_too_small_for_all_preempts_and_says_the_same() -> None:
 async def test_logits_that_are_no_numbers_fail_their_stream_alone(
     backend: type[FakeBackend], draft_tokens: int
 ) -> None:
-    """Also where the token that nobody could choose is in flight already, or after a draft token that was right."""
+    """Also if the failed token is in flight already, or follows an accepted draft token."""
     flags = {"speculative_config": speculative(draft_tokens)}
     async with running_workers(backend=backend, decode=flags) as workers, connected(workers) as connection:
         tokens = [random.Random(position).randrange(97) for position in range(900)]
         whole, other = greedy(tokens, 60), prompt(1, 30)
-        # Its first occurrence is deep in the answer, and the other stream never meets it.
+        # First occurs deep in the answer, and never in the other stream.
         broken = next(t for t in reversed(whole) if whole.index(t) > 5 and t not in greedy(other, 40) + other)
         workers.decode_backend.broken = broken
         failing, sound = await start(workers, connection, 1, tokens, 60), await start(workers, connection, 2, other, 40)
@@ -205,7 +205,7 @@ async def test_drafted_tokens_change_no_answer() -> None:
         running_workers(decode={"speculative_config": speculative(4)}) as workers,
         connected(workers) as connection,
     ):
-        # So many pairs of tokens that the answer is bound to hit one now and then, and then to go on differently.
+        # Enough pairs of tokens that the answer hits one now and then, and then diverges.
         tokens = [random.Random(position).randrange(97) for position in range(900)]
         answer = await start(workers, connection, 1, tokens, 60)
         await over(answer)
@@ -216,7 +216,6 @@ async def test_drafted_tokens_change_no_answer() -> None:
         judged = sum(count - 1 for count in workers.decode_backend.steps if 1 < count <= 5)
         assert 0 < answer.last.timings.guessed_tokens == judged
         assert answer.last.timings.accepted_tokens < judged
-        # A stream that its gateway ends has no last delta, so it is told of them while it goes on.
         assert answer.draft_tokens == sorted(answer.draft_tokens)
         assert any(drafted for drafted, _ in answer.draft_tokens[:-1])
         await workers.quiet()
@@ -224,7 +223,7 @@ async def test_drafted_tokens_change_no_answer() -> None:
 
 @pytest.mark.parametrize("backend", [FakeBackend, AheadBackend])
 async def test_another_tenants_stream_waits_for_no_answer_of_a_flood(backend: type[FakeBackend]) -> None:
-    """The flood has all places and a line. The other one comes last and ends first; all answers are whole."""
+    """The flood has all slots and a queue. The other one comes last and ends first; all answers are complete."""
     flags, texts = {"max_num_seqs": 2}, [prompt(seed, 9) for seed in range(6)]
     async with running_workers(slots=1024, backend=backend, decode=flags) as workers, connected(workers) as connection:
         gate = workers.decode_backend.gate
@@ -386,7 +385,7 @@ async def test_a_failing_step_fails_its_streams_and_the_loop_lives_on() -> None:
 
 
 @pytest.mark.parametrize("hello", [None, common_pb2.Hello(protocol=99, component_id="x")])
-async def test_the_first_word_is_a_hello_that_we_understand(hello: common_pb2.Hello | None) -> None:
+async def test_the_first_message_must_be_a_valid_hello(hello: common_pb2.Hello | None) -> None:
     async with running_workers() as workers:
         call = workers.decode_stub.Connect()
         command = decode_pb2.DecodeCommand(cancel=decode_pb2.Cancel(key=1))
@@ -420,12 +419,12 @@ async def test_a_stream_that_begins_says_so_before_its_step_has_ended() -> None:
         await workers.quiet()
 
 
-async def test_streams_in_line_are_told_so_while_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stream that waits says its place; one that decodes says nothing, and nor does any while the step hangs."""
+async def test_queued_streams_report_their_position(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queued stream reports its position; a decoding one nothing, and neither does any while the step hangs."""
     monkeypatch.setattr(worker_epoch, "QUEUE_HEARTBEAT_MS", 100)
     async with running_workers(decode={"max_num_seqs": 1}) as workers, connected(workers) as connection:
         backend, prompts = workers.decode_backend, [prompt(seed, 9) for seed in range(3)]
-        # Steps are short beside the time for an answer, and take long altogether until the signs are there.
+        # Steps are short beside an answer, and continue until the signs are there.
         told = threading.Event()
         monkeypatch.setattr(backend, "before_step", lambda batch: told.wait(0.05))
         tickets = [await workers.ticket(one) for one in prompts]
@@ -453,7 +452,6 @@ async def test_streams_in_line_are_told_so_while_steps_go_on(monkeypatch: pytest
 
         monkeypatch.setattr(WorkerEpoch, "positions", counted)
         await until("a question without an answer", lambda: unanswered)
-        # What the worker has said before is here when it has said this.
         await (await connection.submit(submit_of(4, tickets[0], (), prompt_tokens=0))).ended()
         before = [len(one.queued) for one in others]
         await until("further ones", lambda: len(unanswered) >= 4)

@@ -72,7 +72,7 @@ async def test_answers_are_the_oracles_and_valid(folder: str) -> None:
 
 
 async def test_a_replayed_answer_goes_on_as_it_began(folder: str) -> None:
-    """From any of its tokens on, in the middle of a forced run too; a complete one ends at once."""
+    """From each of its tokens on, also within a forced run; a complete one ends at once."""
     async with running_workers(tokenizer=folder) as workers, connected(workers) as connection:
         whole = await begin(workers, connection, 1, prompt(1, 9), 200)
         for key, cut in enumerate(range(1, len(whole.token_ids) + 1, 5), 2):
@@ -95,7 +95,6 @@ async def test_max_tokens_cuts_an_answer(folder: str) -> None:
         assert len(answer.token_ids) == 40
         whole = await begin(workers, connection, 2, prompt(1, 9), 200)
         assert whole.token_ids[:40] == answer.token_ids
-        # The last token that is allowed completes the answer.
         exact = await begin(workers, connection, 3, prompt(1, 9), len(whole.token_ids))
         assert exact.last is not None
         assert exact.last.finish_reason is FinishReason.STOP
@@ -148,7 +147,7 @@ async def test_tokens_that_the_grammar_refuses_fail_their_request(folder: str) -
 
 
 async def test_a_limit_that_is_met_in_an_answer_fails_it(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It never ends as if it were complete, nor does a later answer."""
+    """It does not end as if complete, nor does a later answer."""
     text = "start: %json " + json.dumps({"type": "string", "minLength": 900, "maxLength": 1000})
     monkeypatch.setitem(PARSER_LIMITS, "max_lexer_states", 400)
     async with running_workers(tokenizer=folder) as workers, connected(workers) as connection:

@@ -22,7 +22,7 @@ NOT_FOUND, EXHAUSTED, DEADLINE = 5, 8, 4
 async def awaiting(
     workers: Workers, connection: Connection, key: int = 1, **other: object
 ) -> tuple[Answer, OpenTicketReply]:
-    """A stream that waits at the node for a prefill range that nobody has begun, or whose wait is over already."""
+    """Return a stream that waits at the node for a prefill range that has not begun, or whose wait is over."""
     waits = workers.kvnode.pool.chain_waits
     ticket = await workers.ticket(TOKENS)
     answer = await connection.submit(submit_of(key, ticket, TOKENS, 9, awaited_blocks=AWAITED, **other))
@@ -42,17 +42,16 @@ async def run_prefill(workers: Workers, ticket: OpenTicketReply) -> None:
 
 
 async def end_of(answer: Answer) -> int:
-    """The code of its error; 0 where it ended well."""
+    """Return the code of its error; 0 on success."""
     await answer.ended()
     assert answer.last is not None
     return answer.last.error.code if answer.last.error else 0
 
 
-async def test_the_nodes_word_is_the_hand_off() -> None:
+async def test_the_nodes_notice_is_the_hand_off() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         answer, ticket = await awaiting(workers, connection)
         assert connection.batches == 0
-        # The worker holds the ticket, so the gateway may let go of it before a prefill range has begun.
         await workers.release(ticket)
         await run_prefill(workers, ticket)
         assert await end_of(answer) == 0
@@ -75,14 +74,13 @@ async def test_a_chain_that_is_there_already_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("how", ["cancel", "close", "time"])
-async def test_a_stream_that_nobody_wants_stops_waiting(how: str) -> None:
+async def test_a_cancelled_stream_stops_waiting(how: str) -> None:
     async with running_workers() as workers, connected(workers) as connection:
         answer, ticket = await awaiting(workers, connection, timeout_ms=300 if how == "time" else 0)
         if how == "time":
             assert await end_of(answer) == DEADLINE
         await (connection.close() if how == "close" else connection.cancel(1))
         await until("the wait to end", lambda: workers.kvnode.pool.chain_waits == 0)
-        # Whoever still holds the ticket may go on with it, its promised slots included.
         await run_prefill(workers, ticket)
         await workers.release(ticket)
         await workers.quiet()

@@ -34,25 +34,25 @@ INVALID, DEADLINE, NOT_FOUND, EXHAUSTED, UNAVAILABLE = 3, 4, 5, 8, 14
 
 
 async def alone(connection: Connection, key: int, tokens: list[int] = TOKENS, **other: object) -> Answer:
-    """A stream whose ticket the worker opens."""
+    """Return a stream whose ticket the worker opens."""
     hashes = chain_hashes(ROOT, tokens, BLOCK)[: (len(tokens) - 1) // BLOCK * 32]
     return await connection.submit(submit_of(key, NONE, tokens, **{"block_hashes": hashes, **other}))  # type: ignore[arg-type]
 
 
 async def end_of(answer: Answer) -> int:
-    """The code of its error; 0 where it ended well."""
+    """Return the code of its error; 0 on success."""
     await answer.ended()
     assert answer.last is not None
     return answer.last.error.code if answer.last.error else 0
 
 
 async def fill(workers: Workers) -> OpenTicketReply:
-    """A ticket that leaves no room for another one."""
+    """Open a ticket that leaves no room for another one."""
     return await workers.node.open_ticket(workers.session.epoch, b"", SLOTS)
 
 
 def calls_of(workers: Workers) -> list[str]:
-    """The names of the calls for tickets that the node gets from now on."""
+    """Return the names of the ticket calls that the node gets from now on."""
     calls: list[str] = []
     pool = workers.kvnode.pool
     for name in ("open_ticket", "adopt"):
@@ -62,7 +62,7 @@ def calls_of(workers: Workers) -> list[str]:
 
 
 async def waiting(workers: Workers, connection: Connection, key: int = 1, **other: object) -> Answer:
-    """A stream that waits for memory, or whose wait is over already."""
+    """Return a stream that waits for memory, or whose wait is over."""
     line = len(workers.kvnode.pool.waiting)
     answer = await alone(connection, key, **other)  # type: ignore[arg-type]
     books = workers.kvnode.pool
@@ -75,7 +75,6 @@ async def test_a_ticket_is_opened_and_adopted_in_one_call() -> None:
         first = await alone(connection, 1)
         assert (await end_of(first), first.pinned, first.token_ids) == (0, [0], greedy(TOKENS, 8))
         await workers.quiet()
-        # What was computed is found, and nothing but one call was made for it.
         calls = calls_of(workers)
         second = await alone(connection, 2, expected_blocks=7)
         assert (await end_of(second), second.pinned, second.token_ids) == (0, [7], first.token_ids)
@@ -84,7 +83,7 @@ async def test_a_ticket_is_opened_and_adopted_in_one_call() -> None:
 
 
 async def test_with_less_than_was_expected_nothing_is_held() -> None:
-    """Neither is a block evicted for slots that the stream does not use."""
+    """No block is evicted for slots that the stream does not use."""
     async with running_workers(slots=SLOTS) as workers, connected(workers) as connection:
         assert await end_of(await alone(connection, 1)) == 0
         await workers.quiet()
@@ -113,12 +112,11 @@ async def test_a_stream_waits_for_memory_and_says_so(monkeypatch: pytest.MonkeyP
 
 
 async def test_a_tenant_that_holds_nothing_waits_for_no_other_ones_line() -> None:
-    """The stream of the tenant that holds memory came first, and gets its memory last."""
+    """The stream of the tenant that holds memory came first, and gets memory last."""
     flood, lone = common_pb2.Flow(key=b"flood"), common_pb2.Flow(key=b"lone", weight=0.5)
     half = (SLOTS // 2 - 1) * BLOCK
     async with running_workers(slots=SLOTS) as workers, connected(workers) as connection:
         node, epoch = workers.node, workers.session.epoch
-        # The rest is left to decodes.
         full = [await node.open_ticket(epoch, b"", blocks, flow=Flow(b"flood")) for blocks in (SLOTS // 2, SLOTS // 4)]
         workers.decode_backend.gate.clear()
         again = await waiting(workers, connection, 1, tokens=prompt(1, half), flow=flood)
@@ -133,7 +131,7 @@ async def test_a_tenant_that_holds_nothing_waits_for_no_other_ones_line() -> Non
 
 
 @pytest.mark.parametrize("how", ["cancel", "close", "time", "epoch", "worker"])
-async def test_a_stream_that_nobody_wants_leaves_the_line(how: str) -> None:
+async def test_a_cancelled_stream_leaves_the_queue(how: str) -> None:
     async with running_workers(slots=SLOTS) as workers, connected(workers) as connection:
         full = await fill(workers)
         answer = await waiting(workers, connection, timeout_ms=300 if how == "time" else 0)
@@ -165,14 +163,14 @@ async def test_a_cancel_right_behind_the_submit_holds_nothing() -> None:
         await until("no ticket in use", lambda: not workers.decode.worker.epoch.tickets._in_use)
 
 
-async def test_a_wait_for_memory_that_ends_in_vain_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another attempt would wait in vain, too."""
+async def test_a_failed_wait_for_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A retry would fail as well."""
     spans: list[str] = []
     monkeypatch.setattr(stream_session, "record", lambda name, *_: spans.append(name))
     async with running_workers(slots=SLOTS) as workers, connected(workers) as connection:
         workers.kvnode.pool.waiting.max_waiting = 1
         full = await fill(workers)
-        # The stream that waits when another one comes must not have waited in vain by then.
+        # A waiting stream must not time out before the next one comes.
         await waiting(workers, connection)
         one_more = await alone(connection, 2)
         assert await end_of(one_more) == EXHAUSTED
@@ -207,7 +205,7 @@ async def test_a_stream_takes_its_place_when_it_has_its_memory(monkeypatch: pyte
 
 
 async def test_a_stream_without_a_place_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its slots might be those of blocks that others still want."""
+    """Its slots could be those of blocks still in use."""
     monkeypatch.setattr("pillion.decode_service.assemble.MAX_WAITING_SEQS", 0)
     async with (
         running_workers(decode={"max_num_seqs": 1}) as workers,
@@ -225,7 +223,7 @@ async def test_a_stream_without_a_place_takes_no_memory(monkeypatch: pytest.Monk
 
 
 async def test_an_opening_whose_outcome_is_unknown_ends_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slots of a granted ticket whose call was cancelled, and whose release is not answered either, come back."""
+    """The slots of a granted ticket are recovered even if its call is cancelled and its release unanswered."""
     async with running_workers(slots=SLOTS) as workers, connected(workers) as connection:
         worker = workers.decode.worker
         old, open_ticket, granted = worker.epoch, worker.node.open_ticket, asyncio.Event()

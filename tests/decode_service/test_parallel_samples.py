@@ -24,7 +24,7 @@ FREE = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, seed=11, logprobs=2)
 async def ask(
     workers: Workers, connection: Connection, parallel_samples: Sequence[Sibling], **other: Any
 ) -> list[Answer]:
-    """Key 1 and its parallel samples; the gateway lets go of its ticket at once when the worker holds it."""
+    """Submit key 1 and its parallel samples; release the gateway's ticket once the worker holds it."""
     ticket = await workers.ticket(PROMPT)
     submit = submit_of(
         1, ticket, PROMPT, **{"max_tokens": 9, "sampling": FREE, "siblings": tuple(parallel_samples), **other}
@@ -41,7 +41,7 @@ async def over(answers: Sequence[Answer]) -> None:
     await asyncio.gather(*(answer.ended() for answer in answers))
 
 
-async def test_each_answer_is_what_its_seed_says_alone() -> None:
+async def test_each_answer_equals_a_single_request_with_its_seed() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         answers = await ask(workers, connection, [Sibling(key=5, seed=12), Sibling(key=6, seed=13)])
         await over(answers)
@@ -94,7 +94,6 @@ async def test_a_submit_that_fails_speaks_for_its_parallel_samples() -> None:
         assert first.last is not None
         assert first.last.error is not None
         assert connection.answers[5].last is None
-        # The keys are free again.
         await over(await ask(workers, connection, [Sibling(key=5, seed=12)]))
         await workers.quiet()
 
@@ -208,7 +207,6 @@ async def test_streams_are_bounded_with_their_parallel_samples(monkeypatch: pyte
                 connection.answers[sample.key] = Answer()
             answers.append(await connection.submit(submit_of(number + 1, ticket, PROMPT, 5, siblings=parallel_samples)))
         await until("five refusals", lambda: sum(answer.over.is_set() for answer in answers) == 5)
-        # Refusals wait for no call to the node, so the one that is taken may begin after them.
         await until("the sequences of the sixth", lambda: len(workers.decode.worker.epoch.listeners) == 5)
         assert all(answer.last.error.code == 8 for answer in answers if answer.last and answer.last.error)
         workers.decode_backend.gate.set()

@@ -23,7 +23,7 @@ SCORED = replace(PLAIN, prompt_logprobs=3)
 
 
 def expected(tokens: list[int], alternatives: int = 3) -> list[TokenLogprob]:
-    """What torch says of each token of a prompt but the first, from the model without any pool."""
+    """Return torch's log probabilities of each prompt token but the first, computed without a pool."""
     found = []
     for end in range(1, len(tokens)):
         row = torch.log_softmax(torch.from_numpy(logits_of(kv_of(tokens[:end], np.arange(end)))).double(), 0)
@@ -50,8 +50,8 @@ def check(found: list[TokenLogprob], wanted: list[TokenLogprob]) -> None:
 
 
 async def score(workers: Workers, connection: Connection, key: int, hits: bool = False, **other: Any) -> Answer:
-    """The answer to a scored prompt under a ticket that pins nothing, or what the node has. Its own blocks are there
-    when this ends."""
+    """Score a prompt under a ticket that pins nothing, or the cached blocks; return the answer once its blocks are
+    committed."""
     ticket = await workers.ticket(PROMPT, hits=hits)
     answer = await connection.submit(submit_of(key, ticket, PROMPT, **{"sampling": SCORED, "max_tokens": 6, **other}))
     await answer.ended()
@@ -69,7 +69,6 @@ async def test_every_token_of_the_prompt_is_scored_once(backend: type[FakeBacken
         answer = await score(workers, connection, 1)
         check(answer.prompt_logprobs, expected(PROMPT))
         assert answer.token_ids == greedy(PROMPT, 6)
-        # The prompt's blocks are there for others, and a scored prompt still computes all of it.
         plain = await score(workers, connection, 2, hits=True, sampling=PLAIN)
         assert (plain.token_ids, plain.prompt_logprobs) == (answer.token_ids, [])
         assert plain.last is not None
@@ -87,7 +86,6 @@ async def test_a_cached_prefix_of_a_scored_prompt_is_refused_and_harms_nobody() 
         assert refused.last is not None
         assert refused.last.error is not None
         assert refused.last.error.retryable
-        # What is scored already may be cached.
         rest = await score(workers, connection, 3, hits=True, scored_tokens=40)
         assert (rest.prompt_logprobs, rest.token_ids) == ([], greedy(PROMPT, 6))
         await workers.quiet()
@@ -125,12 +123,11 @@ async def test_parallel_samples_share_the_scores_of_their_prompt() -> None:
 
 
 async def test_scored_rows_of_a_step_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    # So many bytes hold five rows of logits.
+    # Bytes of five rows of logits.
     monkeypatch.setattr(scheduling, "MAX_SCORED_BYTES", 5 * 4 * VOCAB_SIZE)
     async with running_workers() as workers, connected(workers) as connection:
         answer = await score(workers, connection, 1)
         check(answer.prompt_logprobs, expected(PROMPT))
-        # The last row of the prompt chooses a token.
         assert workers.decode_backend.steps[:9] == [5] * 8 + [1]
         await workers.quiet()
 

@@ -41,7 +41,7 @@ def fields_of(flow: bytes = b"", **options: Any) -> list[str]:
 @pytest.mark.parametrize(
     "options",
     [
-        # An older gateway says nothing of what it does not know.
+        # An older gateway omits unknown fields.
         {},
         {"min_p": 1.0, "repetition_penalty": 10.0, "presence_penalty": -2.0, "frequency_penalty": 2.0},
         {"logit_bias": {0: 100.0, 96: -100.0}, "min_tokens": 5, "logprobs": 20, "n": 128, "best_of": 128},

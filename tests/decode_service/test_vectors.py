@@ -20,7 +20,6 @@ async def test_a_text_in_chunks_and_one_that_is_cached_have_their_vector() -> No
         connected(workers) as connection,
     ):
         assert read(await ask(workers, connection, 1, PROMPT)) == vector_of(PROMPT)
-        # Now its whole blocks are there, and so are those of a longer text.
         assert read(await ask(workers, connection, 2, PROMPT)) == vector_of(PROMPT)
         longer = [*PROMPT, 5, 6, 7, 8, 9]
         assert read(await ask(workers, connection, 3, longer)) == vector_of(longer)
@@ -47,7 +46,7 @@ async def test_the_mean_of_some_rows_whole_and_in_chunks(rows: tuple[int, int]) 
             assert found == pytest.approx(wanted, rel=1e-6)
             bits.add(np.array(found, np.float32).tobytes())
             await workers.quiet()
-            # Now the text's blocks are there, and a ticket with some whose rows are wanted is refused: plan again.
+            # The text's blocks are cached now; a ticket that pins rows to be pooled is refused: plan again.
             again = await ask(workers, connection, 2, PROMPT, **fields)
             if first < 40:
                 assert again.last is not None
@@ -87,7 +86,7 @@ async def test_a_vector_that_is_no_number_fails_its_text_alone() -> None:
 
 
 class LogitBackend(VectorBackend):
-    """The logits of rows are those of FakeBackend."""
+    """Logits of rows are FakeBackend's."""
 
     def _read_vectors(self, batch: StepBatch) -> np.ndarray:
         assert not all(batch.pooled_ids), "rows of logits need no hidden states"
@@ -100,7 +99,6 @@ async def test_logits_of_tokens_come_in_a_vectors_place() -> None:
         others = [one for one in (5, 6) if one != after]
         found = read(await ask(workers, connection, 1, PROMPT, pooled_ids=[*others, after]))
         assert len(found) == len(others) + 1
-        # The token that is chosen has the largest logit.
         assert found[-1] > max(found[:-1])
         assert read(await ask(workers, connection, 2, PROMPT, pooled_ids=[after, *others])) == [found[-1], *found[:-1]]
         assert read(await ask(workers, connection, 3, PROMPT)) == vector_of(PROMPT)

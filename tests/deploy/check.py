@@ -56,7 +56,6 @@ async def serve_and_ask(
 ) -> tuple[ClusterStatus, list[str], bytes]:
     """Return a running project's status, its greedy answers to ``prompts``, sent at once, and HTTP's /v1/models."""
     gateway = run.of("gateway")[0]
-    # The gateway learns of all components, itself included, from the registry a heartbeat later.
     components = sum(len(run.of(name)) for name in ("kvnode", "prefill", "decode", "gateway"))
     async with AsyncClient(f"{gateway.address}:50051") as client:
 

@@ -14,7 +14,7 @@ from tests.support.docker_project import DockerProject
 SCALE = {"prefill": 2, "decode": 2}
 STREAMS, TOKENS = 8, 200
 PROMPTS = [f"Here is the story of number {number}: " + "it grew and grew. " * 20 for number in range(STREAMS)]
-# What ends by the signal itself has nothing to finish.
+# Exit code of a container that ends by SIGTERM itself.
 TERMINATED = 128 + 15
 
 

@@ -30,7 +30,7 @@ from tests.support.watched_streams import Addresses, SteadyLoad
 
 CLIENTS, TOKENS = 4, 120
 PROMPTS = [f"Here is the story of number {number}: " + "it grew and grew. " * 8 for number in range(CLIENTS)]
-# What ends by the signal itself has nothing to finish.
+# Exit code of a container that ends by SIGTERM itself.
 TERMINATED = 128 + 15
 
 
@@ -38,7 +38,7 @@ def values_of(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return the chart's values: one worker pod with both roles, one gateway, the chart's own drains and grace."""
     return {
         "model": dict(model),
-        # Nobody is taken for lost because the machine is busy with tests.
+        # A busy machine must not cause lost heartbeats.
         "env": {"PILLION_CPU_THREADS": "1", "PILLION_HEARTBEAT_TIMEOUT_MS": str(PATIENT_MS)},
         "pools": {"prefill": None, "decode": None, "both": {"prefill": 1, "decode": 1, "kvPoolBytes": "64MiB"}},
         "gateway": {"replicas": 1, "splitPolicy": "disaggregated", "autoscaling": {"enabled": False}},

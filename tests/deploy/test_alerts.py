@@ -1,4 +1,4 @@
-"""Each alert fires where it should, and neither before its time nor where all is well."""
+"""Each alert fires when it should: not earlier, and not in a healthy cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODEL = 'gen_ai_request_model="m"'
 
 
 def components(**versions: str) -> dict[str, str]:
-    """Series of components that are used, by version; the values are promtool's."""
+    """Return series of components in use, by version; the values are promtool's."""
     return {
         f'pillion_components{{version="{version}",protocol="8",used="yes"}}': values
         for version, values in versions.items()
@@ -30,7 +30,7 @@ def requests(outcome: str, values: str) -> dict[str, str]:
 
 
 FIRST, TOKENS = "gen_ai_server_time_to_first_token_seconds", "pillion_inter_token_latency_seconds"
-# By alert: series beside PARTS, the minutes after which it does not fire yet, and those after which it does.
+# By alert: series beside PARTS, minutes at which it does not fire yet, and minutes at which it does.
 FIRES = {
     "PillionNoGateway": ({'pillion_build_info{role="gateway"}': "_x100"}, 0, 2),
     "PillionComponentDown": ({'pillion_component_down{component="decode-0"}': "0x4 1x20"}, 5, 8),
@@ -42,7 +42,6 @@ FIRES = {
     "PillionEventLoopHeld": ({'pillion_event_loop_longest_callback_seconds{instance="a"}': "0.1x4 0.9x20"}, 8, 12),
     "PillionIndexAway": ({'pillion_index_available{instance="a"}': "1x4 0x20"}, 5, 8),
     "PillionRegistryTakesNothing": ({'pillion_registry_writable{instance="a"}': "1x4 0x20"}, 5, 8),
-    # Of 100 a minute, 70 are in time.
     "PillionSlowFirstTokens": (histogram(FIRST, "2.5", "0+100x60 6000+70x90", "0+100x150"), 60, 140),
     "PillionSlowTokens": (histogram(TOKENS, "0.1", "0+100x60 6000+70x90", "0+100x150"), 60, 140),
     "PillionQueueGrows": ({'pillion_requests_now{state="waiting"}': "2x20 20+3x30"}, 20, 35),
@@ -75,7 +74,7 @@ def test_an_alert_fires_after_its_time_and_not_before(name: str) -> None:
     check_alerts(PARTS | series, [(name, quiet, 0), (name, fires, 1)])
 
 
-def test_nothing_fires_where_all_is_well() -> None:
+def test_nothing_fires_in_a_healthy_cluster() -> None:
     series = PARTS | components(a="3x200")
     series |= histogram(FIRST, "2.5", "0+100x200", "0+100x200") | histogram(TOKENS, "0.1", "0+100x200", "0+100x200")
     series |= requests("stop", "0+100x200") | requests("length", "0+10x200")
@@ -85,7 +84,6 @@ def test_nothing_fires_where_all_is_well() -> None:
 
 def test_an_upgrade_that_ends_within_the_hour_is_no_skew() -> None:
     upgrade = components(a="3x10 2x20 1x20 0x200", b="_x10 1x20 2x20 3x200")
-    # A version of no component is no version.
     check_alerts(PARTS | upgrade, [("PillionVersionsDiffer", minutes, 0) for minutes in (11, 40, 200)])
     stands = components(a="3x10 2x200", b="_x10 1x200")
     check_alerts(PARTS | stands, [("PillionVersionsDiffer", 60, 0), ("PillionVersionsDiffer", 75, 1)])

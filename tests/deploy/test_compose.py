@@ -40,7 +40,7 @@ from tests.support.docker_engine import NoDockerError, some_engine
 
 GPU_COMPONENTS = {"kvnode-gpu", "prefill-gpu", "decode-gpu"}
 COMPONENTS = {"kvnode", "prefill", "decode", "gateway", *GPU_COMPONENTS}
-# Of this repository's image, but no parts of the cluster.
+# Services of this repository's image that are not part of the cluster.
 HELPERS = {"prepare", "keeper"}
 SCALE = {"prefill": 2, "decode": 2}
 UP_TIMEOUT_S = 300.0
@@ -55,7 +55,7 @@ SCALED_BY = {
 
 @pytest.fixture
 def folder() -> Iterator[pathlib.Path]:
-    # pytest's tmp_path would be too long: a Unix socket's path may have about a hundred bytes.
+    # pytest's tmp_path is too long for a Unix socket's path (some hundred bytes).
     with tempfile.TemporaryDirectory(prefix="pil-") as name:
         yield pathlib.Path(name)
 
@@ -71,7 +71,7 @@ def test_schema_is_really_asked(tmp_path: pathlib.Path) -> None:
     assert "stop_grace" in subprocess.run(command, capture_output=True, text=True).stdout
 
 
-# What the schema of docker-compose 1.29 has of a health check.
+# Fields of a health check in docker-compose 1.29's schema.
 OLD_HEALTH = {"test", "interval", "timeout", "retries", "start_period", "disable"}
 
 
@@ -88,7 +88,7 @@ async def test_a_health_check_starts_nothing_but_a_shell_and_tells_who_serves() 
     assert len(checks) == 1
     program, option, text = next(iter(checks))
     assert (program, option) == ("bash", "-c")
-    # Without a path no other program is found.
+    # An empty PATH, so that no other program is found.
     command = [shutil.which(program), option, text.replace("9464", str(port))]
     trouble = ""
 
@@ -117,7 +117,7 @@ def test_services() -> None:
             assert condition != "service_healthy" or services[needed].health, f"{name} waits for {needed} in vain"
         if name in COMPONENTS:
             assert service.health is not None
-            # The service has neither a name nor an address of its own, so that it can have replicas.
+            # Without a name or address, so that the service can have replicas.
             assert not service.environment.keys() & {
                 "PILLION_COMPONENT_ID",
                 "PILLION_ADVERTISE",
@@ -182,7 +182,6 @@ def test_every_container_is_hardened() -> None:
         assert service["cap_drop"] == ["ALL"], name
         assert service["security_opt"] == ["no-new-privileges:true"], name
         assert service["restart"] == ("no" if name == "prepare" else "unless-stopped"), name
-        # An image has an exact version, so that the same one runs tomorrow.
         pinned = service["image"].rpartition(":")[2].removeprefix("v").split("-")[0]
         assert "PILLION_TAG" in service["image"] or pinned.count(".") == 2, name
         assert "build" in service or service["user"].split(":")[0] not in ("", "0", "root"), name
@@ -203,7 +202,7 @@ def test_the_image_runs_as_any_user_of_group_0() -> None:
     for folder in ("/run/pillion", "/cache"):
         assert re.search(rf"chown pillion:0 [^&]*{folder}\b", words)
         assert re.search(rf"chmod 0770 [^&]*{folder}\b", words)
-    # Libraries ask for the name of a user that the image may not know.
+    # Libraries look up the user's name, which the image may lack.
     assert read_image().environment["USER"] == "pillion"
 
 

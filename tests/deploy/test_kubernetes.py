@@ -161,7 +161,7 @@ def test_every_word_is_a_flag(manifests: list[Manifest]) -> None:
 
 
 def test_ports(manifests: list[Manifest]) -> None:
-    """Ports are unique in a pod, and the policies open exactly them, to the right pods."""
+    """Ports are unique in a pod, and the policies open exactly these, to the right pods."""
     policies = {one["metadata"]["name"]: one for one in manifests if one["kind"] == "NetworkPolicy"}
     for manifest in manifests:
         if manifest["kind"] != "Deployment":
@@ -357,9 +357,8 @@ def test_scaling() -> None:
         scaled = of_kind(manifests, "ScaledObject", name)["spec"]
         assert scaled["scaleTargetRef"]["name"] == f"rel-{name}"
         assert [trigger["name"] for trigger in scaled["triggers"]] == metrics
-        # A number of replicas with two owners would change back and forth.
         assert "replicas" not in of_kind(manifests, "Deployment", name)["spec"]
-    # A query counts only the pods of its own kind, not those of a kind whose name begins alike.
+    # A query counts only the pods of its own kind, not those of a kind with the same prefix.
     query = of_kind(manifests, "ScaledObject", "prefill")["spec"]["triggers"][0]["metadata"]["query"]
     own = re.compile(re.search(r'pod=~"([^"]+)"', query)[1])
     assert own.fullmatch("rel-prefill-5f7c9d8b6-x2x4z")

@@ -32,7 +32,7 @@ async def acks_of(workers: Workers, prefill_range: RunPrefillRequest) -> list[Ch
 
 
 async def next_ack(call: Any) -> ChunkAck:
-    """The next acknowledgement; a message that the prefill range has begun comes before the first one."""
+    """Return the next acknowledgement; a message that the prefill range has begun comes before the first one."""
     while (message := await call.read()).HasField("queued"):
         assert message.queued.position == 0
     return message
@@ -331,11 +331,10 @@ async def test_a_prefill_range_in_line_says_so_while_steps_go_on(monkeypatch: py
     async def read(prefill_range: RunPrefillRequest) -> list[ChunkAck]:
         messages, is_long = [], len(prefill_range.token_ids) == 800
         if not is_long:
-            # Where the short one came first, the long one would have to wait in line.
+            # If the short one came first, the long one would have to queue.
             await begun.wait()
         async for message in call_of(workers, prefill_range):
             messages.append(message)
-            # The first one says that the prefill range has begun.
             begun.set()
             if message.HasField("queued") and is_long and len(messages) > 1:
                 told.set()
@@ -343,8 +342,7 @@ async def test_a_prefill_range_in_line_says_so_while_steps_go_on(monkeypatch: py
 
     async with running_workers(prefill={"max_num_batched_prefill_tokens": 4}) as workers:
         backend, long, short = workers.prefill_backend, prompt(1, 801), prompt(2, 9)
-        # Steps are short beside the time for an answer, and take long altogether until the long prefill range has had
-        # one.
+        # Steps are short beside an answer, and continue until the long prefill range has had one.
         monkeypatch.setattr(backend, "before_step", lambda batch: told.wait(0.05))
         tickets = [await workers.ticket(tokens) for tokens in (long, short)]
         prefill_ranges = [

@@ -43,7 +43,6 @@ async def test_a_text_shares_steps_with_a_prefill_range() -> None:
         longer = [*PROMPT, 5]
         assert read(await ask(workers, texts, 3, longer)) == vector_of(longer)
         assert backend.steps[-1] == len(longer) - len(PROMPT) // 4 * 4
-        # The decode worker finds them, too.
         assert read(await ask(workers, streams, 1, longer)) == vector_of(longer)
         assert workers.decode_backend.steps == [len(longer) - len(PROMPT) // 4 * 4]
         await workers.quiet()
@@ -84,7 +83,6 @@ async def test_a_worker_without_vectors_has_no_api_for_texts() -> None:
     async with running_workers() as workers:
         assert not workers.prefill.worker.describe().gives_vectors
         call = workers.text_stub.Connect()
-        # The worker may answer before the greeting is written.
         with contextlib.suppress(grpc.aio.AioRpcError):
             await call.write(decode_pb2.DecodeCommand(hello=hello_to_pb("test-gateway")))
         assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
