@@ -282,7 +282,7 @@ MUTATIONS: dict[str, Mutation] = {
     "fetched blocks land in each other's slots, and are not verified": _slots_crossed,
     "the loser of a commit gives its slot away at once": _instead(Ledger, "_seal", _commit_twice),
     "a ticket opens without its pin": _instead(Ledger, "admit", _admitted_unpinned),
-    "a dead worker's slots are kept": _instead(Ledger, "gone", _dead_workers_stay),
+    "a dead worker's slots are kept": _instead(Ledger, "end_epoch", _dead_workers_stay),
     "a parallel sample's half block is not copied": _instead(ParallelSampling, "start_running", _no_copies),
     "the KV of wrong draft tokens counts": _instead(Sequence, "accept", _rejected_stay),
     "a void step counts": _instead(_LaunchedStep, "counts", lambda _: lambda self, piece, generation: True),

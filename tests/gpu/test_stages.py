@@ -265,7 +265,7 @@ def test_rows_pass_from_each_stage_to_the_next(pipeline):
     calls = []
     for rows in ways:
         for stage, mine in enumerate(rows):
-            calls += [pipeline.begin(stage, call, mine) for call in ("take", "give")]
+            calls += [pipeline.begin(stage, call, mine) for call in ("receive", "send")]
     for call in calls:
         result_of("rows that pass", call)
     for rows, wanted in zip(ways, given, strict=True):
@@ -275,7 +275,7 @@ def test_rows_pass_from_each_stage_to_the_next(pipeline):
 def test_the_end_of_a_stage_ends_the_waits_of_the_others(pipeline):
     """The first stage waits for the second one to receive its rows, the third one for rows."""
     rows = torch.zeros(3, 8)
-    waits = [pipeline.begin(0, "give", rows), pipeline.begin(2, "take", rows.clone())]
+    waits = [pipeline.begin(0, "send", rows), pipeline.begin(2, "receive", rows.clone())]
     pipeline.ended.append(True)
     for stage, wait in zip((0, 2), waits, strict=True):
         with pytest.raises(BackendLost, match=f"stage {stage}: another rank has ended"):

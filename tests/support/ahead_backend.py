@@ -149,6 +149,6 @@ def watch(ledger: Ledger, *backends: AheadBackend) -> list[str]:
 
         return call
 
-    for name in ("release", "return_slots", "gone"):
+    for name in ("release", "return_slots", "end_epoch"):
         setattr(ledger, name, watched(name, getattr(ledger, name)))
     return found
