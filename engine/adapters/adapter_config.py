@@ -114,11 +114,14 @@ class AdapterConfig:
     def canonical(self) -> bytes:
         """Return the config's bytes for the adapter's digest; configs with the same meaning have the same bytes."""
         # Newer fields count only if set, so that digests of older adapters stay the same.
-        own = {key: value for key, value in asdict(self).items() if value or key not in _LATER}
+        own = {
+            key: value
+            for key, value in asdict(self).items()
+            if value or key not in ("turned", "parameters", "as_they_lie")
+        }
         return json.dumps(own, sort_keys=True).encode()
 
 
-_LATER = ("turned", "parameters", "as_they_lie")
 # How PEFT embeds layers_pattern, and rank_pattern and alpha_pattern.
 _LAYER = r"(?:^|.*?\.){}\.(\d+)\."
 _END = r"(.*\.)?({})$"

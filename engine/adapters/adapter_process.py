@@ -21,7 +21,6 @@ from pillion.engine.adapters.adapter_forms import Bytes, described, line_bytes
 from pillion.engine.adapters.adapter_process_main import ANSWER_HEAD
 from pillion.errors import Internal, PillionError, Unavailable
 
-_PROGRAM = "pillion.engine.adapters.adapter_process_main"
 END_TIMEOUT_S = 2.0
 READ_TIMEOUT_S = 120.0
 # Linux's max pipe size without privileges; larger pipes wake the owner less often.
@@ -111,7 +110,7 @@ class AdapterProcess:
                 raise Unavailable("the process that reads adapters is stopping")
             if self._process is not None and self._process.poll() is None:
                 return self._process
-            command, pipe = [sys.executable, "-m", _PROGRAM], subprocess.PIPE
+            command, pipe = [sys.executable, "-m", "pillion.engine.adapters.adapter_process_main"], subprocess.PIPE
             # The process is single-threaded; keep libraries from starting threads.
             env = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
             try:

@@ -16,7 +16,6 @@ from pillion.engine.models.config_json import read_json
 from pillion.errors import ConfigError
 
 VOCABULARY_NAME = "tiktoken.model"
-_CLASS = "TikTokenTokenizer"
 # Pieces: runs of Chinese characters, words of other letters with an English ending, up to three digits, other symbols,
 # and spaces.
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -39,7 +38,7 @@ _PIECES = "|".join(
 def has_vocabulary(folder: Path) -> bool:
     """Return whether a folder has such a vocabulary and the tokenizer class that this module supports."""
     config = folder / "tokenizer_config.json"
-    known = config.is_file() and read_json(config).get("tokenizer_class") == _CLASS
+    known = config.is_file() and read_json(config).get("tokenizer_class") == "TikTokenTokenizer"
     return known and (folder / VOCABULARY_NAME).is_file()
 
 

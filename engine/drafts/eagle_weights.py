@@ -26,8 +26,6 @@ from pillion.kernels.torch.torch_linear import Linear
 
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
 _LAYER = "layers.0."
-# Not read: the inverse of d2t, and leftovers.
-_IGNORED = ("t2d", "rotary_emb.inv_freq")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +73,10 @@ class _Tensors:
         if missing:
             raise ConfigError(f"it lacks {format_names(missing)}")
         known = wanted | optional
-        unknown = sorted(name for name in self._files.keys() - known.keys() if not name.endswith(_IGNORED))
+        # Not read: the inverse of d2t, and leftovers.
+        unknown = sorted(
+            name for name in self._files.keys() - known.keys() if not name.endswith(("t2d", "rotary_emb.inv_freq"))
+        )
         if unknown:
             raise ConfigError(f"it holds {format_names(unknown)}, which an EAGLE-3 head does not have")
         for name, shape in known.items():

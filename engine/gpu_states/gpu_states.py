@@ -47,8 +47,6 @@ from pillion.kernels.gpu_states.gpu_state_spaces import SpaceShape, state_space
 
 _VALUE_BYTES = 4
 Product = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
-# Float32 buffers; others have the model's type.
-_WIDE = ("remembered", "learns", "forgets", "squares")
 
 
 class _SharedGroup(NamedTuple):
@@ -168,10 +166,11 @@ class GpuStates:
         widest: dict[str, int] = {}
         for name, width in (pair for own in self.own.values() for pair in own.widths.items()):
             widest[name] = max(width, widest.get(name, 0))
+        # Float32 buffers; others have the model's type.
         self._buffers = {
             name: torch.zeros(
                 model.max_tokens * width,
-                dtype=torch.float32 if name in _WIDE else model.dtype,
+                dtype=torch.float32 if name in ("remembered", "learns", "forgets", "squares") else model.dtype,
                 device=model.device,
             )
             for name, width in widest.items()

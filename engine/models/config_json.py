@@ -15,8 +15,9 @@ from pillion.errors import ConfigError
 # Published models have at most 126 layers and 512 experts. Lists of this length are made before weights are read, so a
 # mistake or an attack must not fill the memory.
 MAX_LAYERS, MAX_EXPERTS = 4096, 16_384
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_MOST = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(_EXPERTS, MAX_EXPERTS)}
+# Keys of the number of experts in different families, by precedence.
+EXPERT_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_MOST = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(EXPERT_COUNT_KEYS, MAX_EXPERTS)}
 MAX_IDS, MAX_TOKENS = 1024, 2**24
 
 

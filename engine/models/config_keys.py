@@ -105,8 +105,6 @@ _NEUTRAL = {
     "is_causal": True,
     "causal": True,
 }
-# transformers 5 renamed "num_experts" of one family to "num_local_experts".
-_NUM_EXPERTS = ("num_experts", "num_local_experts")
 # Keys of a multimodal config around the text model's, about vision and audio.
 _VISION_KEYS = words(
     """
@@ -154,7 +152,8 @@ def check_head_keys(raw: Mapping[str, Any]) -> None:
 def known_keys(own: Set[str], ignored: Iterable[str]) -> frozenset[str]:
     """Return the keys that a family's configs may have; arguments as in :func:`check_keys`."""
     known = _READ | BOOKKEEPING | own | set(ignored)
-    return known.union(_NUM_EXPERTS) if "num_experts_per_tok" in own else known
+    # transformers 5 renamed "num_experts" of one family to "num_local_experts".
+    return known.union(("num_experts", "num_local_experts")) if "num_experts_per_tok" in own else known
 
 
 def check_keys(

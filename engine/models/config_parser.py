@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from pillion.engine.encoders.encoder_parser import ENCODER_KEYS, ENCODER_KINDS, parse_encoder
-from pillion.engine.models.config_json import above_zero, number, per_layer, read_json, size, token_ids, vocabulary_ids
+from pillion.engine.models.config_json import (
+    EXPERT_COUNT_KEYS,
+    above_zero,
+    number,
+    per_layer,
+    read_json,
+    size,
+    token_ids,
+    vocabulary_ids,
+)
 from pillion.engine.models.config_keys import (
     check_keys,
     check_outer_keys,
@@ -50,9 +59,8 @@ _ACTIVATIONS = {
 }
 _NOT_GATED = {name: name for name in ("relu2", "gelu", "relu", "xielu")}
 
-# Keys of the same value in different families, by precedence: number of experts; experts per token; factor of router
-# scores; and of the shared expert, its width as a multiple of an expert's, or in values.
-_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+# Keys of the same value in different families, by precedence: experts per token; factor of router scores; and of the
+# shared expert, its width as a multiple of an expert's, or in values.
 _PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk")
 _ROUTED_SCALE = ("routed_scaling_factor", "router_scaling_factor")
 _NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
@@ -519,8 +527,8 @@ def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily
     chosen = next((key for key in _PER_TOKEN if key in options), None)
     if chosen is None:
         return None
-    own = next(key for key in _NUM_EXPERTS if key in options)
-    own = next((key for key in _NUM_EXPERTS if raw.get(key) is not None), own)
+    own = next(key for key in EXPERT_COUNT_KEYS if key in options)
+    own = next((key for key in EXPERT_COUNT_KEYS if raw.get(key) is not None), own)
     if raw[own] == 0 and "shared_intermediate_size" in options:
         return None
     num_experts = size(raw, own)

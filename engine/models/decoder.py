@@ -32,6 +32,7 @@ from pillion.engine.models.layer_operations import (
     KeepGate,
     Layer,
     LayerTensor,
+    Mixer,
     Mlp,
     Multiply,
     Norm,
@@ -116,7 +117,7 @@ class LayerRun:
 
     def run(self, operations: Layer) -> torch.Tensor:
         """Run the layer's operations and return the residual stream."""
-        self.mixers = sum(isinstance(operation, _MIXERS) for operation in operations)
+        self.mixers = sum(isinstance(operation, Mixer) for operation in operations)
         if not self.mixers and self.sample_rows is not None:
             self.hidden = self.hidden[self.sample_rows]
             self.adapters = None if self.adapters is None else self.adapters.of_rows(self.sample_rows)
@@ -449,7 +450,6 @@ class LayerRun:
         return every[:, : -self.config.heads_of(self.index).kv_heads] if own else every
 
 
-_MIXERS = (Attend, AttendLatents, ShortConvolution, DeltaRule, StateSpace, SelectiveScan)
 _RUN: dict[type, Callable[[LayerRun, Any], None]] = {
     Norm: LayerRun.norm,
     Multiply: LayerRun.product,

@@ -419,6 +419,8 @@ class SelectiveScan(LayerOperation):
 
 
 StateOperation = ShortConvolution | DeltaRule | StateSpace | SelectiveScan
+# Operations that write keys and values, or states.
+Mixer = Attend | AttendLatents | StateOperation
 
 
 @dataclass(frozen=True, slots=True)

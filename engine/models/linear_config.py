@@ -13,8 +13,6 @@ from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.state_pieces import PIECE_CHANNELS
 
-_ATTENTION = ("full_attention", "attention")
-
 
 def lfm2_layers(raw: Mapping[str, Any]) -> LinearConfig:
     """Parse LFM2's convolutions: layers that are not listed as attention have one."""
@@ -225,6 +223,6 @@ def _linear_layers(raw: Mapping[str, Any], count: int, names: Collection[str]) -
     kinds."""
     kinds = per_layer(raw, "layer_types", count)
     for layer, kind in enumerate(kinds or ()):
-        if kind not in (*names, *_ATTENTION):
+        if kind not in (*names, "full_attention", "attention"):
             raise ConfigError(f"config.json has layer_types with {kind!r} for layer {layer}, not supported here")
     return None if kinds is None else tuple(kind in names for kind in kinds)

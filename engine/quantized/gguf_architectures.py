@@ -30,7 +30,6 @@ _KEYS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "vocab_size": "vocab_size",
 }
-_OPTIONAL = ("vocab_size", "attention.key_length", "attention.head_count_kv")
 _OTHER_KEYS = words(
     """
     rope.freq_base rope.dimension_count rope.scaling.type rope.scaling.factor rope.scale_linear
@@ -42,7 +41,6 @@ _OTHER_KEYS = words(
 _IDLE_KEYS = frozenset(
     {"rope.scaling.finetuned", "rope.dimension_sections", "n_deepstack_layers", "pooling_type", "tensor_data_layout"}
 )
-_VISION_KEYS = ("vision.", "audio.", "mm.")
 # Values without effect; any other unread key may only be 0, false or empty.
 _NEUTRAL = {
     "attention.causal": (True,),
@@ -676,7 +674,12 @@ def read_config(model: GgufModel) -> dict[str, Any]:
     _refuse_unread(model, {*keys, *_OTHER_KEYS, *_IDLE_KEYS, *row.others})
     config: dict[str, Any] = {"model_type": row.model_type, "vocab_size": _vocab_size(model), **row.config}
     config |= {ours: _one(key, model.get(key)) for key, ours in keys.items() if model.get(key) is not None}
-    optional = (*_OPTIONAL, *(["feed_forward_length"] if "expert_feed_forward_length" in keys else []))
+    optional = (
+        "vocab_size",
+        "attention.key_length",
+        "attention.head_count_kv",
+        *(["feed_forward_length"] if "expert_feed_forward_length" in keys else []),
+    )
     if missing := [key for key in _KEYS if key in keys and key not in optional and model.get(key) is None]:
         raise ConfigError(f"its metadata lack {name}.{missing[0]}")
     config["num_hidden_layers"] -= model.get("nextn_predict_layers") or 0
@@ -714,7 +717,7 @@ def _refuse_unread(model: GgufModel, read: set[str]) -> None:
     begin = f"{model.architecture}."
     for key, value in model.metadata.items():
         own = key.removeprefix(begin)
-        if own == key or own in read or own.startswith(_VISION_KEYS):
+        if own == key or own in read or own.startswith(("vision.", "audio.", "mm.")):
             continue
         if value in _NEUTRAL[own] if own in _NEUTRAL else not np.any(value):
             continue

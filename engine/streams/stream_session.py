@@ -70,7 +70,6 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_POOLED_IDS = 16
 # Max positions per prompt at which states are kept for its client.
 MAX_KEPT_PLACES = 8
-_RETRYABLE = (NotFound, Conflict, Overloaded, Unavailable, Internal)
 
 
 class MemoryShort(Overloaded):
@@ -449,7 +448,9 @@ def _waits(submit: Submit) -> bool:
 
 
 def _error_of(error: PillionError) -> DecodeError:
-    retryable = isinstance(error, _RETRYABLE) and not isinstance(error, BrokenGrammar | BrokenModel | MemoryShort)
+    retryable = isinstance(error, NotFound | Conflict | Overloaded | Unavailable | Internal) and not isinstance(
+        error, BrokenGrammar | BrokenModel | MemoryShort
+    )
     retry_after_ms = error.retry_after_ms if isinstance(error, Overloaded) else 0
     return DecodeError(code=error.code, message=error.message, retryable=retryable, retry_after_ms=retry_after_ms)
 

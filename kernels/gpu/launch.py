@@ -13,6 +13,7 @@ import torch
 
 from pillion.errors import Internal
 
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INTERPRETED_ARCH = 90
 INTERPRETED_PROCESSORS = 4
 

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor
+from pillion.kernels.gpu.launch import FLOAT_DTYPES, arch_of, cdiv, check, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.gpu_states.state_places import (
     READS,
@@ -24,8 +24,6 @@ from pillion.kernels.gpu_states.state_places import (
     pieces_of_inputs,
 )
 from pillion.kernels.state_pieces import PIECE_CHANNELS
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit
@@ -100,7 +98,7 @@ def convolve(
     """
     tokens, channels = len(x), len(taps)
     check_tensor("taps", taps, (None, None), torch.float32, x.device)
-    check(x.dtype in DTYPES and tuple(x.shape) == (tokens, (3 if gated else 1) * channels), "x is {}", x.shape)
+    check(x.dtype in FLOAT_DTYPES and tuple(x.shape) == (tokens, (3 if gated else 1) * channels), "x is {}", x.shape)
     check(x.stride(1) == 1, "x has no contiguous rows")
     check_tensor("out", out, (tokens, channels if columns is None else None), x.dtype, x.device)
     if columns is not None:

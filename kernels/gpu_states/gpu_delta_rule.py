@@ -27,10 +27,9 @@ import triton
 import triton.language as tl
 
 from pillion.kernels.gpu.dot import dot
-from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor, next_power_of_2
+from pillion.kernels.gpu.launch import FLOAT_DTYPES, arch_of, cdiv, check, check_tensor, next_power_of_2
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.gpu_states.gpu_chunks import across, chunk_of, chunk_rows, running, wide_dot
-from pillion.kernels.gpu_states.gpu_convolutions import DTYPES
 from pillion.kernels.gpu_states.state_places import (
     READS,
     WRITES,
@@ -316,8 +315,8 @@ def prepare_rows(
     """
     shape.check()
     tokens, device = len(mixed), mixed.device
-    check_tensor("mixed", mixed, (None, shape.mixed), DTYPES)
-    check_tensor("rates", rates, (tokens, (1 if shape.by_rows else 2) * shape.heads), DTYPES, device)
+    check_tensor("mixed", mixed, (None, shape.mixed), FLOAT_DTYPES)
+    check_tensor("rates", rates, (tokens, (1 if shape.by_rows else 2) * shape.heads), FLOAT_DTYPES, device)
     check_tensor("learns", learns, (tokens, shape.heads), torch.float32, device)
     check_tensor("forgets", forgets, (tokens, shape.factors), torch.float32, device)
     if not shape.by_rows:
@@ -336,7 +335,7 @@ def forget_factors(
     from a product's output ``made`` [T, heads * key_dim]. decay, shift: float32 [heads], logarithms, and [heads *
     key_dim]. Raises Internal for misshapen tensors."""
     values = shape.heads * shape.key_dim
-    check_tensor("made", made, (None, values), DTYPES)
+    check_tensor("made", made, (None, values), FLOAT_DTYPES)
     check_tensor("out", out, (len(made), values), torch.float32, made.device)
     check_tensor("decay", decay, (shape.heads,), torch.float32, made.device)
     check_tensor("shift", shift, (values,), torch.float32, made.device)
@@ -367,7 +366,7 @@ def delta_rule(
     """
     shape.check()
     tokens, device = len(mixed), mixed.device
-    check_tensor("mixed", mixed, (None, shape.mixed), DTYPES)
+    check_tensor("mixed", mixed, (None, shape.mixed), FLOAT_DTYPES)
     check_tensor("learns", learns, (tokens, shape.heads), torch.float32, device)
     check_tensor("forgets", forgets, (tokens, shape.factors), torch.float32, device)
     check_tensor("out", out, (tokens, shape.heads * shape.head_dim), torch.float32, device)

@@ -7,9 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.launch import arch_of, check, check_tensor, next_power_of_2
+from pillion.kernels.gpu.launch import FLOAT_DTYPES, arch_of, check, check_tensor, next_power_of_2
 from pillion.kernels.gpu.tuned import tuned
-from pillion.kernels.gpu_states.gpu_convolutions import DTYPES
 
 # A program has a whole group in registers, so wider ones are refused.
 MAX_GROUP_VALUES = 16384
@@ -98,7 +97,7 @@ def norm_gated(
     (tokens, values), device = x.shape, x.device
     width, rest = divmod(values, groups)
     check(rest == 0 and 0 < width <= MAX_GROUP_VALUES, "{} values in {} groups", values, groups)
-    check_tensor("out", out, (tokens, values), DTYPES, device)
+    check_tensor("out", out, (tokens, values), FLOAT_DTYPES, device)
     check(gates.dtype == out.dtype, "gates are {}", gates.dtype)
     _check_gates(gates, x)
     if squares is not None:
@@ -120,7 +119,7 @@ def norm_gated(
 
 
 def _check_gates(gates: torch.Tensor, x: torch.Tensor) -> None:
-    check(gates.shape == x.shape and gates.dtype in DTYPES, "gates are {} {}", gates.dtype, gates.shape)
+    check(gates.shape == x.shape and gates.dtype in FLOAT_DTYPES, "gates are {} {}", gates.dtype, gates.shape)
     check(gates.stride(1) == 1 and gates.device == x.device, "gates have no contiguous rows, or are elsewhere")
 
 

@@ -15,8 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.launch import check, check_tensor, next_power_of_2
-from pillion.kernels.gpu_states.gpu_convolutions import DTYPES
+from pillion.kernels.gpu.launch import FLOAT_DTYPES, check, check_tensor, next_power_of_2
 from pillion.kernels.gpu_states.state_places import (
     READS,
     WRITES,
@@ -100,9 +99,9 @@ def selective_scan(
     tokens, device = len(mixed), mixed.device
     check(0 < shape.state_dim <= MAX_SCANNED, "{} has too many values in a row", shape)
     for name, rows in (("mixed", mixed), ("steps", steps)):
-        check_tensor(name, rows, (tokens, shape.channels), DTYPES, device)
+        check_tensor(name, rows, (tokens, shape.channels), FLOAT_DTYPES, device)
     for name, rows in (("writes", writes), ("reads", reads)):
-        fits = rows.shape == (tokens, shape.state_dim) and rows.dtype in DTYPES and rows.device == device
+        fits = rows.shape == (tokens, shape.state_dim) and rows.dtype in FLOAT_DTYPES and rows.device == device
         check(fits and rows.stride() == (writes.stride(0), 1), "{} are {} {}", name, rows.dtype, rows.shape)
     check_tensor("decay", decay, (shape.channels, shape.state_dim), torch.float32, device)
     check_tensor("skip", skip, (shape.channels,), torch.float32, device)

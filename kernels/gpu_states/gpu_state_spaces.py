@@ -21,10 +21,9 @@ import triton
 import triton.language as tl
 
 from pillion.kernels.gpu.dot import dot
-from pillion.kernels.gpu.launch import arch_of, check, check_tensor, next_power_of_2
+from pillion.kernels.gpu.launch import FLOAT_DTYPES, arch_of, check, check_tensor, next_power_of_2
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.gpu_states.gpu_chunks import across, chunk_of, chunk_rows, running, wide_dot
-from pillion.kernels.gpu_states.gpu_convolutions import DTYPES
 from pillion.kernels.gpu_states.state_places import (
     READS,
     WRITES,
@@ -232,8 +231,8 @@ def state_space(
     tokens, device = len(mixed), mixed.device
     fits = shape.heads % shape.groups == 0 and 0 < shape.state_dim <= MAX_STATE
     check(fits, "{} does not fit together", shape)
-    check_tensor("mixed", mixed, (None, shape.mixed), DTYPES)
-    check(tuple(steps.shape) == (tokens, shape.heads) and steps.dtype in DTYPES, "steps are {}", steps.shape)
+    check_tensor("mixed", mixed, (None, shape.mixed), FLOAT_DTYPES)
+    check(tuple(steps.shape) == (tokens, shape.heads) and steps.dtype in FLOAT_DTYPES, "steps are {}", steps.shape)
     check(steps.stride(1) == 1 and steps.device == device, "steps have no contiguous rows, or are elsewhere")
     for name, vector in (("decay", decay), ("shift", shift), ("skip", skip)):
         check_tensor(name, vector, (shape.heads,), torch.float32, device)

@@ -19,6 +19,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_ulonglong, c_ushort, c_void_p
+from enum import IntEnum
 from typing import Any
 
 from pillion.errors import ConfigError
@@ -27,10 +28,6 @@ LIBRARY = "libcuda.so.1"
 
 OUT_OF_MEMORY = 2
 
-ATTRIBUTE_VIRTUAL_MEMORY = 102
-ATTRIBUTE_FILE_DESCRIPTORS = 103
-ATTRIBUTE_RDMA = 110
-ATTRIBUTE_FABRIC = 128
 ALLOCATION_PINNED = 1
 LOCATION_DEVICE = 1
 HANDLE_FILE_DESCRIPTOR = 1
@@ -42,6 +39,21 @@ HOST_REGISTER_PORTABLE = 1
 MEMORY_HOST = 1
 MEMORY_DEVICE = 2
 _UUID_BYTES = 16
+
+
+class DeviceAttribute(IntEnum):
+    """CUDA's CUdevice_attribute."""
+
+    CLOCK_KHZ = 13
+    MULTIPROCESSORS = 16
+    MEMORY_CLOCK_KHZ = 36
+    BUS_BITS = 37
+    MAJOR = 75
+    MINOR = 76
+    VIRTUAL_MEMORY = 102
+    FILE_DESCRIPTORS = 103
+    RDMA = 110
+    FABRIC = 128
 
 
 class CudaError(ConfigError):
@@ -225,7 +237,7 @@ class CudaDevice:
     def __init__(self, driver: CudaDriver, index: int) -> None:
         self.driver, self.index, self.uuid = driver, index, driver.uuid_of(index)
         self._number = driver.read(c_int, "cuDeviceGet", index)
-        for attribute in (ATTRIBUTE_VIRTUAL_MEMORY, ATTRIBUTE_FILE_DESCRIPTORS):
+        for attribute in (DeviceAttribute.VIRTUAL_MEMORY, DeviceAttribute.FILE_DESCRIPTORS):
             if not self._attribute(attribute):
                 raise ConfigError(f"CUDA device {index} cannot share memory by file descriptors")
         self._context: int | None = driver.read(c_void_p, "cuDevicePrimaryCtxRetain", self._number)
@@ -271,7 +283,8 @@ class CudaDevice:
         handle = c_ulonglong()
         # If device and system permit it: RDMA lets network adapters reach the memory directly, and fabric handles
         # (which need NVIDIA's IMEX) let UCX before 1.22, which cannot use descriptors, map it in other processes.
-        rdma, fabric = bool(self._attribute(ATTRIBUTE_RDMA)), bool(self._attribute(ATTRIBUTE_FABRIC))
+        rdma = bool(self._attribute(DeviceAttribute.RDMA))
+        fabric = bool(self._attribute(DeviceAttribute.FABRIC))
         attempts = dict.fromkeys([(rdma, fabric), (rdma, False), (False, False)])
         for last, attempt in enumerate(attempts, 1 - len(attempts)):
             prop = byref(self._prop(*attempt))

@@ -9,8 +9,6 @@ import click
 from pillion.cli.flags import CommandGroup, option
 from pillion.cli.reach import pop_reach, talks_to_gateway
 
-TABLE_WIDTH = 120
-
 
 @click.group(cls=CommandGroup)
 def adapters() -> None:
@@ -62,4 +60,4 @@ def adapters_list(**values: Any) -> None:
     for info in models:
         if info.parent:
             table.add_row(info.name, info.parent, info.adapter)
-    table_console(TABLE_WIDTH).print(table)
+    table_console(120).print(table)

@@ -23,7 +23,6 @@ from pillion.client.client_requests import Item
 from pillion.errors import ConfigError, Overloaded
 from pillion.types import WarmedPrefix
 
-TABLE_WIDTH = 120
 MAX_PROMPTS = 10_000
 _PROMPTS = ("text", "messages", "tokens")
 _OPTIONS = {"model": str, "adapter": str, "cache_salt": str, "tools": list, "name": str, "ttl_s": int}
@@ -66,7 +65,7 @@ def run_list(reach: dict[str, Any]) -> None:
         blocks = str(pin.blocks) if pin.present_blocks == pin.blocks else f"{pin.present_blocks} of {pin.blocks}"
         expires = f"in {duration(pin.expires_in_s)}"
         table.add_row(pin.name, pin.model, str(pin.tokens), blocks, pin.node_id, expires, str(pin.hits))
-    table_console(TABLE_WIDTH).print(table)
+    table_console(120).print(table)
 
 
 def read_prompts(path: Path) -> list[FilePrompt]:

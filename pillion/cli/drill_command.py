@@ -17,7 +17,6 @@ from pillion.errors import ConfigError
 if TYPE_CHECKING:
     from pillion.drill.drill import DrillPlan
 
-TABLE_WIDTH = 120
 CONSENT = "drill"
 FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -64,7 +63,7 @@ def drill(yes: bool, json: Path | None, metrics_file: Path | None, **values: Any
             click.echo(f"{report.component_id} was {report.how}", err=True)
     finally:
         if reports:
-            table_console(TABLE_WIDTH).print(table_of(reports))
+            table_console(120).print(table_of(reports))
         for line in lines_of(reports):
             click.echo(line, err=True)
     if json:

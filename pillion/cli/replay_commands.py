@@ -14,7 +14,6 @@ from pillion.cli.flags import FlagCommand, option
 from pillion.cli.reach import pop_reach, talks_to_gateway
 from pillion.errors import ConfigError, PillionError
 
-TABLE_WIDTH = 110
 PATH = click.Path(path_type=Path)
 MODEL = option("--model", "The target's name of the model. Default: the bundle's.", "")
 
@@ -110,4 +109,4 @@ def canary(record_path: str, record_key_file: str, redis_url: str, rule: str, re
                 table.add_column(title)
             for row in table_rows(tally):
                 table.add_row(*row)
-            table_console(TABLE_WIDTH).print(table)
+            table_console(110).print(table)

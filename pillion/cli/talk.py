@@ -16,7 +16,6 @@ from pillion.cli.console import table_console
 from pillion.client.client import Client
 from pillion.types import ClusterStatus, ComponentStatus, Delta, ModelInfo, StructuredOutputs, TokenLogprob
 
-TABLE_WIDTH = 120
 MAX_NAMED = 4
 
 
@@ -87,7 +86,7 @@ def run_status(reach: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps({**asdict(status), "models": [asdict(model) for model in models]}, indent=2))
         return
-    console = table_console(TABLE_WIDTH)
+    console = table_console(120)
     console.print(status_table(status))
     for line in component_lines(status):
         console.print(line, soft_wrap=True, markup=False, highlight=False)

@@ -17,7 +17,6 @@ from pillion.wire.public import request_to_pb
 
 T = TypeVar("T")
 
-_CHOICES = ("", "auto", "none", "required")
 MAX_NAMED = 32
 _MESSAGE_KEYS = frozenset(
     {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "refusal"}
@@ -69,7 +68,7 @@ def tool_options(
     if isinstance(tool_choice, Mapping):
         choice, name = "named", str(_named_function(tool_choice, "tool_choice")["name"])
     else:
-        choice, name = (tool_choice, "") if tool_choice in _CHOICES else ("named", tool_choice)
+        choice, name = (tool_choice, "") if tool_choice in ("", "auto", "none", "required") else ("named", tool_choice)
     return ToolOptions(tools=read, choice=choice, name=name, parallel_tool_calls=parallel_tool_calls)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from enum import StrEnum
 from typing import Any
 
 from pillion.records.bundle import Bundle, StoryEvent
@@ -17,16 +18,24 @@ TOLD_SHARE = 0.05
 LATE_FACTOR, TOLD_LATE_MS = 2.0, 50.0
 BAR_COLUMNS = 40
 
-# What a request waits for; {} is the name of a worker.
-READING, GRAMMAR = "reading and tokenizing the prompt", "making and compiling the grammar"
-LINE, PLANNING = "waiting in the gateway's queue", "looking up the prefix and planning"
-MEMORY, FETCHING, PREFILL = "waiting for KV memory at {}", "fetching KV to {}", "prefilling at {}"
-OPENING, WORKER_LINE, TAIL = (
-    "opening the stream at {}",
-    "waiting in the queue of {}",
-    "computing the rest of the prompt at {}",
-)
-MOVING, TOKENS = "moving to other components after a loss", "tokens from {}"
+
+class Wait(StrEnum):
+    """What a request waits for; {} is the name of a worker."""
+
+    READING = "reading and tokenizing the prompt"
+    GRAMMAR = "making and compiling the grammar"
+    LINE = "waiting in the gateway's queue"
+    PLANNING = "looking up the prefix and planning"
+    MEMORY = "waiting for KV memory at {}"
+    FETCHING = "fetching KV to {}"
+    PREFILL = "prefilling at {}"
+    OPENING = "opening the stream at {}"
+    WORKER_LINE = "waiting in the queue of {}"
+    TAIL = "computing the rest of the prompt at {}"
+    MOVING = "moving to other components after a loss"
+    TOKENS = "tokens from {}"
+
+
 _TIERS = {
     "pool_tokens": "were in the pool",
     "fetched_tokens": "came from other nodes",
@@ -38,21 +47,21 @@ _LOSSES = ("plan_lost", "ticket_lost", "prefill_lost", "decode_lost")
 _GOES_ON = ("planned", "ticket", "fetched", "chunk", "prefilled", "adopted", "tokens", "finished", "stopped")
 # The phase that an event begins for the first answer. Other events change nothing.
 _BEGINS = {
-    "ready": PLANNING,
-    "waits": LINE,
-    "turn": PLANNING,
-    "memory": MEMORY,
-    "ticket": PLANNING,
-    "fetch": FETCHING,
-    "fetched": PLANNING,
-    "prefill": PREFILL,
-    "prefilled": OPENING,
-    "submitted": OPENING,
-    "adopted": WORKER_LINE,
-    "in_line": WORKER_LINE,
-    "begun": TAIL,
-    "tokens": TOKENS,
-    **dict.fromkeys(_LOSSES, MOVING),
+    "ready": Wait.PLANNING,
+    "waits": Wait.LINE,
+    "turn": Wait.PLANNING,
+    "memory": Wait.MEMORY,
+    "ticket": Wait.PLANNING,
+    "fetch": Wait.FETCHING,
+    "fetched": Wait.PLANNING,
+    "prefill": Wait.PREFILL,
+    "prefilled": Wait.OPENING,
+    "submitted": Wait.OPENING,
+    "adopted": Wait.WORKER_LINE,
+    "in_line": Wait.WORKER_LINE,
+    "begun": Wait.TAIL,
+    "tokens": Wait.TOKENS,
+    **dict.fromkeys(_LOSSES, Wait.MOVING),
 }
 
 
@@ -93,7 +102,7 @@ def explained(bundle: Bundle, verified: bool) -> dict[str, Any]:
 
 def phases(bundle: Bundle) -> list[Phase]:
     """Return what the first answer waited for, in order and without gaps, from the request's arrival to its end."""
-    found, name, worker, since_ms = [], READING, "", 0.0
+    found, name, worker, since_ms = [], Wait.READING, "", 0.0
     in_prefill, decode = False, ""
     for event in bundle.story:
         if event.answer or event.what not in _BEGINS:
@@ -102,23 +111,23 @@ def phases(bundle: Bundle) -> list[Phase]:
         begins = _BEGINS[event.what]
         if event.what == "ready" and "grammar_ms" in event.figures:
             grammar_ms = min(event.figures["grammar_ms"], event.at_ms)
-            found.append(Phase(READING, "", 0.0, event.at_ms - grammar_ms))
-            name, since_ms = GRAMMAR, event.at_ms - grammar_ms
+            found.append(Phase(Wait.READING, "", 0.0, event.at_ms - grammar_ms))
+            name, since_ms = Wait.GRAMMAR, event.at_ms - grammar_ms
         if event.what == "prefilled" and not in_prefill:
             continue
-        if begins == PREFILL:
+        if begins == Wait.PREFILL:
             in_prefill = True
         elif event.what in ("adopted", "prefilled", "tokens", *_LOSSES):
             in_prefill = False
         elif in_prefill:
             # The stream waits at the KV node for the prefill worker's blocks.
             continue
-        if name == TOKENS and begins != MOVING:
+        if name == Wait.TOKENS and begins != Wait.MOVING:
             continue
-        if name == MOVING and begins in (PLANNING, MEMORY):
+        if name == Wait.MOVING and begins in (Wait.PLANNING, Wait.MEMORY):
             continue
         found.append(Phase(name, worker, since_ms, event.at_ms))
-        at = decode if begins in (OPENING, WORKER_LINE, TAIL) else event.worker
+        at = decode if begins in (Wait.OPENING, Wait.WORKER_LINE, Wait.TAIL) else event.worker
         name, worker, since_ms = begins, at or worker, event.at_ms
     found.append(Phase(name, worker, since_ms, max(since_ms, end_ms(bundle))))
     return _merged(found)
@@ -181,32 +190,32 @@ def _waits(bundle: Bundle) -> Iterator[str]:
     whole_ms = end_ms(bundle) if first_ms is None else first_ms
     until = "to the first token" if first_ms is not None else "of waiting"
     for phase in phases(bundle):
-        if phase.name != TOKENS and phase.start_ms < whole_ms and phase.took_ms >= TOLD_SHARE * whole_ms:
+        if phase.name != Wait.TOKENS and phase.start_ms < whole_ms and phase.took_ms >= TOLD_SHARE * whole_ms:
             reason = _reason(bundle, phase)
             yield f"{_ms(phase.took_ms)} of {_ms(whole_ms)} {until} were spent {phase.words}{reason}."
 
 
 def _reason(bundle: Bundle, phase: Phase) -> str:
     events = _within(bundle, phase)
-    if phase.name == LINE and (waits := _last(events, "waits")) is not None:
+    if phase.name == Wait.LINE and (waits := _last(events, "waits")) is not None:
         running, waiting = (round(waits.figures.get(name, 0)) for name in ("running", "waiting"))
         whose = f" ({waits.words})" if waits.words else ""
         others = f" and {_count(waiting, 'request')}{whose} were waiting too" if waiting else ""
         return f", while {_count(running, 'answer')} ran{others}"
-    if phase.name == FETCHING and (fetch := _last(events, "fetch")) is not None:
+    if phase.name == Wait.FETCHING and (fetch := _last(events, "fetch")) is not None:
         sources = f" from {fetch.words}" if fetch.words else " from lower tiers"
         expected = fetch.figures.get("expected_ms", 0.0)
         return f"{sources}" + (f"; {_ms(expected)} were expected" if expected else "")
-    if phase.name == PREFILL and (prefill := _last(events, "prefill")) is not None:
+    if phase.name == Wait.PREFILL and (prefill := _last(events, "prefill")) is not None:
         # The acknowledgement of the last chunks may come after the decode worker has continued.
         chunks = [one for one in bundle.story if one.what == "chunk" and one.attempt == prefill.attempt]
         named = ("queue_ms", "compute_ms")
         queue, compute = (_ms(sum(one.figures.get(name, 0.0) for one in chunks)) for name in named)
         return f": {_count(len(chunks), 'chunk')} waited {queue} in its queue and took {compute} to compute"
-    if phase.name == WORKER_LINE and (submitted := _last(bundle.story, "submitted")) is not None:
+    if phase.name == Wait.WORKER_LINE and (submitted := _last(bundle.story, "submitted")) is not None:
         running, queued = (round(submitted.figures.get(name, 0)) for name in ("running_requests", "queued_tokens"))
         return f", where {_count(running, 'answer')} ran and prompts of {_count(queued, 'token')} were to be computed"
-    if phase.name == OPENING and bundle.request.grammar:
+    if phase.name == Wait.OPENING and bundle.request.grammar:
         return ", which compiles the grammar first"
     return ""
 

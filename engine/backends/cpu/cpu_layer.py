@@ -45,6 +45,7 @@ from pillion.engine.models.layer_operations import (
     Layer,
     LayerOperation,
     LayerTensor,
+    Mixer,
     Mlp,
     Multiply,
     Norm,
@@ -116,7 +117,7 @@ class LayerEmitter:
     def emit(self, layer: Layer, rows: Buffer | None = None) -> Iterator[Operation]:
         """Yield the kernels of the operations; ``rows`` is the input of the first."""
         self._layer, self._rows = layer, rows or self._rows
-        self._mixers = sum(isinstance(operation, _MIXERS) for operation in layer)
+        self._mixers = sum(isinstance(operation, Mixer) for operation in layer)
         if self._last and not self._mixers:
             yield self._gather(None, None)
             self._rows = self._builder.hidden
@@ -587,7 +588,6 @@ class LayerEmitter:
         return builder.wide("attended", config.num_heads * width, builder.row_dtype)
 
 
-_MIXERS = (Attend, AttendLatents, ShortConvolution, DeltaRule, StateSpace, SelectiveScan)
 _EMIT: dict[type, Callable[[LayerEmitter, Any, LayerOperation | None], Iterator[Operation] | None]] = {
     Norm: LayerEmitter.norm,
     Multiply: LayerEmitter.multiply,

@@ -53,6 +53,7 @@ from pillion.engine.models.layer_operations import (
     KeepGate,
     LayerOperation,
     LayerTensor,
+    Mixer,
     Mlp,
     Multiply,
     Norm,
@@ -63,7 +64,6 @@ from pillion.engine.models.layer_operations import (
     ScaleResidual,
     SelectiveScan,
     ShortConvolution,
-    StateOperation,
     StateSpace,
 )
 from pillion.engine.models.layers import soft_cap
@@ -75,9 +75,6 @@ from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
 from pillion.kernels.gpu.rows.embedding import embed
 from pillion.kernels.gpu.rows.gated import gated
 from pillion.kernels.gpu.rows.norms import add_rms_norm, rms_norm
-
-# Operations that write keys and values, or states. After the last one of the last layer only sampled rows continue.
-_MIXERS = (Attend, AttendLatents, StateOperation)
 
 
 @dataclass(slots=True)
@@ -209,7 +206,8 @@ class GpuDecoder:
         if inputs is not None:
             mine = slice(index * inputs.width, (index + 1) * inputs.width)
             step.inputs = model.token_inputs[: shape.tokens, mine]
-        step.mixers, step.added_up = sum(isinstance(operation, _MIXERS) for operation in layer.operations), None
+        # After the last mixer of the last layer only sampled rows continue.
+        step.mixers, step.added_up = sum(isinstance(operation, Mixer) for operation in layer.operations), None
         if not step.mixers and self._is_last(index, shape):
             self._sample(step, shape)
 

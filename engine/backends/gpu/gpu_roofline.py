@@ -26,7 +26,7 @@ from pillion.engine.models.model_work import looked_up_weights, model_weights, p
 from pillion.engine.scheduling.step_cost import MIN_SUITABLE_TOKENS, suitable_tokens
 from pillion.engine.scheduling.step_model import StepModel
 from pillion.kernels.state_pieces import CHUNK
-from pillion.kvstore.gpu.cuda_driver import CudaDriver
+from pillion.kvstore.gpu.cuda_driver import CudaDriver, DeviceAttribute
 
 # Achieved shares of the data sheet's rates, by copies and by matrix products.
 MEMORY_SHARE, ARITHMETIC_SHARE = 0.8, 0.5
@@ -37,8 +37,6 @@ STEP_SHARE = 1 / 8
 # Dense bfloat16 operations per multiprocessor and cycle, by compute capability (NVIDIA's data sheets); newer devices
 # use the last entry.
 OPERATIONS_PER_CYCLE = {(8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192, (12, 0): 1024}
-# Attributes of a device (cuda.h, CUdevice_attribute).
-CLOCK_KHZ, MULTIPROCESSORS, MEMORY_CLOCK_KHZ, BUS_BITS, MAJOR, MINOR = 13, 16, 36, 37, 75, 76
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +52,10 @@ def device_rates(driver: CudaDriver) -> DeviceRates:
     """Return the rates of the device that torch calls cuda:0. Raises ConfigError."""
     number = driver.read(c_int, "cuDeviceGet", 0)
 
-    def value(attribute: int) -> int:
+    def value(attribute: DeviceAttribute) -> int:
         return driver.read(c_int, "cuDeviceGetAttribute", attribute, number)
 
-    capability = value(MAJOR), value(MINOR)
+    capability = value(DeviceAttribute.MAJOR), value(DeviceAttribute.MINOR)
     known = [one for one in OPERATIONS_PER_CYCLE if one <= capability]
     each = OPERATIONS_PER_CYCLE[max(known, default=min(OPERATIONS_PER_CYCLE))]
     device = driver.device(0)
@@ -67,8 +65,8 @@ def device_rates(driver: CudaDriver) -> DeviceRates:
         device.close()
     return DeviceRates(
         # Double data rate: two words per cycle of the memory clock.
-        bytes_per_s=2 * value(MEMORY_CLOCK_KHZ) * 1e3 * value(BUS_BITS) / 8,
-        operations_per_s=value(MULTIPROCESSORS) * value(CLOCK_KHZ) * 1e3 * each,
+        bytes_per_s=2 * value(DeviceAttribute.MEMORY_CLOCK_KHZ) * 1e3 * value(DeviceAttribute.BUS_BITS) / 8,
+        operations_per_s=value(DeviceAttribute.MULTIPROCESSORS) * value(DeviceAttribute.CLOCK_KHZ) * 1e3 * each,
         memory_bytes=memory_bytes,
     )
 

@@ -25,8 +25,6 @@ from pillion.engine.quantized.quantization import MatrixScheme
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 
-_CODES = {"int": ("I8",), "fp8": ("F8_E4M3",)}
-
 
 class PackedLayout:
     """``weight_packed`` int32 [N, K * bits / 32], ``weight_scale`` [N, G], ``weight_shape`` int64 [2] and, if not
@@ -90,7 +88,7 @@ class CodesLayout:
         scales = _scale_shapes(name, shape, scheme)
         zeros = Part(f"{name}_zero_point", ("I8",), scales, optional=scheme.symmetric)
         return (
-            Part(name, _CODES[scheme.kind], [shape]),
+            Part(name, {"int": ("I8",), "fp8": ("F8_E4M3",)}[scheme.kind], [shape]),
             Part(f"{name}_scale_inv", SCALES, scales, optional=True),
             Part(f"{name}_scale", SCALES, scales, instead=f"{name}_scale_inv"),
             zeros,

@@ -28,11 +28,19 @@ import triton.language as tl
 
 from pillion.kernels.gpu import fp8
 from pillion.kernels.gpu.dependent import dependent, wait_for_earlier
-from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_pool, check_tensor, next_power_of_2, scales_of
+from pillion.kernels.gpu.launch import (
+    FLOAT_DTYPES,
+    arch_of,
+    cdiv,
+    check,
+    check_pool,
+    check_tensor,
+    next_power_of_2,
+    scales_of,
+)
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.kv_codes import KV_SCALE_BYTES
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 512
 SCALE_BYTES = tl.constexpr(KV_SCALE_BYTES)
 
@@ -50,7 +58,7 @@ class HeadNorm(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """Cosines and sines [max_len, head_dim / 2], one of DTYPES, and int32 positions [T], unchecked, below
+    """Cosines and sines [max_len, head_dim / 2], one of FLOAT_DTYPES, and int32 positions [T], unchecked, below
     max_len.
 
     Values i and i + head_dim / 2 of a head are a pair.
@@ -206,10 +214,10 @@ def kv_write(
 
     Raises Internal for misshapen tensors.
     """
-    check_tensor("qkv", qkv, (None, None), DTYPES)
+    check_tensor("qkv", qkv, (None, None), FLOAT_DTYPES)
     tokens, width = qkv.shape
     is_fp8 = pool.dtype == torch.uint8
-    check_pool(pool, (None, None, 2, *([None] * (2 if is_fp8 else 3))), (*DTYPES, torch.uint8), qkv.device)
+    check_pool(pool, (None, None, 2, *([None] * (2 if is_fp8 else 3))), (*FLOAT_DTYPES, torch.uint8), qkv.device)
     layers, pool_heads = pool.shape[1], pool.shape[3]
     mine = range(pool_heads) if kv_heads is None else kv_heads
     check(0 <= mine.start <= mine.stop <= pool_heads, "heads {} to {} of {}", mine.start, mine.stop, pool_heads)
@@ -223,7 +231,7 @@ def kv_write(
     if norm is not None:
         check_tensor("norm", norm.weight, (heads + len(mine), head_dim), (qkv.dtype, torch.float32), qkv.device)
     if rotary is not None:
-        check_tensor("cos", rotary.cos, (None, head_dim // 2), DTYPES, qkv.device)
+        check_tensor("cos", rotary.cos, (None, head_dim // 2), FLOAT_DTYPES, qkv.device)
         check_tensor("sin", rotary.sin, tuple(rotary.cos.shape), rotary.cos.dtype, qkv.device)
         check_tensor("positions", rotary.positions, (tokens,), torch.int32, qkv.device)
     flags = {"NORM": norm is not None, "ROPE": rotary is not None, "FP8": is_fp8}

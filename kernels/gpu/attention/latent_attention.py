@@ -26,6 +26,7 @@ from pillion.kernels.gpu.attention.parted_attention import _before_all, _end_par
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.fp8 import NATIVE_FP8_ARCH, decode_e4m3
 from pillion.kernels.gpu.launch import (
+    FLOAT_DTYPES,
     arch_of,
     check,
     check_pool_device,
@@ -36,7 +37,6 @@ from pillion.kernels.gpu.launch import (
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.kv_codes import KV_SCALE_BYTES
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Latents and rotated values are multiples of the first number; max of each.
 MIN_WIDTH, MAX_LATENTS, MAX_ROTARY = 16, 512, 128
 # Scales of a row in 8 bits: of its latents, and of its rotated key.
@@ -221,7 +221,7 @@ class LatentAttention:
             device: device of the kernels; None: that of the pool.
         """
         check_widths(rank, rotary)
-        check(scale > 0 and dtype in DTYPES, "queries are of {}, scores are scaled by {}", dtype, scale)
+        check(scale > 0 and dtype in FLOAT_DTYPES, "queries are of {}, scores are scaled by {}", dtype, scale)
         self._pool, self._dtype, self._device = pool, dtype, device or pool.device
         check_pool_device(pool, self._device)
         piece = (block_size * (rank + rotary + LATENT_SCALES * KV_SCALE_BYTES),) if fp8 else (block_size, rank + rotary)

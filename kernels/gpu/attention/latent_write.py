@@ -17,11 +17,18 @@ import triton.language as tl
 from pillion.kernels.gpu import fp8
 from pillion.kernels.gpu.attention.kv_write import Rotary
 from pillion.kernels.gpu.attention.latent_attention import LATENT_SCALES, check_widths
-from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_pool_device, check_tensor, next_power_of_2
+from pillion.kernels.gpu.launch import (
+    FLOAT_DTYPES,
+    arch_of,
+    cdiv,
+    check,
+    check_pool_device,
+    check_tensor,
+    next_power_of_2,
+)
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.kv_codes import KV_SCALE_BYTES
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SCALES = LATENT_SCALES * KV_SCALE_BYTES
 SCALE_BYTES = tl.constexpr(_SCALES)
 
@@ -119,7 +126,7 @@ def latent_write(
 
     Raises Internal for misshapen tensors.
     """
-    check_tensor("latents", latents, (None, None), DTYPES)
+    check_tensor("latents", latents, (None, None), FLOAT_DTYPES)
     (tokens, width), kind, device = latents.shape, latents.dtype, latents.device
     rank = len(weight)
     rotated = width - rank
@@ -136,7 +143,7 @@ def latent_write(
     check(rest == 0, "{} bytes are no rows of {} values", pool.shape[4], width)
     check_tensor("rows", rows, (tokens,), torch.int32, device)
     check(tokens > 0 and 0 <= layer < layers, "{} tokens in layer {} of {}", tokens, layer, layers)
-    check_tensor("cos", rotary.cos, (None, rotated // 2), DTYPES, device)
+    check_tensor("cos", rotary.cos, (None, rotated // 2), FLOAT_DTYPES, device)
     check_tensor("sin", rotary.sin, tuple(rotary.cos.shape), rotary.cos.dtype, device)
     check_tensor("positions", rotary.positions, (tokens,), torch.int32, device)
     constants = _constants(heads, rank, rotated, still, layers, block_size, arch_of(device))

@@ -27,6 +27,7 @@ from pillion.kernels.gpu.attention.parted_attention import _attend_parts, _merge
 from pillion.kernels.gpu.dependent import dependent
 from pillion.kernels.gpu.fp8 import NATIVE_FP8_ARCH
 from pillion.kernels.gpu.launch import (
+    FLOAT_DTYPES,
     arch_of,
     check,
     check_pool,
@@ -40,7 +41,6 @@ from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.kv_codes import KV_SCALE_BYTES
 
 PlainOrFloat8 = Literal["plain", "fp8_e4m3"]
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Rows of a decode tile: the fewest that tensor cores multiply, and the most with which attention is still memory-bound.
 MIN_DECODE_ROWS, MAX_DECODE_ROWS = 16, 64
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 512
@@ -218,7 +218,7 @@ def _check_heads(num_heads: int, num_kv_heads: int, head_dim: int, scale: float,
     """Raise Internal for numbers or sizes of heads that the kernels do not support."""
     check(num_heads % num_kv_heads == 0, "{} heads over {} KV heads", num_heads, num_kv_heads)
     check(MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM and head_dim % 16 == 0, "heads of {}", head_dim)
-    check(scale > 0 and dtype in DTYPES, "queries are of {}, scores are scaled by {}", dtype, scale)
+    check(scale > 0 and dtype in FLOAT_DTYPES, "queries are of {}, scores are scaled by {}", dtype, scale)
 
 
 def _check_pool(

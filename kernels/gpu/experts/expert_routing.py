@@ -30,10 +30,9 @@ import triton.language as tl
 from pillion.kernels.gpu.dependent import dependent, wait_for_earlier
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.experts.pair_sorting import COMPARED, FEW_PAIRS, PairOrder, columns_of, sort_few
-from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor, next_power_of_2
+from pillion.kernels.gpu.launch import FLOAT_DTYPES, arch_of, cdiv, check, check_tensor, next_power_of_2
 from pillion.kernels.gpu.tuned import tuned
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Rows of a tile, the least that tensor cores multiply.
 ROWS = 16
 # Max rows of launches that share the parts of the product among programs.
@@ -475,7 +474,7 @@ class ExpertRouter:
         """
         tokens, hidden = rows.shape
         vector, pairs = (how.experts,), (tokens, how.choices)
-        check_tensor("rows", rows, (None, None), DTYPES)
+        check_tensor("rows", rows, (None, None), FLOAT_DTYPES)
         check_tensor("router", router, (how.experts, hidden), rows.dtype, rows.device)
         check_tensor("count", count, (1,), torch.int32, rows.device)
         check_tensor("scores", scores, pairs, torch.float32, rows.device)

@@ -34,7 +34,7 @@ from pillion.kernels.gpu.experts.expert_adapters import (
     shrink_pairs,
     slots_of,
 )
-from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor, processors_of
+from pillion.kernels.gpu.launch import FLOAT_DTYPES, arch_of, cdiv, check, check_tensor, processors_of
 from pillion.kernels.gpu.products.gpu_packing import BITS, PackedKind, PackedMatrix
 from pillion.kernels.gpu.products.packed_tiles import packed_part, tile_constants
 from pillion.kernels.gpu.products.quantized_product import ROW_TILES
@@ -50,7 +50,6 @@ TILE_WORDS = 3
 # Gates and values alternate in blocks of this many outputs: a thread that has one of the sums of a product of tiles
 # also has the one 8 outputs further.
 _TURN = tl.constexpr(8)
-_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Placeholders for the constants of packed matrices.
 _PLAIN: dict[str, Any] = {
     "CODING": "", "BIAS": 0.0, "GROUP": 0, "SCALE": "float32", "SHIFT": "none", "EXACT": False, "DEPTH": 1,
@@ -276,7 +275,7 @@ def _sizes(matrix: torch.Tensor | PackedMatrix, gated: bool) -> tuple[int, int]:
     if isinstance(matrix, PackedMatrix):
         outputs, inputs = matrix.kind.outputs, matrix.kind.inputs
     else:
-        check_tensor("matrix", matrix, (None, None, None), _TYPES)
+        check_tensor("matrix", matrix, (None, None, None), FLOAT_DTYPES)
         _, outputs, inputs = matrix.shape
     check(not gated or outputs % 2 == 0, "{} outputs are not gates and as many values", outputs)
     return inputs, outputs // 2 if gated else outputs

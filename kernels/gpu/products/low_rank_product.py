@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from pillion.kernels.gpu.dot import dot
-from pillion.kernels.gpu.launch import cdiv, check, check_tensor, next_power_of_2
+from pillion.kernels.gpu.launch import FLOAT_DTYPES, cdiv, check, check_tensor, next_power_of_2
 
 # Rows of a run, the least that tensor cores multiply.
 RUN_ROWS = 16
@@ -35,7 +35,6 @@ RANK_MULTIPLE = 16
 # number of rows.
 RUN_WORDS = 3
 MAX_SLICES = 4
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @triton.jit
@@ -172,7 +171,7 @@ def add_low_rank(
         check(out.shape == (len(x), heads, layer.outputs) and out.dtype == x.dtype, "out is {}", out.shape)
         check(x.stride(2) == out.stride(2) == 1, "the values of a head are not contiguous")
     else:
-        check_tensor("x", x, (None, layer.inputs), _DTYPES)
+        check_tensor("x", x, (None, layer.inputs), FLOAT_DTYPES)
         check_tensor("out", out, (len(x), layer.outputs), (x.dtype, torch.float32), x.device)
     check_tensor("slots", slots, (None, None), torch.float32 if layer.exact else x.dtype, x.device)
     check_tensor("runs", record.runs, (None, RUN_WORDS), torch.int32, x.device)

@@ -30,7 +30,6 @@ from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Rows of a tile; a launch uses the smallest tile that fits its rows, or several of the largest.
 ROW_TILES = (16, 32, 64, 128)
 # Max rows of launches that share the parts of a matrix among programs. With more rows, tiles alone are enough.

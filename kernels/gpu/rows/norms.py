@@ -21,10 +21,9 @@ import triton.language as tl
 
 from pillion.kernels.gpu.dependent import dependent, wait_for_earlier
 from pillion.kernels.gpu.experts.expert_sums import PairResults, weighed
-from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor, next_power_of_2
+from pillion.kernels.gpu.launch import FLOAT_DTYPES, arch_of, cdiv, check, check_tensor, next_power_of_2
 from pillion.kernels.gpu.tuned import tuned
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Max values of a row, which a kernel holds in registers.
 MAX_COLUMNS = 16384
 # Tiles have a value for every thread at least, because in an in-place norm no two threads may read the same value.
@@ -221,7 +220,7 @@ def add_rms_norm(
 
 def _check_rows(name: str, tensor: torch.Tensor) -> tuple[int, int]:
     check(tensor.ndim == 2, "{} has {} dimensions", name, tensor.ndim)
-    check(tensor.dtype in DTYPES, "{} is of {}", name, tensor.dtype)
+    check(tensor.dtype in FLOAT_DTYPES, "{} is of {}", name, tensor.dtype)
     rows, columns = tensor.shape
     check(rows > 0 and 0 < columns <= MAX_COLUMNS, "{} is {}", name, tensor.shape)
     check(tensor.stride(1) == 1, "{} has no contiguous rows", name)

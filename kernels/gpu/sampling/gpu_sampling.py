@@ -30,7 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.launch import arch_of, check, check_tensor, next_power_of_2
+from pillion.kernels.gpu.launch import FLOAT_DTYPES, arch_of, check, check_tensor, next_power_of_2
 from pillion.kernels.gpu.sampling.sampling_cuts import cut_among, gather, lower_bound, mass_above
 from pillion.kernels.gpu.sampling.sampling_device import (
     FIELDS,
@@ -52,7 +52,6 @@ TOTAL_TOLERANCE = 2e-5
 # Relative tolerance of masses: sums of up to 2^18 float32 weights are added in different orders.
 MASS_TOLERANCE = 2e-5
 
-_LOGIT_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 REPORTED: tl.constexpr = tl.constexpr(REPORT_FIELDS)
 TEMPERATURE: tl.constexpr = tl.constexpr(FIELD_OF["temperature"])
@@ -212,7 +211,7 @@ def choose(logits: torch.Tensor, record: torch.Tensor, out: torch.Tensor, scratc
     record: int32 [R, RECORD_FIELDS] of sampling_record.pack_rows; nothing is written for padding rows. Launches depend
     on R and V alone. Raises Internal for misshapen tensors.
     """
-    check_tensor("logits", logits, (None, scratch.vocab_size), _LOGIT_TYPES)
+    check_tensor("logits", logits, (None, scratch.vocab_size), FLOAT_DTYPES)
     rows, vocab = logits.shape
     check_tensor("record", record, (rows, RECORD_FIELDS), torch.int32, logits.device)
     check_tensor("out", out, (rows,), torch.int32, logits.device)

@@ -39,9 +39,7 @@ _ENVIRONMENT = {
     "UCX_WARN_UNUSED_ENV_VARS": "n",
     "NIXL_LOG_LEVEL": "FATAL",
 }
-_BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 _KINDS = {HOST: "DRAM", CUDA: "VRAM"}
-_OWN = "NIXL_INIT_AGENT"
 _BACKEND = "UCX"
 
 
@@ -172,7 +170,7 @@ class NixlAgent:
             self._nixl.register_memory(pool, _KINDS[memory.kind], [_BACKEND]),
             self._nixl.register_memory(scratch, "DRAM", [_BACKEND]),
         ]
-        self.blocks = self._prepare(_OWN, self._own)
+        self.blocks = self._prepare("NIXL_INIT_AGENT", self._own)
         self.metadata = self._nixl.get_agent_metadata()
 
     def _start(self, handle: Any) -> tuple[Any, bool]:
@@ -196,7 +194,7 @@ class NixlAgent:
 def _builds() -> Sequence[str]:
     """Return NIXL's builds, the one for this CUDA driver first; for host memory any of them works."""
     version = driver_version()
-    return ("nixl_cu12", "nixl_cu13", "nixl_rocm") if 0 < version < 13_000 else _BUILDS
+    return ("nixl_cu12", "nixl_cu13", "nixl_rocm") if 0 < version < 13_000 else ("nixl_cu13", "nixl_cu12", "nixl_rocm")
 
 
 def _import_api() -> Any:

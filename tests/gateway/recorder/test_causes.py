@@ -19,7 +19,7 @@ from pillion.gateway.grammars.grammar_checker import GrammarChecker
 from pillion.gateway.planning.cluster_view import ClusterView
 from pillion.gateway.request import request_machine
 from pillion.records.bundle import Bundle
-from pillion.records.explanation import FETCHING, GRAMMAR, LINE, MOVING, PREFILL, TOKENS, end_ms, phases, sentences
+from pillion.records.explanation import Wait, end_ms, phases, sentences
 from tests.gateway.recorder.test_recorder import PROMPT, ask, recorded, recording
 from tests.support.fake_components import FakeCluster, knows
 
@@ -72,8 +72,8 @@ async def test_a_queue_at_the_gateway(tmp_path: pathlib.Path) -> None:
         bundles = await recorded(tmp_path, 3)
     told(bundles[1], "waiting in the gateway's queue, while 1 answer ran.")
     told(bundles[2], "waiting in the gateway's queue, while 1 answer ran and 1 request were waiting too.")
-    assert LINE not in names(bundles[0])
-    assert LINE in names(bundles[1])
+    assert Wait.LINE not in names(bundles[0])
+    assert Wait.LINE in names(bundles[1])
 
 
 async def test_a_cold_prefix_and_one_that_was_evicted(tmp_path: pathlib.Path) -> None:
@@ -123,7 +123,7 @@ async def test_a_slow_link(tmp_path: pathlib.Path) -> None:
         (bundle,) = await recorded(tmp_path)
     told(bundle, "fetching KV to kv-0 from kv-1")
     told(bundle, "20 came from other nodes")
-    assert FETCHING in names(bundle)
+    assert Wait.FETCHING in names(bundle)
 
 
 async def test_a_slow_prefill_worker(tmp_path: pathlib.Path) -> None:
@@ -134,7 +134,7 @@ async def test_a_slow_prefill_worker(tmp_path: pathlib.Path) -> None:
     told(bundle, "prefilling at prefill-0:", "chunks waited", "ms to compute")
     told(bundle, "The split at 28 was expected to")
     told(bundle, "The plan expected the first token", "the longest part of that was prefilling at prefill-0")
-    assert PREFILL in names(bundle)
+    assert Wait.PREFILL in names(bundle)
 
 
 async def test_a_dead_decode_worker(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,8 +145,8 @@ async def test_a_dead_decode_worker(tmp_path: pathlib.Path, monkeypatch: pytest.
         (bundle,) = await recorded(tmp_path)
     told(bundle, "attempt 1 was lost at decode-0 (", "and the request moved")
     told(bundle, "The longest pause of the answer", "when decode-0 was lost")
-    assert MOVING in names(bundle)
-    assert names(bundle)[-1] == TOKENS
+    assert Wait.MOVING in names(bundle)
+    assert names(bundle)[-1] == Wait.TOKENS
     assert len(fakes.decode.submits) == 2
     assert bundle.timings.replays == 1
 
@@ -175,5 +175,5 @@ async def test_a_grammar_that_takes_long_to_compile(tmp_path: pathlib.Path, monk
         await ask(fakes, PROMPT, structured_outputs=StructuredOutputs(regex="[A-Z].*"))
         (bundle,) = await recorded(tmp_path)
     told(bundle, "making and compiling the grammar")
-    assert GRAMMAR in names(bundle)
+    assert Wait.GRAMMAR in names(bundle)
     assert bundle.request.grammar

@@ -8,19 +8,7 @@ from typing import Any
 import pytest
 
 from pillion.records.bundle import Bundle, BundleAnswer, BundleModel, StoryEvent, TokenTimes, WeighedRoute
-from pillion.records.explanation import (
-    MOVING,
-    OPENING,
-    PLANNING,
-    READING,
-    TAIL,
-    TOKENS,
-    WORKER_LINE,
-    end_ms,
-    phases,
-    picture,
-    sentences,
-)
+from pillion.records.explanation import Wait, end_ms, phases, picture, sentences
 from pillion.types import Usage
 from tests.pillion.records.test_bundle import bundle_of
 
@@ -230,15 +218,15 @@ def test_phases_have_no_gaps(bundle: Bundle) -> None:
 
 def test_phases_of_a_request_that_moved() -> None:
     assert [(one.name, one.worker, one.start_ms) for one in phases(MOVED)] == [
-        (READING, "", 0),
-        (PLANNING, "", 10),
-        (OPENING, "decode-0", 20),
-        (TAIL, "decode-0", 30),
-        (TOKENS, "decode-0", 400),
-        (MOVING, "decode-0", 1500),
-        (OPENING, "decode-1", 1520),
-        (WORKER_LINE, "decode-1", 2000),
-        (TOKENS, "decode-1", 2400),
+        (Wait.READING, "", 0),
+        (Wait.PLANNING, "", 10),
+        (Wait.OPENING, "decode-0", 20),
+        (Wait.TAIL, "decode-0", 30),
+        (Wait.TOKENS, "decode-0", 400),
+        (Wait.MOVING, "decode-0", 1500),
+        (Wait.OPENING, "decode-1", 1520),
+        (Wait.WORKER_LINE, "decode-1", 2000),
+        (Wait.TOKENS, "decode-1", 2400),
     ]
 
 
