@@ -1,6 +1,6 @@
 """Index of blocks and registry of components, in Redis: hints, whose loss only costs prefix hits.
 
-    index.py           Index: a gateway's look-ups. Start here; docs/index.md has keys, costs and failures.
+    index.py           Index: a gateway's look-ups. Start here; docs/redis.md has keys, costs and failures.
     registry.py        Registry: heartbeats of components, and the table of live KV nodes.
     announcer.py       Announcer: a KV node's task that sends heartbeats and updates.
     redis_writer.py    IndexWriter: a KV node's calls: announce, sweep.

@@ -5,7 +5,7 @@
 
 The index is a hint: losing it costs prefix hits, not tokens. Entries of a restarted or dead node are void without a
 scan (:mod:`pillion.kvstore.index.registry`): look-ups drop them by the cached table of nodes, and KV nodes sweep them
-gradually. Keys: kvstore/index/redis_keys.py and docs/index.md. Redis >= 6.2: one server, Sentinel or Cluster.
+gradually. Keys: kvstore/index/redis_keys.py and docs/redis.md. Redis >= 6.2: one server, Sentinel or Cluster.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Layout of Redis's keys. Sans-IO; docs/index.md lists owner, time to live and size of every key.
+"""Layout of Redis's keys. Sans-IO; docs/redis.md lists owner, time to live and size of every key.
 
     block i of a chain --> its segment: the aligned SEGMENT_BLOCKS blocks around it
     segment            --> bucket: 18 bits of the hash of the segment's first block

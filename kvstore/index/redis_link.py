@@ -40,7 +40,7 @@ REMEDIES = {
     "OOM|OutOfMemoryError": "its memory is full: raise its maxmemory",
     "MISCONF": "it could not save its data: repair its disk, or CONFIG SET stop-writes-on-bgsave-error no",
     "NOREPLICAS": "it has fewer replicas than its min-replicas-to-write: start them, or lower that number",
-    "NoPermissionError|NOPERM|no permissions|can't run this command": "its ACL lacks what docs/index.md lists",
+    "NoPermissionError|NOPERM|no permissions|can't run this command": "its ACL lacks what docs/redis.md lists",
 }
 
 _SCRIPTS = Path(__file__).parent / "lua"

@@ -31,7 +31,7 @@ from pillion.kvstore.index.registry import Registry
 from tests.kvstore.index.conftest import lengthen_deadlines
 from tests.support.redis_nodes import TTL_MS, Chain, FakeNode, fake_nodes, found, node_record, until_found
 
-# What docs/index.md says that Pillion needs.
+# What docs/redis.md says that Pillion needs.
 ACL = (
     "~pillion:* -@all +evalsha +eval +hello +auth +ping +select +client +time +type +exists +get +set +del "
     "+hget +hset +hdel +hexists +hmget +hlen +hscan +hgetall +zadd +zrem +zrangebyscore +zrevrange +pexpire"
