@@ -141,14 +141,14 @@ class Shape:
 
     @property
     def prompt(self) -> str:
-        """The text that the template makes."""
+        """Return the text that the template renders."""
         names = "".join(f"{tool.name} " for tool in self.tools.tools)
         tools = f"({names}tools)" if names else ""
         thought = "" if self.thinks else END_THINK
         return f"{tools}{BOS}user\n{TEXT}{EOS}\n{BOS}assistant\n{THINK}{thought}"
 
     def request(self, salt: str, **changes: Any) -> GenerateRequest:
-        """The request; ``changes`` are sampling parameters."""
+        """Return the request; ``changes`` are sampling parameters."""
         asked: dict[str, Any] = {
             "seed": self.seed,
             "max_tokens": self.max_tokens,
@@ -212,8 +212,8 @@ def pairwise() -> list[StructuredCase]:
 
 @dataclass(slots=True)
 class Answers:
-    """What a client read of a request, by answer: tokens, log probabilities, text (arguments, where a tool is called),
-    reasoning and why it ended; and the last message."""
+    """A request's output by answer: tokens, log probabilities, text (arguments of tool calls), reasoning and finish
+    reason; and the last message."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[float]] = field(default_factory=dict)

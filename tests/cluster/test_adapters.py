@@ -51,7 +51,7 @@ Tokens = Callable[[str, list[int], int], Any]
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[pathlib.Path]:
-    """A model, adapters for it, and a model cache of the test's own."""
+    """Write a model, its adapters, and a separate model cache."""
     with tempfile.TemporaryDirectory(prefix="pil-") as name, pytest.MonkeyPatch.context() as patch:
         folder = pathlib.Path(name)
         patch.setenv("PILLION_CACHE", model_cache(folder / "cache"))
@@ -218,7 +218,7 @@ def post(port: int, path: str, body: dict[str, Any]) -> Any:
 def test_a_swap_under_load_does_not_mix_versions(
     cluster: ServedCluster, folder: pathlib.Path, expected: Tokens
 ) -> None:
-    """One folder, overwritten again and again: each answer is that of one version, which it names."""
+    """One folder is overwritten repeatedly: each answer is of a single version, which it names."""
     ids, port, live = byte_prompt(7, 70), http_port(cluster), folder / "adapters" / "live"
     with Client(cluster.target) as client:
 

@@ -112,7 +112,7 @@ THOUGHTS = ("The notes come before the file.", "Now I can write.", "That was all
 
 
 def script(folder: pathlib.Path) -> dict[str, Sequence[str]]:
-    """The answers of the model to each client, by a tool that it has and the clients before it lack."""
+    """Return the model's answers to each client, by a tool that distinguishes the client."""
     path = str(folder / "hello.txt")
     return {
         "exec_command": thinking(
@@ -164,7 +164,7 @@ def blocks(section: str) -> list[tuple[str, str, str]]:
 
 @dataclass(slots=True)
 class Workplace:
-    """A running line, and the folder in which a client works."""
+    """A running cluster, and the client's working folder."""
 
     components: Components
     folder: pathlib.Path
@@ -185,7 +185,7 @@ pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
 
 async def said(command: str, folder: pathlib.Path, environment: Mapping[str, str]) -> str:
-    """What a command prints; it and all that it has started end within the bound."""
+    """Run a command and return its output; it and its children end within the limit."""
     process = await asyncio.create_subprocess_exec(
         *("bash", "-euc", command),
         cwd=folder,
@@ -251,7 +251,7 @@ async def test_an_agent_calls_its_tools_as_the_page_sets_it_up(
 
 
 def check_second_turn(asked: Sequence[Sequence[ChatMessage]]) -> None:
-    """The last call has both messages of the user, the results of all tools, and what was thought before."""
+    """The last call includes both user messages, the results of all tools, and earlier reasoning."""
     last = max(asked, key=len)
     assert [one for one in last if one.role == "user" and SECOND in one.content]
     results = [one.content for one in last if one.role == "tool"]

@@ -90,7 +90,7 @@ def ask_by_grpc(client: Client, found: dict[int, list[str]]) -> dict[int, list[s
 
 
 def ask_by_http(client: openai.OpenAI, found: dict[int, list[str]]) -> dict[int, list[str]]:
-    """Asks over HTTP what is asked over gRPC, and adds each choice's reasoning, text and calls to ``found``."""
+    """Repeat a gRPC request over HTTP; add each choice's reasoning, text and calls to ``found``."""
     asked: dict[str, Any] = {
         "model": client.models.list().data[0].id,
         "messages": [{"role": "user", "content": "Bonn?"}],
@@ -112,7 +112,7 @@ def ask_by_http(client: openai.OpenAI, found: dict[int, list[str]]) -> dict[int,
 @pytest.mark.cluster
 @pytest.mark.long
 def test_both_apis_agree_after_a_kill_between_messages(tmp_path: pathlib.Path) -> None:
-    """The decode worker dies while answers think; they are replayed, and go on in the midst of a message."""
+    """The decode worker is killed amid reasoning; the answers are replayed, and continue within a message."""
     tiny = save_model(tmp_path / "tiny", template=TEMPLATE, marks=HARMONY_MARKS)
     port = free_port()
     flags = ("--dtype", "float32", "--max-model-len", "1024", "--kv-pool-bytes", str(2**22), "--http-port", str(port))

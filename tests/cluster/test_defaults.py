@@ -1,5 +1,5 @@
-"""What holds where a client says nothing: a model's own sampling values, and the room that a context has left, at every
-API. The model recommends temperature 0, so that its answers are greedy wherever its recommendation is heard."""
+"""Defaults: a model's own sampling values, and the rest of the context as max_tokens, at every API. The model
+recommends temperature 0, so its answers are greedy wherever the recommendation applies."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def text_of(stream: Any) -> str:
 
 
 async def batched(client: openai.AsyncOpenAI) -> str:
-    """The chat's answer by a batch of one line."""
+    """Return the chat's answer by a batch of one line."""
     body = {"model": "tiny", "messages": CHAT, "max_tokens": TOKENS}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": body}
     file = await client.files.create(file=("a.jsonl", json.dumps(line).encode()), purpose="batch")

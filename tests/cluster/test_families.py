@@ -72,7 +72,7 @@ class ForkedWorkers:
 
     @contextlib.asynccontextmanager
     async def worker(self, flags: DecodeFlags) -> AsyncIterator[ChildProcess]:
-        """A decode worker, which ends with the block."""
+        """Run a decode worker for the block."""
         lines: list[str] = []
         argv = (sys.executable, "-m", "pillion", "decode", *to_argv(flags))
         child = await self.server.launch(argv, self.environ, lines.append)
@@ -102,7 +102,7 @@ async def forked_workers(folder: pathlib.Path) -> AsyncIterator[ForkedWorkers]:
 async def edge_of(
     folder: pathlib.Path, url: str, model: str
 ) -> AsyncIterator[tuple[KVNode, GatewayServer, DecodeFlags]]:
-    """A KV node and a gateway of a model, and the flags of its decode worker."""
+    """Run a model's KV node and gateway; yield its decode worker's flags."""
     common = {"redis_url": url, "heartbeat_ms": 100, "heartbeat_timeout_ms": PATIENT_MS}
     shape = {"model": model, "dtype": "float32", "max_model_len": 512}
     attach = str(folder / "a.sock")
@@ -119,7 +119,7 @@ async def edge_of(
 
 
 async def answer_over_a_kill(workers: ForkedWorkers, folder: pathlib.Path, url: str, model: str) -> list[Delta]:
-    """The deltas of an answer whose worker is killed amid it. In the end nothing is held."""
+    """Return the deltas of an answer whose worker is killed amid it, after checking that nothing leaks."""
 
     async def read() -> list[Delta]:
         options = {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True}
@@ -142,7 +142,7 @@ async def answer_over_a_kill(workers: ForkedWorkers, folder: pathlib.Path, url: 
 
 
 def wrong_with(model: pathlib.Path, deltas: list[Delta]) -> str:
-    """What is wrong with an answer; empty: nothing."""
+    """Return the error of an answer; "" if none."""
     timings = deltas[-1].timings
     if timings is None or not timings.replays:
         return "no other worker has gone on"

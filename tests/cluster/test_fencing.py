@@ -143,8 +143,7 @@ def returned(cluster: ServedCluster, client: Client, component_id: str, salts: I
 def test_paused_workers_cost_a_pause_and_come_back(
     cluster: ServedCluster, client: Client, salts: Iterator[str]
 ) -> None:
-    """A prefill worker amid a prompt and a decode worker amid an answer, at the same time: what they did goes on at the
-    others."""
+    """A prefill worker amid a prompt and a decode worker amid an answer, simultaneously: others take over."""
     short, long = byte_prompt(1, SHORT_PROMPT_TOKENS), byte_prompt(2, LONG_PROMPT_TOKENS)
     expected = [tokens_of(stream_of(client, ids, ANSWER_TOKENS, next(salts))) for ids in (short, long)]
     wait_for("all slots back", lambda: at_rest(cluster))

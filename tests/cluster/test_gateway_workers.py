@@ -329,7 +329,7 @@ def test_the_command_line_prints_what_fits_a_schema(cluster: ServedCluster, tmp_
 
 
 def told_loads(cluster: ServedCluster) -> list[bytes]:
-    """Which gateways have told the others what they have under way."""
+    """Return the gateways that have reported their load to the others."""
     with redis.Redis(unix_socket_path=str(next(cluster.folder.rglob("redis*.sock")))) as client:
         return list(client.scan_iter(redis_keys.load_of("*")))
 
@@ -388,7 +388,7 @@ def test_one_that_is_killed_costs_its_own_connections_only(cluster: ServedCluste
 
 
 def test_a_batch_finishes_once_despite_kills(cluster: ServedCluster, batches: pathlib.Path) -> None:
-    """All gateways are killed twice in the middle of it; the journal says what need not run again."""
+    """All gateways are killed twice during the batch; finished lines in the journal are not rerun."""
     bodies = {
         f"c{n}": {"model": "tiny", "prompt": f"Once {n}", "seed": n, "max_tokens": STEPS[n % 2], "ignore_eos": True}
         for n in range(LINES)

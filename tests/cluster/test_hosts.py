@@ -64,7 +64,7 @@ def folder() -> Iterator[pathlib.Path]:
 
 @contextlib.contextmanager
 def answers(target: str, salt: str) -> Iterator[Answers]:
-    """Begins an answer of each kind; the block runs when each has its first tokens. Afterwards all are read."""
+    """Begin an answer of each kind; run the block once each has its first tokens, then read all."""
     begun = {kind: threading.Event() for kind in KINDS}
     found: Answers = {}
 

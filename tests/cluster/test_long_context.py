@@ -59,7 +59,7 @@ def wanted(folder: pathlib.Path, prompt: Sequence[int]) -> dict[int, torch.Tenso
 
 
 def distance(delta: Delta, expected: torch.Tensor) -> float:
-    """Returns how far the log probabilities of an answer's first token are from those expected."""
+    """Return the difference between an answer's first log probabilities and the expected ones."""
     (first,) = delta.logprobs
     assert first.top_ids
     return max(abs(float(expected[i]) - p) for i, p in zip(first.top_ids, first.top_logprobs, strict=True))

@@ -123,7 +123,7 @@ async def test_a_stream_is_the_whole_answer(components: Components) -> None:
 
 @pytest.fixture(scope="module")
 def scores(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What transformers says of each token of a prompt but the first: log probabilities of all tokens in its place."""
+    """Return transformers' log probabilities [vocabulary] for each prompt token but the first."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         save_model(tmp_path_factory.mktemp("oracle") / "tiny"), dtype=torch.float32
     )
@@ -235,7 +235,6 @@ async def test_the_blocking_client(components: Components) -> None:
 
 
 async def test_sampling_fields_change_the_answer(components: Components) -> None:
-    """Each sampling field changes the answer."""
     async with client_of(components) as client:
 
         async def text(**fields: Any) -> str:
@@ -354,7 +353,7 @@ class Weather(pydantic.BaseModel):
 
 
 async def test_answers_of_a_given_shape(components: Components) -> None:
-    """The model is random: only the grammar makes its answers what they are."""
+    """The model is random, so only the grammar shapes its answers."""
     async with client_of(components) as client:
         parsed = await client.chat.completions.parse(
             model="tiny", messages=MESSAGES, response_format=Weather, n=3, max_tokens=200

@@ -116,7 +116,7 @@ class ServedClone:
     lines: tuple[str, ...]
 
     def here(self, text: str) -> str:
-        """The text of a page with the ports of this cluster."""
+        """Return a page's text with the ports of this cluster."""
         last = self.metrics + 3
         places = {":9500-9503": f":{self.metrics}-{last}", ":9464": f":{self.metrics}", ":50051": f":{self.grpc}"}
         for usual, ours in (places | {":8000": f":{self.http}"}).items():
@@ -124,14 +124,14 @@ class ServedClone:
         return text
 
     def environ(self) -> dict[str, str]:
-        """The environment of a developer in this clone."""
+        """Return the environment of a developer in this clone."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith("PILLION_")}
         path = f"{self.folder}/.venv/bin:{os.environ['PATH']}"
         kept |= {"PATH": path, "PYTHONPATH": str(self.folder), "PILLION_TARGET": f"127.0.0.1:{self.grpc}"}
         return kept | {"TQDM_DISABLE": "1"}
 
     def run(self, command: list[str], *, asked: str = "") -> str:
-        """Standard output of a command in this clone, which must succeed."""
+        """Return the stdout of a command in this clone, which must succeed."""
         done = subprocess.run(
             command, cwd=self.folder, env=self.environ(), input=asked, capture_output=True, text=True, timeout=200
         )
@@ -140,7 +140,7 @@ class ServedClone:
 
 
 def copy_of_the_clone(folder: pathlib.Path) -> None:
-    """The files of the repository, and an environment that is the one of these tests."""
+    """Copy the repository's files; return the clone with these tests' environment."""
     shutil.copytree(ROOT, folder, symlinks=True, ignore=shutil.ignore_patterns(".*", "tests", "build"))
     programs = folder / ".venv" / "bin"
     programs.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""A decode worker that stands still for a moment: what it delayed is served, and so is everything after it."""
+"""A decode worker that is paused for a moment: delayed and later requests are served."""
 
 from __future__ import annotations
 

@@ -61,20 +61,20 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest.fixture(autouse=True)
 def patient_pins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache_control is met however long its pin takes."""
+    """A slow pin does not fail a cache_control."""
     for module in ("prefix_pins.prefix_pins", "anthropic.anthropic_api"):
         with contextlib.suppress(ImportError):
             monkeypatch.setattr(f"pillion.gateway.{module}.EPHEMERAL_WAIT_S", WITHIN_S)
 
 
 async def cached(client: AsyncClient, prompt: Any = (*PROMPT, 5), **options: Any) -> int:
-    """How many tokens of a prompt were found."""
+    """Return the number of cached tokens of a prompt."""
     deltas = [delta async for delta in client.generate(prompt, max_tokens=1, **options)]
     return deltas[-1].usage.cached_tokens
 
 
 async def press(components: Components) -> None:
-    """Serves prompts that fill the pool twice, each under a salt of its own."""
+    """Serve prompts that fill the pool twice, each under a different salt."""
     slots = components.kvnode.pool.ledger.num_slots
     for _ in range(2 * slots // 24 + 1):
         await cached(components.client, [7] * (24 * BLOCK), cache_salt=f"pressure {next(seeds)}")

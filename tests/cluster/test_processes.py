@@ -73,7 +73,7 @@ def answer(client: Client, ids: list[int], max_tokens: int, salt: str = "") -> t
 
 
 def end(cluster: ServedCluster, number: signal.Signals) -> None:
-    """Ends a cluster by a signal to its supervisor alone. Nothing of it is left behind, whatever it went through."""
+    """Stop a cluster by a signal to its supervisor alone; check that nothing is left behind."""
     assert len(cluster.processes()) >= 6
     cluster.stop(number)
     check_end(cluster, number)
@@ -307,7 +307,7 @@ def test_a_killed_kv_node_costs_no_kv(cluster: ServedCluster) -> None:
         return tuple(token for delta in deltas for token in delta.token_ids), deltas[-1].timings.replays
 
     def returned(before: NodeStatus) -> None:
-        """The next life of a node that was killed has all that was committed."""
+        """A killed node has all committed blocks after its restart."""
 
         def back() -> NodeStatus | None:
             with contextlib.suppress(AssertionError):

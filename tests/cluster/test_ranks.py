@@ -59,7 +59,7 @@ class RankedCluster:
 
     @contextlib.asynccontextmanager
     async def gateway(self, *names: str) -> AsyncIterator[tuple[Gateway, ShownWorkers]]:
-        """A gateway that sees these workers, and its registry."""
+        """Return a gateway that sees these workers, and its registry."""
         registry = ShownWorkers(self.node, self.workers, set(names))
         async with registry.gateway(self.name, self.entry, 2 * BLOCK) as gateway:
             yield gateway, registry
@@ -122,7 +122,7 @@ async def check_stopped_rank(cluster: RankedCluster, expected: Any) -> None:
     launch = backend.launch
 
     def launch_and_hang(*step: Any) -> Any:
-        """Stops the rank amid the answer, which gets a token from each step at most."""
+        """Stop the rank amid the answer, which gets at most one token per step."""
         if next(launched) == HANGS_AT_STEP:
             os.kill(ranks.pids()[0], signal.SIGSTOP)
         return launch(*step)
@@ -145,7 +145,7 @@ async def check_stopped_rank(cluster: RankedCluster, expected: Any) -> None:
 
 
 async def move(registry: ShownWorkers, hanging: WorkerServer) -> None:
-    """What the process of a worker, its supervisor and the registry do when it has failed."""
+    """Check the worker's process, its supervisor and the registry after its failure."""
     assert "rank" in await hanging.wait_failed()
     registry.shown = {"decode-4"}
     await hanging.stop(0.0)

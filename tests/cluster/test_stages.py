@@ -64,7 +64,7 @@ def shape_of(model: pathlib.Path) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def node_in(folder: pathlib.Path) -> AsyncIterator[tuple[KVNode, dict[str, Any]]]:
-    """A KV node, and the flags that its workers have in common with it."""
+    """Run a KV node; yield the flags shared by its workers."""
     common = {"heartbeat_ms": 100, "heartbeat_timeout_ms": PATIENT_MS, "attach_socket": str(folder / "a.sock")}
     node = await start_kvnode(KVNodeFlags(**common, node_listen=f"unix:{folder}/k.sock", kv_pool_bytes=2**23))
     try:
@@ -74,7 +74,7 @@ async def node_in(folder: pathlib.Path) -> AsyncIterator[tuple[KVNode, dict[str,
 
 
 class Loaded:
-    """A loaded model, attached to a node without being a worker, so that a test may run its steps."""
+    """A loaded model attached to a node without being a worker, so that a test can run its steps."""
 
     def __init__(self, flags: PrefillFlags, role: str) -> None:
         self.model: LoadedModel = load_model(flags, 2)
@@ -91,14 +91,14 @@ class Loaded:
         self.backend.warm_up(BLOCK)
 
     def place(self, slot: int) -> None:
-        """Puts a random adapter into a slot: packed, carried to all processes, placed."""
+        """Put a random adapter into a slot: pack it, send it to all processes, place it."""
         weights = random_adapter(load_config(self.model.prepared.folder), slot, (5, 9, 16), torch.float32)
         about, data = self.backend.adapters.form().pack(bits_of(weights))
         self.backend.adapters.place(slot, self.backend.adapters.build(f"adapter {slot}", about, data))
 
     def run(self) -> bytes:
-        """Computes a prompt in chunks, alone and with an adapter; its steps are launched as soon as they may be.
-        Returns the pool, which was empty before."""
+        """Prefill a prompt in chunks, without and with an adapter, launching steps as early as allowed. Return the
+        pool, which was empty before."""
         pool = memoryview(self.attachment.pool).cast("B")[: SLOTS * self.backend.layout.block_bytes]
         pool[:] = bytes(len(pool))
         sequences = Sequences(SLOTS, BLOCK)

@@ -40,7 +40,7 @@ AMID_RANGE, AMID_COMMIT = "prefill, before a launch", "kvnode, after a commit"
 
 
 class HybridAnswers:
-    """Asks a cluster, and holds its answers to transformers', with PEFT's adapter where a model is RED."""
+    """Requests to a cluster, checked against transformers, with PEFT's adapter for the model RED."""
 
     def __init__(self, folder: pathlib.Path, cluster: ServedCluster, adapter: pathlib.Path | None = None) -> None:
         self._oracles = {"": Oracle(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))}
@@ -76,7 +76,7 @@ class HybridAnswers:
 
 
 def red(folder: pathlib.Path) -> tuple[pathlib.Path, tuple[str, ...]]:
-    """Writes an adapter of attention and of layers with states. Returns its folder, and the flags that serve it."""
+    """Write an adapter of attention and of layers with states. Return its folder, and its serving flags."""
     targets = ["q_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "in_proj", "out_proj", "f_b_proj"]
     adapter = make_adapter(folder, folder / "red", r=4, target_modules=targets)
     return adapter, ("--enable-lora", "--lora-modules", f"{RED}={adapter}")

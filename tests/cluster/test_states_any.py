@@ -74,7 +74,7 @@ def drawn(rng: random.Random, policies: tuple[str, ...] = POLICIES) -> list[Draw
 
 
 async def check(oracle: Oracle, clients: Mapping[str, AsyncClient], asked: list[DrawnRequest]) -> list[Delta]:
-    """Asks for all answers at once, and holds them to transformers'. Returns the last message of each request."""
+    """Request all answers at once, and compare them with transformers. Return the last message of each request."""
     last = []
     for one, deltas in zip(
         asked, await asyncio.gather(*(_read(clients[one.policy], one) for one in asked)), strict=True
@@ -96,12 +96,12 @@ async def _read(client: AsyncClient, one: DrawnRequest) -> list[Delta]:
 
 
 def drafted(last: list[Delta]) -> int:
-    """Returns how many tokens were drafted for these answers."""
+    """Return the number of tokens drafted for these answers."""
     return sum(delta.usage.guessed_tokens for delta in last if delta.usage is not None)
 
 
 def drafting(model: pathlib.Path, folder: pathlib.Path, method: str) -> str:
-    """Returns the value of --speculative-config for draft tokens of a random head, or of a random model."""
+    """Return the value of --speculative-config for draft tokens of a random head, or of a random model."""
     if method == "eagle3":
         draft = save_head(folder, model, state_layers=(0, 1, 2))
     else:

@@ -40,7 +40,7 @@ def folder() -> Iterator[pathlib.Path]:
 
 
 class StateReader:
-    """Reads answers of a cluster, and holds them to transformers'."""
+    """Reads answers of a cluster, and compares them with transformers."""
 
     def __init__(self, model: pathlib.Path, cluster: Hosts, target: str) -> None:
         self._oracle = Oracle(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
@@ -48,7 +48,7 @@ class StateReader:
         self.target = target
 
     def read(self, prompt: list[int], salt: str = "") -> Delta:
-        """Returns the last message of an answer."""
+        """Return the last message of an answer."""
         options = {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True}
         with Client(self.target) as client:
             deltas = list(client.generate(prompt, cache_salt=salt, **options))
@@ -70,12 +70,12 @@ def cached(last: Delta) -> int:
 
 
 def has_room(status: NodeStatus) -> bool:
-    """Returns whether a node has as many free blocks as it lets leave its pool for."""
+    """Return True if a node's free blocks have reached its watermark."""
     return status.free_blocks * 100 >= LOW_PERCENT * status.total_blocks
 
 
 def whole(prompt: list[int]) -> int:
-    """Returns how many tokens of a prompt may be found."""
+    """Return the max number of cached tokens of a prompt."""
     return (len(prompt) - 1) // 16 * 16
 
 

@@ -39,7 +39,7 @@ TEXTS += [[*TEXTS[12], 9], [*TEXTS[13][:96], 7, 8], TEXTS[3]]
 
 @pytest.fixture
 def cluster(role: str, tmp_path: pathlib.Path) -> Iterator[ServedCluster]:
-    """A cluster in which workers of the role compute texts."""
+    """Run a cluster in which workers of the role compute texts."""
     model = str(save_model(tmp_path / "tiny"))
     disaggregated = role == "prefill"
     split = ("--split-policy", "disaggregated") if disaggregated else ("--split-policy", "colocated")

@@ -76,7 +76,7 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 def ask(target: str, kind: str, begun: threading.Event) -> Answer:
-    """Reads an answer: the tokens of each index. Sets ``begun`` with the first tokens."""
+    """Read an answer: the tokens of each index. Set ``begun`` with the first tokens."""
     method, prompt, asked = KINDS[kind]
     tokens: Answer = {}
     with Client(target) as client:
@@ -89,7 +89,7 @@ def ask(target: str, kind: str, begun: threading.Event) -> Answer:
 
 @contextlib.contextmanager
 def answers(target: str) -> Iterator[dict[str, Answer]]:
-    """Begins an answer of each kind; the block runs when each has its first tokens. Afterwards all are read."""
+    """Begin an answer of each kind; run the block once each has its first tokens, then read all."""
     begun = {kind: threading.Event() for kind in KINDS}
     read: dict[str, Answer] = {}
     with ThreadPoolExecutor(len(KINDS)) as pool:
@@ -101,7 +101,7 @@ def answers(target: str) -> Iterator[dict[str, Answer]]:
 
 
 def hit_share(target: str) -> float:
-    """Returns the share of the kept prompts' whole blocks that is found; what is not found is computed."""
+    """Return the cached share of the kept prompts' whole blocks; missing ones are computed."""
     cached = 0
     with Client(target) as client:
         for prompt in KEPT:
@@ -112,7 +112,7 @@ def hit_share(target: str) -> float:
 
 
 def started(running: Hosts, released: pathlib.Path, adapter: pathlib.Path, metrics_port: int) -> str:
-    """Starts a cluster of the last release, and returns where its gateway is."""
+    """Start a cluster of the last release, and return its gateway's address."""
     running.packages.update(dict.fromkeys(COMPONENTS, released))
     running.node("kv-a", "--kv-pool-bytes", "64MiB", "--keeper-socket", running.keeper())
     lora = ("--enable-lora", "--max-loras", "1")
@@ -124,14 +124,14 @@ def started(running: Hosts, released: pathlib.Path, adapter: pathlib.Path, metri
 
 
 def shown(target: str) -> dict[str, tuple[str, int]]:
-    """Returns what the gateway says of the version and protocol of each component but itself."""
+    """Return the version and protocol of each component but the gateway, as it reports them."""
     with Client(target) as client:
         components = client.status().components
     return {one.component_id: (one.version, one.protocol) for one in components if one.role != "gateway"}
 
 
 def check_skew(metrics_port: int, expected: bool) -> None:
-    """Evaluates the alert on what the gateway's metrics page shows now, as if it had shown it for two hours."""
+    """Evaluate the alert as if the gateway's current metrics had been shown for two hours."""
     if PROMTOOL is None:
         return
     with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=READY_TIMEOUT_S) as page:

@@ -116,7 +116,7 @@ async def test_chat_by_keyboard_alone(browser: Browser, components: Components) 
 
 @asynccontextmanager
 async def steps_going_on(address: str) -> AsyncIterator[None]:
-    """Keeps the workers busy, because a page shows only the steps since its last picture."""
+    """Keep the workers busy, since a page shows only the steps since its last picture."""
 
     async def ask() -> None:
         body = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 200}
@@ -296,7 +296,7 @@ async def test_answers_are_text_and_can_be_stopped(browser: Browser) -> None:
 
 
 def events_of(*texts: str, thought: str = "") -> str:
-    """A stream of a chat completion, as the gateway sends it, in these pieces; a comment comes first."""
+    """Return a chat completion's stream as the gateway sends it, in these pieces, after a comment."""
     deltas = [{"reasoning_content": thought}] if thought else []
     choices = [{"index": 0, "delta": delta} for delta in [*deltas, *({"content": text} for text in texts)]]
     events = [json.dumps({"id": "chatcmpl-1", "choices": [choice]}) for choice in choices]
@@ -305,7 +305,7 @@ def events_of(*texts: str, thought: str = "") -> str:
 
 @asynccontextmanager
 async def scripted_answers(seen: SeenPage, *answers: str) -> AsyncIterator[list[list[dict[str, str]]]]:
-    """The page's questions get these streams, one after the other; yields the messages that were sent."""
+    """Answer the page's requests with these streams in turn; yield the messages that were sent."""
     left, asked = list(answers), list[list[dict[str, str]]]()
 
     async def answer(route: Route) -> None:
@@ -539,7 +539,7 @@ async def test_chats_are_listed_opened_and_deleted(browser: Browser) -> None:
 
 
 async def test_an_answer_that_broke_off_can_be_continued(browser: Browser) -> None:
-    """The gateway may have died meanwhile, and the page may have been loaded again."""
+    """The gateway may have died meanwhile, or the page been reloaded."""
     cut = events_of("Rivers end ").removesuffix("data: [DONE]\n\n")
     async with running_fake_cluster(ui=True) as fakes, seen_page(browser, fakes.gateway.http_address) as seen:
         page, more = seen.page, seen.page.get_by_role("button", name="Continue")
@@ -609,7 +609,7 @@ async def test_connected_is_shown_only_while_the_gateway_responds(browser: Brows
 
 
 async def test_a_chat_that_is_left_does_not_come_back(browser: Browser, tmp_path: pathlib.Path) -> None:
-    """What an answer left behind is in no later chat, which may be that of another key."""
+    """Remains of an answer are in no later chat, which may be under another key."""
     keys = "".join(f'[[key]]\ntenant = "{name}"\nhash = "{hash_of(key)}"\n' for name, key in KEYS.items())
     (tmp_path / "keys.toml").write_text("[tenant.ops]\n[tenant.acme]\n" + keys)
     flags = {"ui": True, "api_keys": str(tmp_path / "keys.toml")}

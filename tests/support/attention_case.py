@@ -49,7 +49,6 @@ def dtype_of(shape: AttentionShape) -> torch.dtype:
 def text_of(text: int, length: int, group: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return queries [length, KV_HEADS, group, head_dim]; keys and values [length, 2, KV_HEADS, head_dim]."""
     generator = torch.Generator().manual_seed(text)
-    # Drawn per token, so that a longer text begins like a shorter one.
     drawn = torch.randn((length, KV_HEADS * (group + 2), head_dim), generator=generator)
     queries, pairs = drawn.split((KV_HEADS * group, KV_HEADS * 2), 1)
     return queries.unflatten(1, (KV_HEADS, group)), pairs.unflatten(1, (2, KV_HEADS))
@@ -59,7 +58,6 @@ def packed(pool: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
     """Return a plain pool in the layout and the type of ``shape``; in 8 bits, rows of NaN have NaN codes and scales."""
     if not shape.codes:
         return pack_pool(pool.to(dtype_of(shape)))
-    # A row's latents and its rotated key are scaled separately.
     parts = pool.split((shape.latents, shape.head_dim - shape.latents), -1)[0 if shape.latents else 1 :]
     codes, scales = zip(*(quantize_rows(part, shape.codes) for part in parts), strict=True)
     joined = torch.cat(codes, -1)

@@ -134,7 +134,6 @@ class FakeKVNode(kvnode_pb2_grpc.KVNodeServicer):
             del self.held[ticket]
         self.forgotten.update(request.nonces)
         for nonce in request.nonces:
-            # Granted just as the caller disconnected.
             self.held.pop(self._by_nonce.get(nonce, 0), None)
         return kvnode_pb2.ReleaseTicketReply()
 
@@ -277,7 +276,6 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
             if command.HasField("submit"):
                 submit = command.submit
                 self.submits.append(submit)
-                # Set with the first token; parallel samples of a refused submit never start.
                 computed = asyncio.Event()
                 works = {submit.key: self._lead(submit, computed, out)}
                 for sample in submit.siblings:

@@ -54,7 +54,6 @@ class NumberMatcher(TokenMatcher):
         return NumberMatcher(self.kind, self.answer)
 
     def consume(self, token: int) -> bool:
-        # The caller determines its position within a run.
         self.answer.append(token)
         return True
 

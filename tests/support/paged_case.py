@@ -76,7 +76,6 @@ class PagedCase:
         pool = plain = plain.to(shape.dtype)
         if fp8:
             plain, pool = _quantized(plain)
-        # A fused projection has keys and values after the queries.
         fused = torch.randn((batch.num_tokens + SPARE_ROWS, shape.heads + 2, shape.head_dim), generator=generator)
         queries = fused.to(shape.dtype)[:, : shape.heads]
         return cls(shape, batch, queries.to(DEVICE), plain, pool.to(DEVICE))

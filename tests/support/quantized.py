@@ -208,7 +208,6 @@ def auto_round(
     return Producer({**said, **kind, **searched, "sym": symmetric}, quantize)
 
 
-# Arguments of compressed-tensors for quantized activations.
 INT8_ROWS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
 FP8_ROWS = {**INT8_ROWS, "type": "float"}
 FP4_ROWS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}

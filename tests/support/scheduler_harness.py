@@ -507,7 +507,6 @@ class SchedulerHarness:
                 assert ending.error.message == BAD_ADAPTER
                 assert not record.token_ids
                 continue
-            # Without its adapter only an answer without steps can end.
             assert not broken or record.grammar is not None
             assert ending.error is None, ending.error
             self.check_answer(record)
@@ -568,7 +567,6 @@ class RowChoice:
             return MASK_LATE
         bits = np.unpackbits(self.masks.bits[self.place].view(np.uint8), bitorder="little")
         allowed = np.flatnonzero(bits).tolist()
-        # Any token will do for an answer that is complete or failed meanwhile.
         return int(allowed[token % len(allowed)]) if allowed else 0
 
 

@@ -107,7 +107,6 @@ class Halve(KernelSpec):
             k.store(call.args.pointer("out"), k.load(call.args.pointer("x")) * 0.5)
 
 
-# Field of the step's record that these tests use as a condition.
 CONDITION = STEP.place["num_samples"]
 
 

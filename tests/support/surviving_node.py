@@ -127,7 +127,6 @@ class SurvivingNode:
                 slots = list(self.ledger.adopt(worker.epoch, ticket.ticket_id, len(left)).leased_slots)
             except Overloaded:
                 left = []
-            # After a kill here the worker never learns of them.
             self.changed()
             worker.told |= set(slots)
         for slot, block_hash in zip(slots, left, strict=True):

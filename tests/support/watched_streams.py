@@ -127,7 +127,6 @@ class SteadyLoad:
         self._texts = texts
         self._over = threading.Event()
         self._lock = threading.Lock()
-        # By client: its target and stream.
         self._reading: dict[int, tuple[Addresses, WatchedStream]] = {}
 
     async def arrived(self, address: str) -> None:

@@ -290,7 +290,6 @@ async def running_workers(
                 }
             ),
             backend_factory=load or factory(backends[1], tokenizer),
-            # Nothing may be leased at the end.
             partial_block_percent=0,
         )
         stack.push_async_callback(second.stop, 0.0)
