@@ -76,9 +76,9 @@ MAX_TOKENS = 600
 # Tokens of every answer before a kill, with many more to come.
 TOKENS_BEFORE_KILL = 8
 CROWD, CROWD_TOKENS = 14, 900
-# How many of the decode worker's steps are between two looks whether all answers are in their middle, and whether the
-# crowd's texts have taken the share of the pool that leaves just room for the prompts of a group of cases. With draft
-# tokens a step gives an answer five tokens at most, of some two hundred.
+# Steps of the decode worker between two checks of all answers' progress, and the pool share of the crowd's texts that
+# just leaves room for a group's prompts. With draft tokens a step adds at most five tokens to an answer, of some two
+# hundred.
 STEPS_BETWEEN_LOOKS, CROWDED_SHARE = 4, 0.75
 RESULT_WITHIN_S = 300.0
 # The supervisor gives up after too many deaths of a component.
@@ -385,7 +385,6 @@ class StructuredCluster:
     def _prefill_armed(self) -> Iterator[None]:
         self.running.arm(1, signal.SIGKILL, point="prefill, before a launch")
         yield
-        # Prompts of which all whole blocks are there, or that no prefill worker computes, have not come to the point.
         self.running.board.clear()
 
     @contextlib.contextmanager

@@ -239,7 +239,6 @@ def test_a_swap_under_load_does_not_mix_versions(
                 now = [pool.submit(complete, port, "live", ids) for _ in range(2)]
                 now += [pool.submit(over_grpc, client, "live", ids) for _ in range(2)]
                 asked += now
-                # The version of before is asked at least once, and the others may be under way.
                 next(concurrent.futures.as_completed(now))
                 swap("xy"[turn % 2])
             found = {future.result() for future in asked}

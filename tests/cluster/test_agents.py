@@ -106,8 +106,8 @@ AGENTS = {
     "Instructor": library(last="path='hello.txt' text='Hello from a library.'"),
     "Vercel AI SDK": library(PROGRAMS.parent / "ai"),
 }
-# What the model thinks before each of its answers to the agents whose conversation goes on: three answers to the first
-# message, and two to the second one.
+# The model's reasoning before each answer to agents whose conversation continues: three answers to the first message,
+# and two to the second one.
 THOUGHTS = ("The notes come before the file.", "Now I can write.", "That was all.", "I read what I wrote.", "It is so.")
 
 

@@ -33,7 +33,7 @@ async def test_each_answer_is_that_of_its_seed(tmp_path: pathlib.Path) -> None:
             assert (last.timings.cached_tokens, last.timings.prefilled_tokens, last.timings.replays) == (0, 80, 0)
             means = []
             for index in range(4):
-                # The seed's successor wraps around, like any 64-bit number.
+                # The next seed wraps around as a 64-bit number.
                 seed = (SEED + index + 2**63) % 2**64 - 2**63
                 alone = await read(client.generate(PROMPT, seed=seed, logprobs=1, **ASKED))
                 assert ids_of(several, index) == ids_of(alone)

@@ -49,8 +49,8 @@ FLAGS = ("--dtype", "float32", "--max-model-len", "4096", "--kv-pool-bytes", "64
 FLAGS += ("--drain-timeout-s", "300")
 HTTP_PORT = free_port()
 STREAMS, GRPC_STREAMS, TOKENS = 8, 4, 300
-# A batch has so many lines, of which so many run at once; answers to every other one take many steps. A line begins
-# where another one is done, so at this submit eight are.
+# Lines of a batch, lines in flight, and steps of their answers: every other one is long. A new line begins when another
+# is done, so at this submit eight are.
 LINES, LINES_AT_ONCE, STEPS = 60, 16, {0: 40, 1: 250}
 HELD_AT_SUBMIT = LINES_AT_ONCE + 8
 LINES_LIMIT: Defaults = {GATEWAY: {"max_batch_requests": LINES_AT_ONCE}}
@@ -250,7 +250,6 @@ def test_the_other_apis_answer_their_clients(cluster: ServedCluster) -> None:
             assert response.usage is not None
             return message.usage.cache_read_input_tokens or 0, response.usage.input_tokens_details.cached_tokens
 
-        # The APIs find what the others have left, and nobody finds it by another salt.
         first, second = cached("one")
         assert (first, second > 48) == (0, True)
         assert cached("one") == (second, second)
@@ -261,7 +260,6 @@ def test_tenants_and_quotas_apply_to_the_other_apis(cluster: ServedCluster) -> N
     asked: Any = {"model": "tiny", "max_tokens": 1, "messages": MESSAGES, "extra_body": {"cache_salt": "one"}}
     responses, messages = api_clients("once")
     with responses, messages:
-        # Another tenant has the same words and the same salt in the cache, and its only request in a minute finds none.
         assert messages.messages.create(**asked).usage.cache_read_input_tokens == 0
         with pytest.raises(anthropic.RateLimitError) as refused:
             messages.messages.create(**asked)
@@ -379,7 +377,7 @@ def test_one_that_is_killed_costs_its_own_connections_only(cluster: ServedCluste
     before = gateways(cluster)
     before["gateway-0"].send_signal(signal.SIGKILL)
     wait_for("its end", lambda: not alive(before["gateway-0"]))
-    # Its last thread closes its sockets, maybe a moment after it counts as dead; connections in between are reset.
+    # The sockets of a killed process may close a moment later; connections in between are reset.
     wait_for("its sockets' end", lambda: all(one.pid for one in listeners()))
     assert [ask(cluster, {"prompt": "x"})[1].status for _ in range(16)] == [200] * 16
     wait_for("it to return", lambda: both_listen(cluster))

@@ -131,7 +131,7 @@ def test_hosts_behind_bad_links_answer_as_ever(folder: pathlib.Path) -> None:
 
         assert cluster.node_status("kv-b").fetched_blocks > len(LINKS) * len(GREEDY) // 16
 
-        # Another address, in the middle of answers: the host's processes end and come back as a pod's do.
+        # A new address amid answers: the host's processes end and return as a pod's do.
         with answers(target, "replaced") as found:
             for name in ("decode-kv-b", "kv-b"):
                 cluster.stop(name, kill=True)

@@ -32,8 +32,8 @@ SCALING = {
     "original_max_position_embeddings": TRAINED_TOKENS,
     "rope_theta": 500_000.0,
 }
-# How many tokens of the prompt come before each logits that are compared: around the length of training, in the midst
-# of chunks and blocks and at their ends, and the longest prompt that leaves room for a token.
+# Prompt lengths before the compared logits: around the trained length, within and at the ends of chunks and blocks, and
+# the longest prompt with room for a token.
 LENGTHS = (17, 512, TRAINED_TOKENS - 1, TRAINED_TOKENS + 1, 16_384, 30_011, 49_152, 65_029, TOKENS - 1)
 # Tokens per forward pass of transformers. With more its masks exceed the cache, and cost as much as attention.
 ORACLE_CHUNK_TOKENS = 256

@@ -214,7 +214,6 @@ async def test_cache_control_pins_the_prefix_before_it(components: Components) -
         assert first.cache_read_input_tokens == 0
         assert first.cache_creation is not None
         written = first.cache_creation.ephemeral_1h_input_tokens
-        # Whole blocks of the system prompt, and nothing of the question.
         assert written == first.cache_creation_input_tokens
         assert len(SYSTEM) - BLOCK < written < len(SYSTEM) + BLOCK
         assert written % BLOCK == 0

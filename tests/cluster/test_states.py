@@ -24,7 +24,7 @@ from tests.support.oracle import Oracle, first_difference
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("own_cache")]
 
-# The second prompt goes on from the middle of the first one, and the last two have no whole block to leave.
+# The second prompt continues from the middle of the first one; the last two have no whole block.
 PROMPTS = [tokens_of(70, 2), tokens_of(70, 2)[:40] + tokens_of(20, 3), tokens_of(33, 4), tokens_of(9, 5), [3]]
 WHOLE = [64, 48, 32, 0, 0]
 # Length of the common prefix of the first two prompts, and the block size.

@@ -98,7 +98,6 @@ def test_states_move_between_nodes(folder: pathlib.Path) -> None:
             assert (last.timings.prefilled_tokens, last.timings.replays) == (whole(prompt), 0)
         reader.idle("kv-a", "kv-b")
 
-        # A decode worker of kv-a gets the states at the ends of the answers, which only kv-b has.
         second = cluster.worker("decode", "kv-a")
         cluster.stop(decode)
         cluster.sees(target, prefill, second)
@@ -110,7 +109,6 @@ def test_states_move_between_nodes(folder: pathlib.Path) -> None:
         assert at_a.corrupt_blocks == 0
         reader.idle("kv-a", "kv-b")
 
-        # Of two decode workers the one is found whose node has the longer state, at the end of the turn.
         decode = cluster.worker("decode", "kv-b")
         cluster.sees(target, prefill, second, decode)
         for turn in turns:
@@ -154,7 +152,6 @@ def test_branch_points_are_shared_by_all_nodes(folder: pathlib.Path, policy: str
 
 def test_states_come_back_from_disk(folder: pathlib.Path) -> None:
     model = make_model(folder / "model", HYBRIDS["granite-hybrid"])[0]
-    # The pool holds a few of the texts, and the disk all.
     flags = ("--kv-pool-bytes", "2MiB", "--disk-path", str(folder / "disk"))
     # A lease never waits for what leaves, so nothing is lost on the way.
     leaving = {"low_watermark_percent": LOW_PERCENT, "high_watermark_percent": 40}
@@ -169,7 +166,7 @@ def test_states_come_back_from_disk(folder: pathlib.Path) -> None:
         for prompt in prompts:
             reader.read(prompt)
             reader.idle("kv-a")
-            # Where the pool has less room than that, blocks may leave it faster than the disk takes them.
+            # With less room, blocks may leave the pool faster than the disk accepts them.
             wait_for("room in the pool", lambda: has_room(cluster.node_status("kv-a")))
         assert cluster.node_status("kv-a").evicted_blocks > 0
         for prompt in prompts:

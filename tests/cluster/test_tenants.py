@@ -164,9 +164,9 @@ async def test_a_lone_request_waits_for_no_answer_of_a_flood(
                     told.clear()
                     stream = blue.generate([*PROMPT, number + 2], max_tokens=2, ignore_eos=True)
                     assert sum([len(delta.token_ids) async for delta in stream]) == 2
-                    # A worker that is slow to be read tells of both tokens at once.
+                    # A slow reader gets both tokens in one message.
                     waited = told[[most for most, _ in told].index(2) : told.index((2, True))]
-                    # Two answers may end at once before the worker's next look at its line.
+                    # Two answers may end at once before the worker's next scheduling.
                     assert waited.count((FLOOD_TOKENS, True)) <= 4, f"request {number} waited for answers of the flood"
                 await asyncio.gather(*tasks)
             await running.proven()

@@ -61,7 +61,7 @@ def test_blocks_move_and_answers_stay(folder: pathlib.Path, transport: str) -> N
     # A block has half a MiB, as in small models.
     shape = {"hidden_size": 256, "num_hidden_layers": 8, "num_key_value_heads": 8, "head_dim": 64}
     model = str(save_model(folder / "tiny", num_attention_heads=8, **shape))
-    # What a fetch does not bring in its time is computed, and here every block is counted.
+    # Blocks that a fetch does not bring in time are computed, and here every block is counted.
     flags = ("--kv-transport", transport, "--kv-pool-bytes", "512MiB")
     with hosts(folder, "--model", model, "--dtype", "float32", "--max-model-len", "4096") as cluster:
         cluster.environ.update(hook_environment(folder / "board"))
@@ -88,7 +88,6 @@ def test_blocks_move_and_answers_stay(folder: pathlib.Path, transport: str) -> N
         assert cluster.node_status("kv-b").kv_transport == transport
         all_idle(cluster, "kv-a", "kv-b")
 
-        # kv-a, the node of the next decode worker, fetches the blocks that only kv-b has.
         second = cluster.worker("decode", "kv-a")
         cluster.stop(decode)
         cluster.sees(target, prefill, second)
@@ -113,7 +112,6 @@ def check_a_node_killed_in_mid_transfer(cluster: Hosts, target: str, board: Faul
     ids = byte_prompt(0, 2000)
     expected, last = read(target, ids)
     assert last.timings.prefilled_tokens == 1984
-    # The first blocks have come when kv-b begins to fetch the next ones.
     board.arm(0, BY_NAME["kvnode, before a fetch"], 2, signal.SIGKILL, cluster.processes["kv-a"].pid)
     got, last = read(target, ids, "killed")
     assert board.fired(0) is not None

@@ -49,7 +49,7 @@ KINDS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "structured": ("chat", SAID, {"schema": NUMBERS, "temperature": 1.0, "seed": 9, "max_tokens": 150}),
     "tool": ("chat", SAID, {"tools": [TOOL], "tool_choice": "required", "temperature": 1.0, "seed": 4}),
 }
-# Nothing computes these prompts again but a look whether they are still cached, which asks for one token.
+# Recomputed only by the cache check, which requests one token.
 KEPT = [byte_prompt(seed, 700) for seed in (11, 12, 13)]
 COMPONENTS = ("keeper", "kv-a", "prefill-kv-a", "decode-kv-a", "gateway")
 RELEASED_PROTOCOL = 7
@@ -185,7 +185,6 @@ def test_each_component_is_replaced_under_load_in_both_directions(folder: pathli
                     wait_for("versions to be shown", lambda: shown(target) == versions(running))
                     check_skew(metrics_port, len({(VERSION, PROTOCOL), *versions(running).values()}) > 1)
                 if (name, packages) == ("kv-a", None):
-                    # Node and keeper are of one version here, the others of another one.
                     with answers(target) as found:
                         running.redis.kill()
                         running.redis.start()

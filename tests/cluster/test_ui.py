@@ -74,7 +74,6 @@ async def test_chat_by_keyboard_alone(browser: Browser, components: Components) 
         await keyboard.press("Enter")
         await page.get_by_role("heading", name="Chat").wait_for()
         assert await page.evaluate("document.activeElement.id") == "prompt"
-        # Back through the log to the settings, which open by the keyboard too.
         for _ in range(2):
             await keyboard.press("Shift+Tab")
         await keyboard.press("Enter")
@@ -102,7 +101,6 @@ async def test_chat_by_keyboard_alone(browser: Browser, components: Components) 
             "computed by the decode worker, beside other streams",
         ]
         assert sum(int(line.split()[0]) for line in legend) == prompt
-        # The API's own call came second, and found what the page's had left.
         timings = answer["timings"]
         assert timings["cached_tokens"] == answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
         assert [timings[f"{source}_tokens"] for source in ("fetched", "restored", "bucket")] == [0, 0, 0]
@@ -261,7 +259,6 @@ async def test_narrow_dark_and_still(browser: Browser, components: Components) -
         shown = await seen.page.get_by_role("button", name="Send").bounding_box()
         assert shown is not None
         assert 0 < shown["y"] < shown["y"] + shown["height"] <= 700
-        # The page of the API fits as well.
         await seen.page.goto(f"http://{components.gateway.http_address}/docs")
         assert await seen.complaints() == []
         assert await seen.page.evaluate("document.scrollingElement.scrollWidth") == 320
@@ -565,7 +562,6 @@ async def test_an_answer_that_broke_off_can_be_continued(browser: Browser) -> No
         await page.locator(".answer:not(.busy)", has_text="a sea.").wait_for()
         assert "continue_final_message" not in bodies[2]
         await page.unroute_all(behavior="wait")
-        # The API takes what the page sends.
         fakes.decode.hold_after = 3
         await seen.ask("again")
         await page.locator(".answer", has_text="The").last.wait_for()
