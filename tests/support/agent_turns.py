@@ -7,7 +7,6 @@ import copy
 import json
 from typing import Any
 
-# Turns per user message; the others bring tool results.
 SPEAKS_EVERY = 5
 RESULT = 'a.py\n  1\tx = "ü" # {n}\n'
 # Keys that clients drop from a response's items when sending them back.

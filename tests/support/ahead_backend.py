@@ -22,7 +22,6 @@ from pillion.kernels.step import Sampled, SamplingRows, StepBatch
 from pillion.kvstore.ledger.ledger import Ledger
 from tests.support.fake_backend import FakeBackend
 
-# Max delay before, and after, a step.
 MAX_DELAY_S = 0.002
 LANDING_TIMEOUT_S = WITHIN_S
 

@@ -40,7 +40,6 @@ class _Step:
     batch: StepBatch
     copies: tuple[tuple[int, int], ...]
     slots: set[int]
-    # None until the step's choices are begun.
     choices: list[RowChoice] | None
     scored: list[int]
     sampled: Sampled | None = None

@@ -28,7 +28,6 @@ from tests.support.plain_pools import pack_pool, unpack_pool
 LAYERS, LAYER = 2, 1
 KV_HEADS = 2
 PARTIAL_ROWS = 256
-# Rows of query buffers beyond the batch.
 SPARE_ROWS = 3
 # (text, earlier tokens, tokens of this step)
 Part = tuple[int, int, int]

@@ -113,7 +113,6 @@ def _filled_in(node: Any, environ: Mapping[str, str]) -> Any:
     def value(match: re.Match[str]) -> str:
         if match["dollar"]:
             return "$"
-        # ":-" also applies to an empty value.
         return environ.get(match["name"]) or match["default"] or ""
 
     return _VARIABLE.sub(value, node)

@@ -64,7 +64,6 @@ class DockerProject:
         }
         told |= {"GRPC_PORT": self.addresses.grpc.split(":")[1], "HTTP_PORT": self.addresses.http.split(":")[1]}
         for name in ("MODELS", "ADAPTERS"):
-            # Docker would create missing ones beside the compose file.
             (folder / name.lower()).mkdir()
             told[name] = str(folder / name.lower())
         self._environ = {**engine.environ, **told}

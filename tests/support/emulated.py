@@ -26,7 +26,6 @@ from pillion.kernels.cpu.runtime.program import CpuStepRecord
 from tests.support.machine_code import object_code
 
 GCC, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64"
-# Address of the file in the emulated program's memory.
 BASE = 1 << 36
 _ALIGNMENT = 64
 _HEADER_WORDS = 8

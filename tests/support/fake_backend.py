@@ -136,7 +136,6 @@ class FakeBackend(HostBackend):
         self.packing.set()
         self.packed: list[str] = []
         self.packers: list[tuple[int, int]] = []
-        # KV of the last step's rows, which serves as their states.
         self._last_kv = np.empty(0, np.int64)
 
     def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:

@@ -32,7 +32,6 @@ from tests.support.ahead_backend import AheadBackend
 from tests.support.fake_backend import FakeAdapters, FakeBackend, FakeModel, Int64, prepared_model, run
 
 NAP_S = 0.002
-# Layer whose adapters ranks can pack.
 LAYER = "layers.0.o"
 BLOCK = 4
 # Message of a rank that refuses to load; token of which three in a step make one fail.

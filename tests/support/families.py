@@ -107,7 +107,6 @@ LATENTS = {
     "rms_norm_eps": 1e-3,
 }
 V3 = {**LATENTS, "model_type": "deepseek_v3", **SHARED, **GROUPS}
-# Fewer tokens than the tests' prompts.
 SPARSE = {"index_topk": 20, "index_n_heads": 12, "index_head_dim": 32, "mlp_layer_types": None}
 
 # ``serve``: --max-model-len, if the rotary embedding depends on it; otherwise such models are served at their original

@@ -58,7 +58,6 @@ NEMOTRON = {
     "moe_shared_expert_intermediate_size": 80,
     "tie_word_embeddings": False,
 }
-# Equally many and wide value and key heads; layers are counted from 1.
 KIMI = {
     "model_type": "kimi_linear",
     "pad_token_id": 2,

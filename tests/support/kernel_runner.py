@@ -90,7 +90,6 @@ def isa_or_skip(name: str) -> Isa:
     return isa
 
 
-# Max cached pools, each with one kernel.
 MAX_POOLS = 8
 
 

@@ -77,7 +77,6 @@ class Kubelet:
         self._numbers = itertools.count(1)
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
-        # By service: times and pods of its endpoints.
         self._endpoints: dict[str, list[tuple[float, tuple[str, ...]]]] = {}
 
     async def __aenter__(self) -> Kubelet:

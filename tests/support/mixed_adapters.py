@@ -14,7 +14,6 @@ from tests.support.torch_model import BackendDriver
 # Ranks of queries, keys and values (or of gate and up) by slot; the first adapter omits some layers.
 RANKS = ((3,), (16, 8, 5), (9, 16))
 LEFT = ("layers.0.o", "layers.1.gate_up", "layers.1.qkv", "layers.0.experts.down", "layers.1.router")
-# Adapter slot of each sequence.
 SLOTS = (2, -1, 0, 1, 0)
 CUTS = ((0, 9), (9, 10), (10, 18))
 

@@ -265,7 +265,6 @@ async def killed_and_recovered(lives: Lives, environ: dict[str, str], hashes: by
         assert worker.pool is mapped
         assert await lives.hits(worker, hashes) == blocks
         assert (await node.status()).recovered_blocks == blocks
-        # The allocating process is gone. Only the keeper's descriptor remains.
         worker.close()
         # This process lives on; only its node's record shows that it no longer uses the pool.
         await until("the keeper to wait for no worker", lambda: node.waited_for() == [OWNER])

@@ -20,7 +20,6 @@ _DOCS = sorted(
     path.relative_to(ROOT).as_posix() for folder in ("docs", "lab/docs") for path in (ROOT / folder).rglob("*.md")
 )
 PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "deploy/README.md", *_DOCS)
-# Languages of blocks: code that is run, data that is parsed, and plain text.
 LANGUAGES = ("python", "sh", "json", "toml", "yaml", "text")
 PROGRAMS = (
     *("pillion", "make", "curl", "docker", "helm", "kubectl", "pip", "git", "grpcurl", "python", "pytest"),

@@ -17,7 +17,6 @@ from promql_parser import AggModifierType, LabelModifierType, MatchOp, VectorMat
 
 # Labels that Prometheus and service discovery add to every series: compose's role, Kubernetes' names.
 TARGET_LABELS = frozenset({"job", "instance", "role", "namespace", "pod", "container"})
-# Grafana's macros in queries.
 MACROS = {"$__rate_interval": "1m", "$__range": "1h"}
 
 

@@ -1160,7 +1160,6 @@ SERVED: dict[str, dict[str, Any]] = {
 }
 SERVED = {name: {key: value for key, value in config.items() if value is not ...} for name, config in SERVED.items()}
 
-# Refused configs, with the error message.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "Qwen2.5-7B-Instruct-1M": (
         _of(

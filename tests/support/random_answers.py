@@ -19,7 +19,6 @@ from pillion.types import StructuredOutputs
 MAX_TOKENS = 400
 TOKENIZER = LLTokenizer(byte_tokenizer().to_str(), eos_token=[257])
 END = 257
-# Quotes, commas and closing brackets.
 CLOSERS = sum(1 << byte_tokenizer().encode(one).ids[0] for one in '"]},')
 
 

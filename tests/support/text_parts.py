@@ -54,7 +54,6 @@ WATCHING = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-# By name: the text model, and the vision model.
 WHOLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2_vl": (
         {"model_type": "qwen2_vl_text", "rope_parameters": PLACES},
