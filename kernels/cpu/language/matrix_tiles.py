@@ -78,9 +78,10 @@ class MatrixTiles:
     def clear(self, tile: int) -> None:
         self._run("tilezero", tile)
 
-    def load(self, tile: int, ptr: Ptr, stride: Int | int) -> None:
-        """Load a tile whose rows are ``stride`` bytes apart. The caller has checked the memory."""
-        self._run("tileloadd64", tile, ptr, self.k.int(stride))
+    def load(self, tile: int, ptr: Ptr, stride: Int | int, *, near: bool = True) -> None:
+        """Load a tile whose rows are ``stride`` bytes apart. The caller has checked the memory. Without ``near``, the
+        lines do not displace others from the L1 cache."""
+        self._run("tileloadd64" if near else "tileloaddt164", tile, ptr, self.k.int(stride))
 
     def store(self, tile: int, ptr: Ptr, stride: Int | int) -> None:
         """Store a tile whose rows are ``stride`` bytes apart. The caller has checked the memory."""
@@ -189,6 +190,7 @@ _EMULATED: dict[str, Callable[..., None]] = {
     "tilerelease": _emulated_release,
     "tilezero": _emulated_clear,
     "tileloadd64": _emulated_load,
+    "tileloaddt164": _emulated_load,
     "tilestored64": _emulated_store,
     "tdpbf16ps": _emulated_pairs,
     "tdpbsud": _emulated_codes,

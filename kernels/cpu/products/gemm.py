@@ -82,10 +82,10 @@ RANGES_PER_THREAD = 16
 GROUP_RANGES_PER_THREAD = 4
 # Work items per thread, if there are enough rows to divide a panel's work into blocks of rows.
 ITEMS_PER_THREAD = 2
-# In matrix tiles: work items per thread if threads copy rows once, and the min panels and min 32-row tiles per item
-# above that number, since each item may copy its rows, and reads its weights.
+# In matrix tiles: work items per thread if threads copy rows once; the min panels per item, then and if each item copies
+# its rows; and the min 32-row tiles per item, since each reads its weights.
 _SHALLOW_ITEMS_PER_THREAD = 4
-_MIN_PANELS, _MIN_ROW_TILES = 8, 2
+_MIN_PANELS, _MIN_DEEP_PANELS, _MIN_ROW_TILES = 2, 8, 2
 # gelu(x) in its tanh approximation is x * sigmoid(x * (a + b * x * x)).
 _GELU_A = 1.5957691216057308
 _GELU_B = 0.0713548162726009
@@ -266,7 +266,8 @@ class GemmBody:
         tiles = (rows + (TILED_ROWS - 1)) // TILED_ROWS
         wanted = threads * k.select(many.deep, k.int(ITEMS_PER_THREAD), k.int(_SHALLOW_ITEMS_PER_THREAD))
         wanted = (wanted + (matrices - 1)) // matrices
-        ranges = k.max(k.min(wanted, pairs // _MIN_PANELS), least_ranges)
+        panels = k.select(many.deep, k.int(_MIN_DEEP_PANELS), k.int(_MIN_PANELS))
+        ranges = k.max(k.min(wanted, pairs // panels), least_ranges)
         blocks = k.min((wanted + (ranges - 1)) // ranges, tiles // _MIN_ROW_TILES)
         blocks = k.max(blocks, (tiles + (MAX_ROW_TILES - 1)) // MAX_ROW_TILES)
         few = tiles < 2

@@ -1,14 +1,15 @@
-"""Products of many rows with panels of packed weights in matrix tiles, over memory that stays in the L2 cache.
+"""Products of many rows with panels of packed weights in matrix tiles.
 
-    for each block of up to 256 rows, and for each block of up to 2,048 inputs:
+    for each block of up to 256 rows, and for each block of up to 2,048 inputs:      rows stay in the L2 cache
         copy the rows into tiles (once for all ranges of panels if the block is the whole depth)
-        for each panel of the range, for each 32 rows:
-            add to sums of 32 x 32; after the last block of inputs: epilogue
+        for each panel of the range, for each part of up to 576 inputs:              weights stay in the L1 cache
+            for each 32 rows: add to sums of 32 x 32; after the last input: epilogue
 
 A tile has 16 adjacent rows of 64 bytes. Two tiles of rows are multiplied by two of weights, so each multiplying
-instruction needs one load of a tile. Tiles are configured once for a block of inputs; their content after the last row
-is never read. Between blocks of inputs a sum waits in memory, as float32, so it is the same chain as in
-:mod:`pillion.kernels.cpu.products.gemm_tiles`, whatever the blocks.
+instruction needs one load of a tile. Rows are loaded past the L1 cache, which then keeps a part's weights for all rows;
+loading both from L2 takes a third longer. Tiles are configured once for a block of inputs; their content after the last
+row is never read. Between parts a sum waits in memory, as float32, so it is the same chain as in
+:mod:`pillion.kernels.cpu.products.gemm_tiles`, whatever the blocks and parts.
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ TILED_ROWS = ROW_GROUPS * TILE_ROWS
 # Instructions per block of the depth (2,048 bfloat16 inputs), and 32-row tiles per block of rows: copied rows take up
 # to half of a 2 MiB L2 cache.
 _BLOCK, MAX_ROW_TILES = 64, 8
+# Max instructions per part of a block: 36 KB of weights of a 48 KiB L1 cache.
+_PART = 18
 # Max panels per range of the same rows: the copy costs a few percent of their products, and their sums, which wait
 # between blocks of the depth, take a quarter of the cache.
 MAX_PANELS = 16
-_INSTRUCTION_BYTES = TILED_ROWS * VECTOR_BYTES
+# Bytes of rows and of weights per instruction.
+_INSTRUCTION_BYTES, _WEIGHTS_BYTES = TILED_ROWS * VECTOR_BYTES, TILE_STEPS * PANEL_STEP_BYTES
 _SUMS_BYTES = TILED_ROWS * TOTALS_BYTES
 # Scratch memory: copied rows, then sums.
 SUMS_PLACE = MAX_ROW_TILES * _BLOCK * _INSTRUCTION_BYTES
@@ -149,31 +153,37 @@ class ManyRows:
         """Multiply a block of rows, from the row ``first`` on, and a block of inputs by one panel."""
         k, count = self._k, self._count(block)
         tiles = (rows + (TILED_ROWS - 1)) // TILED_ROWS
-        begin = panels.weights + self._offset(block) * (TILE_STEPS * PANEL_STEP_BYTES)
+        begin = panels.weights + self._offset(block) * _WEIGHTS_BYTES
         lines = begin + panel * panels.panel_bytes
         final = block + 1 >= self._blocks
-        further = begin + (panels.first * panels.panel_bytes + count * (TILE_STEPS * PANEL_STEP_BYTES))
+        further = begin + (panels.first * panels.panel_bytes + count * _WEIGHTS_BYTES)
         ahead = k.select_ptr(
             panel + 1 < panels.last, lines + panels.panel_bytes, k.select_ptr(final, panels.ahead, further)
         )
         # The memory ahead is at most as large as this block. Each tile of rows prefetches its share.
-        share = k.int(TILE_STEPS * PANEL_STEP_BYTES) // tiles
-        parked = k.select(self._blocks < 2, k.int(0), k.int(_SUMS_BYTES))
+        share = k.int(_WEIGHTS_BYTES) // tiles
+        parts = (count + (_PART - 1)) // _PART
+        parked = k.select((self._blocks < 2) & (parts < 2), k.int(0), k.int(_SUMS_BYTES))
         with k.when(final):
             epilogue.prefetch(panel)
-        with k.range(tiles) as tile:
-            sums = self._sums + ((panel - panels.first) * tiles + tile) * parked
-            height = k.min(rows - tile * TILED_ROWS, TILED_ROWS)
-            copies = self._copies + tile * count * _INSTRUCTION_BYTES
-            inside = k.in_bounds(copies, count * _INSTRUCTION_BYTES) & k.in_bounds(sums, _SUMS_BYTES)
-            with k.when(inside & k.in_bounds(lines, self._line_bytes(block))):
-                self._call(height, (copies, lines, count, ahead + tile * count * share, share, sums, block))
-            with k.when(final):
-                epilogue.finish(first + tile * TILED_ROWS, height, panel, sums)
+        with k.range(parts) as part:
+            at = count * part // parts
+            length = count * (part + 1) // parts - at
+            near, beyond = lines + at * _WEIGHTS_BYTES, ahead + at * _WEIGHTS_BYTES
+            with k.range(tiles) as tile:
+                sums = self._sums + ((panel - panels.first) * tiles + tile) * parked
+                height = k.min(rows - tile * TILED_ROWS, TILED_ROWS)
+                copies = self._copies + (tile * count + at) * _INSTRUCTION_BYTES
+                inside = k.in_bounds(copies, length * _INSTRUCTION_BYTES) & k.in_bounds(sums, _SUMS_BYTES)
+                with k.when(inside & k.in_bounds(near, self._line_bytes(block, length))):
+                    wanted = beyond + tile * length * share
+                    self._call(height, (copies, near, length, wanted, share, sums, block + part))
+                with k.when(final & (part + 1 >= parts)):
+                    epilogue.finish(first + tile * TILED_ROWS, height, panel, sums)
 
-    def _line_bytes(self, block: Int) -> Int:
-        k = self._k
-        steps: Int = k.select(self._is_rest(block), self._rest, self._count(block) * TILE_STEPS)
+    def _line_bytes(self, block: Int, count: Int) -> Int:
+        """Return the bytes of weights of ``count`` instructions of a block."""
+        steps: Int = self._k.select(self._is_rest(block), self._rest, count * TILE_STEPS)
         return steps * PANEL_STEP_BYTES
 
     def _call(self, height: Int, values: tuple[Int | Ptr, ...]) -> None:
@@ -198,15 +208,15 @@ def _write_block(
     ahead: Ptr,
     share: Int,
     sums: Ptr,
-    block: Int,
+    number: Int,
 ) -> None:
-    """Emit the function that adds ``count`` instructions per tile to the sums of a block of rows and a panel, zeroed in
-    block 0."""
+    """Emit the function that adds ``count`` instructions per tile to the sums of some rows and a panel. ``number``: 0
+    for the first ones, whose sums begin at zero."""
     k = tiles.k
     places = [(2 * group + half, sums + (group * TILE_ROWS * TOTALS_BYTES + half * VECTOR_BYTES))
               for group in range(groups) for half in range(2)]  # fmt: skip
     first_rows, first_weights = 2 * ROW_GROUPS, 3 * ROW_GROUPS
-    with k.builder.if_else((block < 1).ir) as (begin, further):
+    with k.builder.if_else((number < 1).ir) as (begin, further):
         with begin:
             for tile, _ in places:
                 tiles.clear(tile)
@@ -214,14 +224,14 @@ def _write_block(
             for tile, place in places:
                 tiles.load(tile, place, TOTALS_BYTES)
     add = tiles.add_codes if kind.rows == "int8" else tiles.add_pairs
-    with k.range(count) as number:
+    with k.range(count) as step:
         with k.range(share, step=LINE_BYTES) as at:
-            k.prefetch(ahead + (number * share + at), near=False)
-        line, row = lines + number * (TILE_STEPS * PANEL_STEP_BYTES), x + number * _INSTRUCTION_BYTES
+            k.prefetch(ahead + (step * share + at), near=False)
+        line, row = lines + step * _WEIGHTS_BYTES, x + step * _INSTRUCTION_BYTES
         for half in range(2):
             tiles.load(first_weights + half, line + half * VECTOR_BYTES, PANEL_STEP_BYTES)
         for group in range(groups):
-            tiles.load(first_rows + group, row + group * TILE_ROWS * VECTOR_BYTES, VECTOR_BYTES)
+            tiles.load(first_rows + group, row + group * TILE_ROWS * VECTOR_BYTES, VECTOR_BYTES, near=False)
             for half in range(2):
                 add(2 * group + half, first_rows + group, first_weights + half)
     for tile, place in places:

@@ -347,10 +347,10 @@ def test_products_of_many_rows_load_one_tile_each(spec):
     (loop,) = [block for block in re.split(r"^\.L\w+:", text, flags=re.MULTILINE) if "tdp" in block]
     instructions = re.findall(r"^\t([a-z]\w*)", loop, re.MULTILINE)
     assert sum(each.startswith("tdp") for each in instructions) == 4
-    assert instructions.count("tileloadd") == 4
+    assert instructions.count("tileloadd") == instructions.count("tileloaddt1") == 2
     assert len(instructions) <= 4 + 4 + 16, instructions
     assert not re.search(r"%[xyz]mm", loop)
-    assert text.count("tileloadd") == 8
+    assert len(re.findall(r"tileloadd\s", text)) == 6
     assert text.count("tilestored") == 4
 
 
