@@ -30,6 +30,7 @@ from pillion.kernels.cpu.products.many_rows import (
     TILED_ROWS,
     Epilogue,
     ManyRows,
+    PanelPart,
     PanelRange,
 )
 from pillion.kernels.cpu.products.packed_weight import PLAIN_TYPES
@@ -41,7 +42,7 @@ from pillion.kernels.cpu.quantized.dot_tiles import DotProduct, DotRows
 from pillion.kernels.cpu.quantized.input_rows import ROW_CONSTANTS
 from pillion.kernels.cpu.quantized.quantized_packing import INT8_DOTS, dots_constants_bytes
 from pillion.kernels.cpu.quantized.quantized_tiles import CodedProduct, CodedRows
-from pillion.kernels.cpu.quantized.rounded_codes import PASS_TILES, TILE, RoundedProduct
+from pillion.kernels.cpu.quantized.rounded_codes import PASS_TILES, TILE, UNIT_STEPS, RoundedProduct, widen_part
 
 LAYOUT = RecordLayout(
     "gemm",
@@ -82,8 +83,8 @@ RANGES_PER_THREAD = 16
 GROUP_RANGES_PER_THREAD = 4
 # Work items per thread, if there are enough rows to divide a panel's work into blocks of rows.
 ITEMS_PER_THREAD = 2
-# In matrix tiles: work items per thread if threads copy rows once; the min panels per item, then and if each item copies
-# its rows; and the min 32-row tiles per item, since each reads its weights.
+# In matrix tiles: work items per thread if threads copy rows once; min panels per item, in that case and if each item
+# copies its rows; min 32-row tiles per item, since each reads its weights.
 _SHALLOW_ITEMS_PER_THREAD = 4
 _MIN_PANELS, _MIN_DEEP_PANELS, _MIN_ROW_TILES = 2, 8, 2
 # gelu(x) in its tanh approximation is x * sigmoid(x * (a + b * x * x)).
@@ -481,13 +482,21 @@ class CodedPanels(Panels):
 class RoundedPanels(CodedPanels):
     """Panels of codes, rounded to plain weights."""
 
+    def __init__(self, body: GemmBody) -> None:
+        super().__init__(body)
+        k, self.sums = body.k, body.call.scratch
+        if TILE.in_matrix_tiles(k.isa):
+            steps = body.call.args.number("depth") // TILE.inputs
+            self.many = ManyRows(k, TILE, steps, body.call.scratch, self._widen)
+            self.sums = body.call.scratch + SUMS_PLACE
+
     def most_rows(self) -> int:
         return TILE.tiles(self.body.k.isa).most
 
     def multiply(
         self, cut: RowCut, panel: Int, out: Ptr, weights: Ptr, ahead: Ptr, constants: tuple[Vec, Vec] | None
     ) -> None:
-        k, body, scratch = self.body.k, self.body, self.body.call.scratch
+        k, body = self.body.k, self.body
         with k.range(cut.last, cut.first, step=PASS_TILES) as first:
             tiles = k.min(cut.last - first, PASS_TILES)
             begin = cut.begin(first)
@@ -497,9 +506,15 @@ class RoundedPanels(CodedPanels):
 
             x = body.x + begin * body.x_stride
             units = self.units, self.group_units
-            RoundedProduct(self.coded, *units, x, body.x_stride, weights, ahead, scratch).multiply(tiles, row_of)
+            RoundedProduct(self.coded, *units, x, body.x_stride, weights, ahead, self.sums).multiply(tiles, row_of)
             with k.range(row_of(tiles)) as row:
-                body.finish(begin + row, panel, loaded(k, scratch + row * TOTALS_BYTES), out, constants)
+                body.finish(begin + row, panel, loaded(k, self.sums + row * TOTALS_BYTES), out, constants)
+
+    def _widen(self, part: PanelPart) -> None:
+        units = self.units, self.group_units
+        widen_part(
+            self.coded, *units, part.panel, part.ahead, part.wide, part.first // UNIT_STEPS, part.steps // UNIT_STEPS
+        )
 
 
 class GroupDotPanels(Panels):

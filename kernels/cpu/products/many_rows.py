@@ -3,6 +3,7 @@
     for each block of up to 256 rows, and for each block of up to 2,048 inputs:      rows stay in the L2 cache
         copy the rows into tiles (once for all ranges of panels if the block is the whole depth)
         for each panel of the range, for each part of up to 576 inputs:              weights stay in the L1 cache
+            widen codes, if any
             for each 32 rows: add to sums of 32 x 32; after the last input: epilogue
 
 A tile has 16 adjacent rows of 64 bytes. Two tiles of rows are multiplied by two of weights, so each multiplying
@@ -39,9 +40,10 @@ MAX_PANELS = 16
 # Bytes of rows and of weights per instruction.
 _INSTRUCTION_BYTES, _WEIGHTS_BYTES = TILED_ROWS * VECTOR_BYTES, TILE_STEPS * PANEL_STEP_BYTES
 _SUMS_BYTES = TILED_ROWS * TOTALS_BYTES
-# Scratch memory: copied rows, then sums.
+# Scratch memory: copied rows, then sums, then a part's widened codes.
 SUMS_PLACE = MAX_ROW_TILES * _BLOCK * _INSTRUCTION_BYTES
-SCRATCH_NEEDED = SUMS_PLACE + MAX_PANELS * MAX_ROW_TILES * _SUMS_BYTES
+_WIDE_PLACE = SUMS_PLACE + MAX_PANELS * MAX_ROW_TILES * _SUMS_BYTES
+SCRATCH_NEEDED = _WIDE_PLACE + _PART * _WEIGHTS_BYTES
 # Depths are multiples of 16 codes or 16 bfloat16.
 _REST_BYTES = 16
 _REST = ir.VectorType(I32, _REST_BYTES // 4)
@@ -66,6 +68,23 @@ class PanelRange:
 
 
 @dataclass(frozen=True, slots=True)
+class PanelPart:
+    """Some steps of a panel whose codes are to be widened.
+
+    Attributes:
+        panel, ahead: the panel, and the one to multiply next.
+        first, steps: the first step, and the number of steps.
+        wide: memory for the widened steps.
+    """
+
+    panel: Ptr
+    ahead: Ptr
+    first: Int
+    steps: Int
+    wide: Ptr
+
+
+@dataclass(frozen=True, slots=True)
 class Epilogue:
     """The steps that follow products.
 
@@ -79,16 +98,19 @@ class Epilogue:
 
 
 class ManyRows:
-    """Emitter of products of many rows in one kernel."""
+    """Emitter of products of many rows in one kernel. ``widen``: emits the widening of a part's codes, for panels of
+    codes, and prefetches the same part of the panel ahead."""
 
-    def __init__(self, k: Kernel, kind: TileKind, steps: Int, scratch: Ptr) -> None:
-        self._k, self._kind = k, kind
+    def __init__(
+        self, k: Kernel, kind: TileKind, steps: Int, scratch: Ptr, widen: Callable[[PanelPart], None] | None = None
+    ) -> None:
+        self._k, self._kind, self._widen = k, kind, widen
         self._tiles = MatrixTiles.of(k)
         self._whole = steps // TILE_STEPS
         self._rest = steps - self._whole * TILE_STEPS
         self._whole_blocks = (self._whole + (_BLOCK - 1)) // _BLOCK
         self._blocks: Int = self._whole_blocks + k.select(self._rest > 0, k.int(1), k.int(0))
-        self._copies, self._sums = scratch, scratch + SUMS_PLACE
+        self._copies, self._sums, self._wide = scratch, scratch + SUMS_PLACE, scratch + _WIDE_PLACE
         # Address of the rows that are completely copied.
         self._copied = k.variable(k.int(0))
 
@@ -153,15 +175,18 @@ class ManyRows:
         """Multiply a block of rows, from the row ``first`` on, and a block of inputs by one panel."""
         k, count = self._k, self._count(block)
         tiles = (rows + (TILED_ROWS - 1)) // TILED_ROWS
-        begin = panels.weights + self._offset(block) * _WEIGHTS_BYTES
-        lines = begin + panel * panels.panel_bytes
         final = block + 1 >= self._blocks
-        further = begin + (panels.first * panels.panel_bytes + count * _WEIGHTS_BYTES)
-        ahead = k.select_ptr(
-            panel + 1 < panels.last, lines + panels.panel_bytes, k.select_ptr(final, panels.ahead, further)
+        here = panels.weights + panel * panels.panel_bytes
+        first_panel = panels.weights + panels.first * panels.panel_bytes
+        next_panel = k.select_ptr(
+            panel + 1 < panels.last, here + panels.panel_bytes, k.select_ptr(final, panels.ahead, first_panel)
         )
+        # Where the block begins in this panel, and in what follows it: the next panel's, or the next block.
+        offset = self._offset(block)
+        at_end = (panel + 1 >= panels.last) & (block + 1 < self._blocks)
+        next_offset = k.select(at_end, offset + count, k.select(panel + 1 < panels.last, offset, k.int(0)))
         # The memory ahead is at most as large as this block. Each tile of rows prefetches its share.
-        share = k.int(_WEIGHTS_BYTES) // tiles
+        share = k.int(_WEIGHTS_BYTES if self._widen is None else 0) // tiles
         parts = (count + (_PART - 1)) // _PART
         parked = k.select((self._blocks < 2) & (parts < 2), k.int(0), k.int(_SUMS_BYTES))
         with k.when(final):
@@ -169,22 +194,27 @@ class ManyRows:
         with k.range(parts) as part:
             at = count * part // parts
             length = count * (part + 1) // parts - at
-            near, beyond = lines + at * _WEIGHTS_BYTES, ahead + at * _WEIGHTS_BYTES
+            if self._widen is None:
+                near = here + (offset + at) * _WEIGHTS_BYTES
+            else:
+                near, steps = self._wide, self._steps(block, length)
+                self._widen(PanelPart(here, next_panel, (offset + at) * TILE_STEPS, steps, near))
+            beyond = next_panel + (next_offset + at) * _WEIGHTS_BYTES
             with k.range(tiles) as tile:
                 sums = self._sums + ((panel - panels.first) * tiles + tile) * parked
                 height = k.min(rows - tile * TILED_ROWS, TILED_ROWS)
                 copies = self._copies + (tile * count + at) * _INSTRUCTION_BYTES
                 inside = k.in_bounds(copies, length * _INSTRUCTION_BYTES) & k.in_bounds(sums, _SUMS_BYTES)
-                with k.when(inside & k.in_bounds(near, self._line_bytes(block, length))):
+                with k.when(inside & k.in_bounds(near, self._steps(block, length) * PANEL_STEP_BYTES)):
                     wanted = beyond + tile * length * share
                     self._call(height, (copies, near, length, wanted, share, sums, block + part))
                 with k.when(final & (part + 1 >= parts)):
                     epilogue.finish(first + tile * TILED_ROWS, height, panel, sums)
 
-    def _line_bytes(self, block: Int, count: Int) -> Int:
-        """Return the bytes of weights of ``count`` instructions of a block."""
+    def _steps(self, block: Int, count: Int) -> Int:
+        """Return the steps of ``count`` instructions of a block."""
         steps: Int = self._k.select(self._is_rest(block), self._rest, count * TILE_STEPS)
-        return steps * PANEL_STEP_BYTES
+        return steps
 
     def _call(self, height: Int, values: tuple[Int | Ptr, ...]) -> None:
         k, kind = self._k, self._kind

@@ -5,8 +5,8 @@
 A block is widened once for all rows and multiplied by the functions of plain weights
 (:mod:`pillion.kernels.cpu.products.gemm_tiles`), which add to sums in memory. It begins at a multiple of a matrix
 tile's inputs, so a row has the bits of its product with such weights, however many rows there are. More rows than one
-tile share a block in the L2 cache. The rows of one matrix tile use smaller blocks in the L1 cache, whose codes are
-widened while the processor still adds up the block before.
+matrix tile are multiplied by :mod:`pillion.kernels.cpu.products.many_rows`. The rows of one use smaller blocks in the
+L1 cache, whose codes are widened while the processor still adds up the block before.
 
 float32 numbers are truncated to bfloat16. Rounding to nearest would take half as long again as all other work of
 widening 4 bits, which one row waits for. Instead scales and offsets are enlarged so that the mean error is 0.
@@ -33,8 +33,8 @@ TILE = TileKind("bf16", "bf16", adds=True)
 PASS_TILES = 16
 # Units of a widened block, for one matrix tile of rows and for more: whole instructions.
 _NEAR_UNITS, _FAR_UNITS = 32, 1024
-_UNIT_STEPS = UNIT_INPUTS // TILE.inputs
-_UNIT_X_BYTES, _UNIT_WIDE_BYTES = _UNIT_STEPS * TILE.row_step_bytes, _UNIT_STEPS * PANEL_STEP_BYTES
+UNIT_STEPS = UNIT_INPUTS // TILE.inputs
+_UNIT_X_BYTES, _UNIT_WIDE_BYTES = UNIT_STEPS * TILE.row_step_bytes, UNIT_STEPS * PANEL_STEP_BYTES
 # Compensates truncation, which loses 2**-8 of the mantissa on average. For log-uniform values the relative loss is
 # 2**-8 / (2 ln 2).
 CUT_FACTOR = 1 + 2**-9 / math.log(2)
@@ -69,17 +69,13 @@ class RoundedProduct:
         return self.coded.k
 
     def multiply(self, tiles: Int, begin: Callable[[Int], Int]) -> None:
-        """Multiply up to PASS_TILES tiles of rows; leave their sums in scratch memory. ``begin`` returns a tile's first
-        row."""
+        """Multiply up to PASS_TILES tiles of rows, or one matrix tile; leave their sums in scratch memory. ``begin``
+        returns a tile's first row."""
         k = self.k
         if not TILE.in_matrix_tiles(k.isa):
             self._multiply_blocks(tiles, begin)
             return
-        with k.builder.if_else((tiles < 2).ir) as (one, more):
-            with one:
-                self._multiply_few(begin(tiles))
-            with more:
-                self._multiply_blocks(tiles, begin)
+        self._multiply_few(begin(tiles))
 
     def _multiply_blocks(self, tiles: Int, begin: Callable[[Int], Int]) -> None:
         k, wide = self.k, self._wide
@@ -87,11 +83,11 @@ class RoundedProduct:
             k.store(self.scratch + half * VECTOR_BYTES, k.vector(0.0))
         with k.range(self.units, step=_FAR_UNITS) as unit:
             units = k.min(self.units - unit, _FAR_UNITS)
-            self._widen(unit, units)
+            widen_part(self.coded, self.units, self.group_units, self.panel, self.ahead, wide, unit, units)
             x = self.x + unit * _UNIT_X_BYTES
             with k.range(tiles) as tile:
                 first, rows = begin(tile), begin(tile + 1) - begin(tile)
-                sums, steps = self.scratch + first * TOTALS_BYTES, units * _UNIT_STEPS
+                sums, steps = self.scratch + first * TOTALS_BYTES, units * UNIT_STEPS
                 args = TileArgs(x + first * self.x_stride, self.x_stride, wide, steps, wide, k.int(0), sums)
                 multiply_rows(k, TILE, rows, args)
 
@@ -109,11 +105,7 @@ class RoundedProduct:
                 _write_few(replace(coded, k=inner), groups, *seen)
 
             with k.when(inside & wanted):
-                k.call_subroutine(f"gemm_round_tile_{self._name}_{groups}", values, body)
-
-    @property
-    def _name(self) -> str:
-        return self.coded.kind.name + "_offsets" * self.coded.offsets
+                k.call_subroutine(f"gemm_round_tile_{_name_of(coded)}_{groups}", values, body)
 
     @property
     def _wide(self) -> Ptr:
@@ -125,16 +117,24 @@ class RoundedProduct:
         k, size = self.k, self.coded.panel_bytes(self.units, self.group_units)
         return k.in_bounds(self.panel, size) & k.in_bounds(self._wide, k.int(units) * _UNIT_WIDE_BYTES)
 
-    def _widen(self, first: Int, units: Int) -> None:
-        """Widen ``units`` units from ``first`` on, and prefetch the same bytes of the panel ahead."""
-        k, coded = self.k, self.coded
 
-        def body(inner: Kernel, *seen: Any) -> None:
-            _widen_units(replace(coded, k=inner), *seen)
+def widen_part(
+    coded: CodedProduct, units: Int, group_units: Int, panel: Ptr, ahead: Ptr, wide: Ptr, first: Int, count: Int
+) -> None:
+    """Widen ``count`` units of a panel from ``first`` on, and prefetch the same bytes of the panel ahead."""
+    k = coded.k
 
-        with k.when(self._sound(units)):
-            values = (self.panel, self._wide, first, units, self.group_units, self.ahead)
-            k.call_subroutine(f"gemm_round_{self._name}", values, body)
+    def body(inner: Kernel, *seen: Any) -> None:
+        _widen_units(replace(coded, k=inner), *seen)
+
+    inside = k.in_bounds(panel, coded.panel_bytes(units, group_units)) & k.in_bounds(wide, count * _UNIT_WIDE_BYTES)
+    with k.when(inside):
+        values = (panel, wide, first, count, group_units, ahead)
+        k.call_subroutine(f"gemm_round_{_name_of(coded)}", values, body)
+
+
+def _name_of(coded: CodedProduct) -> str:
+    return coded.kind.name + "_offsets" * coded.offsets
 
 
 def _write_few(
@@ -162,15 +162,15 @@ def _write_few(
     with k.range(units, step=_NEAR_UNITS) as unit:
         mine = k.min(units - unit, _NEAR_UNITS)
         _widen_units(coded, panel, wide, unit, mine, group_units, ahead)
-        with k.range(mine * _UNIT_STEPS // TILE_STEPS) as step:
+        with k.range(mine * UNIT_STEPS // TILE_STEPS) as step:
             from_unit(unit).multiply(step)
     tile.move(tile.tiles.store)
-    rest = units * _UNIT_STEPS % TILE_STEPS
+    rest = units * UNIT_STEPS % TILE_STEPS
     with k.when(rest > 0):
         tile.shape(rest)
         tile.move(tile.tiles.load)
         last = (units - 1) // _NEAR_UNITS * _NEAR_UNITS
-        from_unit(last).multiply((units - last) * _UNIT_STEPS // TILE_STEPS)
+        from_unit(last).multiply((units - last) * UNIT_STEPS // TILE_STEPS)
         tile.move(tile.tiles.store)
     tile.tiles.release()
 
