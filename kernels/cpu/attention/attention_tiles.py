@@ -151,7 +151,7 @@ class QueryTiles:
     def weights(self, groups: Groups, scores: Ptr) -> Weights:
         """Return the address of a row's weights, which replace its ``scores``."""
         begin = scores + _skipped(groups) * _WEIGHTS_BYTES
-        return Weights(PoolLines(self.tiles.k, self.shape), begin, narrow=True)
+        return Weights(PoolLines(self.tiles.k, self.shape), begin, narrow=True, rough=True)
 
     def emit_sums(self, groups: Groups, weights: Ptr, sums: Ptr) -> None:
         """Store A, the weighted sums of a partition's values, in rows of ``sum_bytes``."""
