@@ -23,11 +23,11 @@ from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.errors import Internal, InvalidRequest, NotFound, PillionError, Unavailable
 from pillion.host.adapter_folders import ADAPTERS, MIN_FREE_BYTES
 from pillion.host.cores import BACKGROUND_NICENESS
+from pillion.kvstore import assemble as kvstore_assemble
 from pillion.kvstore.adapters.adapter_pieces import open_files, pieces_of
-from pillion.kvstore.adapters.node_adapters import NodeAdapters
+from pillion.kvstore.adapters.node_adapters import Addresses, NodeAdapters
 from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.client.node_client import call_unary
-from pillion.kvstore.node.kv_node import KVNode
 from pillion.v1 import kvnode_pb2_grpc
 from pillion.v1.kvnode_pb2 import AdapterPiece, OpenTicketReply
 from tests.support.fake_backend import greedy
@@ -37,9 +37,16 @@ PROMPT = list(range(21))
 LORA = {"enable_lora": True, "max_loras": 2}
 
 
-def adapters_of(node: KVNode) -> NodeAdapters:
-    """Return the node's adapters."""
-    return node.adapters
+@pytest.fixture
+def node_adapters(monkeypatch: pytest.MonkeyPatch) -> dict[str, NodeAdapters]:
+    """The adapters of each node that starts, by its name."""
+    found: dict[str, NodeAdapters] = {}
+
+    def started(flags: KVNodeFlags, addresses: Addresses) -> NodeAdapters:
+        return found.setdefault(flags.node_id, NodeAdapters(flags, addresses))
+
+    monkeypatch.setattr(kvstore_assemble, "NodeAdapters", started)
+    return found
 
 
 @pytest.fixture
@@ -131,16 +138,18 @@ async def test_a_prefill_range_and_its_tail_have_one_adapter(cache: pathlib.Path
         await here.quiet()
 
 
-async def test_files_come_from_the_nodes_machine_once(cache: pathlib.Path, tmp_path: pathlib.Path) -> None:
+async def test_files_come_from_the_nodes_machine_once(
+    cache: pathlib.Path, tmp_path: pathlib.Path, node_adapters: dict[str, NodeAdapters]
+) -> None:
     digest = store(tmp_path / "elsewhere", 1)
     async with line() as here:
-        adapters_of(here.workers.kvnode).root = tmp_path / "elsewhere"
+        node_adapters["kvnode-0"].root = tmp_path / "elsewhere"
         answers = [await here.ask(key, digest) for key in range(3)]
         for answer in answers:
             await check(answer, digest)
         assert here.workers.decode_backend.packed == [digest]
         assert [path.name for path in (cache / ADAPTERS).iterdir()] == [digest]
-        await until("the end of the reads", lambda: adapters_of(here.workers.kvnode).reading == 0)
+        await until("the end of the reads", lambda: node_adapters["kvnode-0"].reading == 0)
         await here.quiet()
 
 
@@ -177,7 +186,9 @@ async def test_a_defect_on_the_way_ends_its_stream_with_an_error(
         await here.quiet()
 
 
-async def test_files_with_another_digest_are_not_kept(cache: pathlib.Path, tmp_path: pathlib.Path) -> None:
+async def test_files_with_another_digest_are_not_kept(
+    cache: pathlib.Path, tmp_path: pathlib.Path, node_adapters: dict[str, NodeAdapters]
+) -> None:
     """A copy damaged on this machine is dropped, so the next request gets a good one."""
     elsewhere = tmp_path / "elsewhere"
     digest, other = store(elsewhere, 1), store(elsewhere, 2)
@@ -185,7 +196,7 @@ async def test_files_with_another_digest_are_not_kept(cache: pathlib.Path, tmp_p
     good.rename(elsewhere / "good")
     shutil.copytree(bad, good)
     async with line() as here:
-        adapters_of(here.workers.kvnode).root = elsewhere
+        node_adapters["kvnode-0"].root = elsewhere
         code, retryable, _ = await failure(await here.ask(1, digest))
         assert (code, retryable) == (Unavailable.code, True)
         assert list((cache / ADAPTERS).iterdir()) == []
@@ -328,19 +339,21 @@ async def test_a_node_with_a_full_disk_keeps_what_is_used(cache: pathlib.Path, t
         await here.quiet()
 
 
-async def test_files_are_fetched_from_another_node(cache: pathlib.Path, tmp_path: pathlib.Path) -> None:
+async def test_files_are_fetched_from_another_node(
+    cache: pathlib.Path, tmp_path: pathlib.Path, node_adapters: dict[str, NodeAdapters]
+) -> None:
     digest = store(tmp_path / "elsewhere", 1)
     async with line() as here:
         folder, kvnode = here.workers.folder, here.workers.kvnode
         sockets = {"attach_socket": f"{folder}/a2.sock", "node_listen": f"unix:{folder}/k2.sock"}
         other = await start_kvnode(KVNodeFlags(node_id="kvnode-1", kv_pool_bytes=2**20, **sockets))
         try:
-            adapters_of(other).root = tmp_path / "elsewhere"
+            node_adapters["kvnode-1"].root = tmp_path / "elsewhere"
 
             async def addresses() -> dict[str, str]:
                 return {"kvnode-0": kvnode.address, "gone": f"unix:{folder}/no.sock", "kvnode-1": other.address}
 
-            adapters_of(kvnode).addresses = addresses
+            node_adapters["kvnode-0"].addresses = addresses
             await check(await here.ask(1, digest), digest)
             code, retryable, message = await failure(await here.ask(2, "cd" * 32))
             assert (code, retryable) == (NotFound.code, True)

@@ -162,7 +162,7 @@ def test_a_stage_that_is_at_another_step_is_refused(prepared_of):
     group = StageGroup(prepared, 2)
     driver = BackendDriver(prepared, backend=group)
     batch = driver.sequences.step([(driver.sequences.add()[0], TEXT)], ())
-    group.backends[1].link._taken = 1
+    group.backends[1].link._received = 1
     with pytest.raises(Internal, match="stage 1 is at step 1, and the stage before is not"):
         result_of("the step", group.begin(batch)[1])
     group.close()

@@ -83,7 +83,7 @@ async def test_no_urgent_request_is_refused_beside_a_flood_of_its_own_tenant() -
         gateway.admission.check_integrity()
     assert gateway.gone() == [2, 3, 4, 5, 6, 7]
     for number in gateway.gone():
-        with pytest.raises(Overloaded, match="goes before this one") as caught:
+        with pytest.raises(Overloaded, match="a request with precedence took its place") as caught:
             await gateway.tasks[gateway.permits[number]]
         assert [quota.subject for quota in caught.value.quotas] == ["max_inflight_requests"]
         assert caught.value.retry_after_ms == RETRY_AFTER_MS
@@ -100,9 +100,9 @@ async def test_a_request_that_is_still_tokenized_gives_way_too() -> None:
     second = gateway.enter(OPEN, 10)
     gateway.enter(OPEN, 0)
     gateway.enter(OPEN, 0)
-    with pytest.raises(Overloaded, match="goes before this one"):
+    with pytest.raises(Overloaded, match="a request with precedence took its place"):
         gateway.admission.weigh(first, 5)
-    with pytest.raises(Overloaded, match="goes before this one"):
+    with pytest.raises(Overloaded, match="a request with precedence took its place"):
         await gateway.admission.turn(second, "m")
     gateway.admission.leave(first)
     assert gateway.admission.requests == 2

@@ -114,9 +114,9 @@ def test_of_two_committers_of_a_state_the_first_ones_slots_stay() -> None:
 @pytest.mark.parametrize(
     ("hashes", "after", "words"),
     [
-        (pages_of(3), HASHES[3], "not of the ticket's chain"),
-        (pages_of(1), HASHES[0], "another name"),
-        (pages_of(1)[1:], HASHES[1], "another name"),
+        (pages_of(3), HASHES[3], "does not belong to the ticket's chain"),
+        (pages_of(1), HASHES[0], "wrong hash"),
+        (pages_of(1)[1:], HASHES[1], "wrong hash"),
     ],
 )
 def test_states_of_other_chains_are_rejected(hashes: list[bytes], after: bytes, words: str) -> None:
