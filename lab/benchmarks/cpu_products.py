@@ -75,9 +75,11 @@ CASES = (
 )
 
 
-def operations(spec: Gemm, shape: tuple[int, int], group: int, x: torch.Tensor) -> Iterator[Operation]:
+def operations(
+    spec: Gemm, shape: tuple[int, int], group: int, x: torch.Tensor, out: torch.Tensor
+) -> Iterator[Operation]:
     """Yield a product of random weights, preceded by the rounding of its rows for kinds of codes. Scales are neither 0
-    nor denormal."""
+    nor denormal. ``out``: float32, memory of the results."""
     (columns, depth), rows = shape, len(x)
     pairs = columns // PANEL_COLUMNS
     size = pairs * panel_bytes(spec.weights, depth, group, spec.offsets)
@@ -99,12 +101,12 @@ def operations(spec: Gemm, shape: tuple[int, int], group: int, x: torch.Tensor) 
         "weights": weights,
         "input_sums": sums,
         "bias": None,
-        "out": torch.zeros(rows, columns + LINE_BYTES // 4)[:, :columns],
+        "out": out,
         "group_starts": None,
         "x_stride": x.stride(0) * x.element_size(),
         "depth": depth,
         "pairs": pairs,
-        "out_stride": columns * 4 + LINE_BYTES,
+        "out_stride": out.stride(0) * 4,
         "num_groups": 1,
         "group_bytes": size,
         "inputs": group,
@@ -221,11 +223,18 @@ def main() -> None:
         dtype = torch.bfloat16 if args.row_type == "bf16" else torch.float32
         # An odd number of cache lines per row, as in a worker's buffers, so that rows do not collide in a cache.
         x = torch.randn(rows, max(depth for _, depth in shapes) + 64 // dtype.itemsize).to(dtype)
+        # As in a worker, layers share buffers.
+        outs = {shape: torch.zeros(rows, shape[0] + LINE_BYTES // 4)[:, : shape[0]] for shape in shapes}
         calls, sizes = {}, {}
         for case, spec in specs.items():
             kind, group, offsets = case
             name = f"{kind}{f', groups of {group}' * bool(group)}{', offsets' * offsets}"
-            every = [one for _ in range(args.layers) for shape in shapes for one in operations(spec, shape, group, x)]
+            every = [
+                one
+                for _ in range(args.layers)
+                for shape, out in outs.items()
+                for one in operations(spec, shape, group, x, out)
+            ]
             calls[name] = runner(every, kernels, pool, rows)
             products = [one for one in every if isinstance(one.spec, Gemm)]
             sizes[name] = sum(product.values["group_bytes"] for product in products)
