@@ -223,7 +223,7 @@ def main() -> None:
         dtype = torch.bfloat16 if args.row_type == "bf16" else torch.float32
         # An odd number of cache lines per row, as in a worker's buffers, so that rows do not collide in a cache.
         x = torch.randn(rows, max(depth for _, depth in shapes) + 64 // dtype.itemsize).to(dtype)
-        # As in a worker, layers share buffers.
+        # Layers share buffers, as a worker's do.
         outs = {shape: torch.zeros(rows, shape[0] + LINE_BYTES // 4)[:, : shape[0]] for shape in shapes}
         calls, sizes = {}, {}
         for case, spec in specs.items():

@@ -42,7 +42,7 @@ LOG2E = 1.4426950408889634
 # value.
 _EXP2 = (1.5403530393381609e-4, 1.3333558146428443e-3, 9.618129107628477e-3, 5.550410866482158e-2,
          2.402265069591007e-1, 6.931471805599453e-1, 1.0)  # fmt: skip
-# The same, within a relative 3e-6.
+# Coefficients for a relative error of 3e-6.
 _EXP2_ROUGH = (9.58285e-3, 5.590643e-2, 2.4024099e-1, 6.9312419e-1, 1.0)
 # Below this exponent 2**x is 0, so that a masked token has a weight of exactly 0 whatever its score.
 _MIN_EXPONENT = -126.0
@@ -639,7 +639,8 @@ class Kernel:
 
     def exp2(self, x: Vec, *, rough: bool = False) -> Vec:
         """Return 2**x for x up to 127, and exactly 0 below -126 and for NaN. ``rough``: within a relative 3e-6."""
-        b, visible = self.builder, Bool(self, self.builder.fcmp_ordered(">=", x.ir, self.vector(_MIN_EXPONENT).ir))
+        b = self.builder
+        above = Bool(self, b.fcmp_ordered(">=", x.ir, self.vector(_MIN_EXPONENT).ir))
         scales = "avx512f" in self.isa.needs
         # Scaling by a power of two underflows; building the power from bits would not.
         bounded = x if scales else self.maximum(x, _MIN_EXPONENT)
@@ -651,12 +652,12 @@ class Kernel:
             value = self.fma(value, part, self.vector(factor))
         if scales:
             function = self.function("llvm.x86.avx512.mask.scalef.ps.512", VF, [VF, VF, VF, _LANE_BITS, I32])
-            mask = b.bitcast(visible.ir, _LANE_BITS)
+            mask = b.bitcast(above.ir, _LANE_BITS)
             operands = [value.ir, whole.ir, self.vector(0.0).ir, mask, I32(_CURRENT_ROUNDING)]
             return Vec(self, b.call(function, operands))
         exponent = b.shl(b.fptosi(whole.ir, VI), int_lanes(23))
         power = Vec(self, b.bitcast(b.add(b.bitcast(value.ir, VI), exponent), VF))
-        return self.select(visible, power, self.vector(0.0))  # type: ignore[no-any-return]
+        return self.select(above, power, self.vector(0.0))  # type: ignore[no-any-return]
 
     def sigmoid(self, x: Vec) -> Vec:
         return self.vector(1.0) / (self.exp2(self.minimum(x * -LOG2E, 126.0)) + 1.0)

@@ -177,14 +177,11 @@ class ManyRows:
         tiles = (rows + (TILED_ROWS - 1)) // TILED_ROWS
         final = block + 1 >= self._blocks
         here = panels.weights + panel * panels.panel_bytes
+        # Next come the same block of the next panel, the next block of the first one, or another range.
+        offset, in_range = self._offset(block), panel + 1 < panels.last
         first_panel = panels.weights + panels.first * panels.panel_bytes
-        next_panel = k.select_ptr(
-            panel + 1 < panels.last, here + panels.panel_bytes, k.select_ptr(final, panels.ahead, first_panel)
-        )
-        # Where the block begins in this panel, and in what follows it: the next panel's, or the next block.
-        offset = self._offset(block)
-        at_end = (panel + 1 >= panels.last) & (block + 1 < self._blocks)
-        next_offset = k.select(at_end, offset + count, k.select(panel + 1 < panels.last, offset, k.int(0)))
+        next_panel = k.select_ptr(in_range, here + panels.panel_bytes, k.select_ptr(final, panels.ahead, first_panel))
+        next_offset = k.select(in_range, offset, k.select(final, k.int(0), offset + count))
         # The memory ahead is at most as large as this block. Each tile of rows prefetches its share.
         share = k.int(_WEIGHTS_BYTES if self._widen is None else 0) // tiles
         parts = (count + (_PART - 1)) // _PART
