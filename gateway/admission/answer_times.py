@@ -278,11 +278,12 @@ def _work_times(answers: Sequence[PastAnswer], token_times_s: Iterable[float]) -
 
 
 def _usual_tokens(by_length: list[ServedRequest]) -> int:
-    longer, left = 1.0, len(by_length)
+    # The share of longer answers, as an exact fraction: rounding could miss a half.
+    longer, total, left = 1, 1, len(by_length)
     for one in by_length:
         if one.ended_itself:
-            longer *= 1 - 1 / left
-            if longer <= 0.5:
+            longer, total = longer * (left - 1), total * left
+            if 2 * longer <= total:
                 return one.tokens
         left -= 1
     return 0

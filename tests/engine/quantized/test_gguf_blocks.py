@@ -30,7 +30,9 @@ def test_numbers_are_those_of_gguf_bit_by_bit(kind, seed, rows, blocks):
         data[..., at : at + 2] = generator.standard_normal((rows, blocks, 1)).astype(np.float16).view(np.uint8)
     data = data.reshape(rows, -1)
     found = read_blocks(layout, torch.from_numpy(data))
-    wanted = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
+    # MXFP4's largest scales overflow float32.
+    with np.errstate(over="ignore"):
+        wanted = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
     assert torch.equal(found.dequantize(torch.float32), torch.from_numpy(wanted))
 
 

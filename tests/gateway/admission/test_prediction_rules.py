@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from itertools import pairwise
 from random import Random
 from statistics import median
@@ -82,12 +83,12 @@ def work_s(seen: list[Work], token_times_s: list[float], model_s: float) -> floa
 
 def usual_tokens(answers: list[ServedRequest]) -> int:
     """Return the Kaplan-Meier median length; 0 if too many answers were cut short."""
-    longer = 1.0
+    longer = Fraction(1)
     for tokens in sorted({one.tokens for one in answers}):
         at_risk = [one for one in answers if one.tokens >= tokens]
         ended = sum(one.tokens == tokens and one.ended_itself for one in at_risk)
-        longer *= 1 - ended / len(at_risk)
-        if longer <= 0.5:
+        longer *= 1 - Fraction(ended, len(at_risk))
+        if longer <= Fraction(1, 2):
             return tokens
     return 0
 
