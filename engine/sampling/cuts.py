@@ -23,7 +23,7 @@ from pillion.kernels.step import Bool, Float32, Int64, SamplingRows
 
 # Max groups that top_k may touch; a row above is cut alone, over the whole vocabulary.
 MAX_HEAD_GROUPS = 256
-# A nucleus is first sought among few tokens at least this many times as likely as the most likely one.
+# Min probability, relative to the likeliest token's, and max number of the tokens that a nucleus is first sought in.
 _SHORT_NUCLEUS = np.float32(1e-4)
 _SHORT_NUCLEUS_TOKENS = 4096
 # Groups with the largest logits in which a nucleus is sought first. Their mass is reduced by far more than sums of all

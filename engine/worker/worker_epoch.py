@@ -324,7 +324,7 @@ class WorkerEpoch:
         sequences = (chunk.sequence for chunk in plan.scheduled)
         begun = [one.seq_id for one in sequences if one.progress.tail_steps == 1 and not one.progress.first_token_s]
         if begun:
-            # Listeners are told before the step runs, so that a request that kills this process in the step is known.
+            # Report the step before it runs, so that a request that kills this process can be identified.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._tell_begun, begun)
         for slot, packed in plan.placements:

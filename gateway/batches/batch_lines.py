@@ -17,7 +17,7 @@ from msgspec import Raw
 from pillion.gateway.batches.batch_records import BatchError
 from pillion.gateway.http_api.request_bodies import BOM
 
-# As in OpenAI's API.
+# OpenAI's limits.
 MAX_BATCH_LINES = 50_000
 MAX_CUSTOM_ID_CHARS = 512
 # Errors reported for a failed input.

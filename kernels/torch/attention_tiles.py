@@ -27,7 +27,7 @@ CAPPED_TILE_TOKENS = 1024
 # query that sees none, torch's kernel would return a wrong log-sum-exp of 0.
 TILE_TOKENS_PER_QUERY = 4
 # Slack, in blocks: a sequence shares a padded call if twice its blocks plus this reach the longest one's. A call costs
-# about as much as gathering this many blocks.
+# about as much as gathering these.
 GROUP_SLACK_BLOCKS = 8
 # Max bytes gathered by a call, except by the smallest possible tile. From 32 MiB on, glibc maps fresh pages for each
 # allocation, which the operating system clears.

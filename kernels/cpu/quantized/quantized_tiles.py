@@ -48,8 +48,8 @@ _MAX_WIDE_BYTES = max(MAX_GROUP_INPUTS, _WIDE_INPUTS) * 2 * TOTALS_BYTES
 _TABLE_ROWS = 3
 # Additional registers for tables of bfloat16.
 _MORE_TABLE_ROWS = {"nf4": 4, "int8_whole": 1}
-# Groups of up to this many units run in order: their chains of additions are short enough for out-of-order execution to
-# overlap the next group.
+# Max units of groups that run one after the other: chains of additions so short that out-of-order execution overlaps
+# groups.
 _SHORT_CHAIN_UNITS = 8
 # Max longer groups that a tile of few rows interleaves.
 _MAX_SIDES = 4

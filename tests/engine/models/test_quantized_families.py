@@ -33,7 +33,7 @@ KV = (("int8", "int8"), ("fp8", "fp8_e4m3"))
 TOLERANCE = 1e-4
 # KV rows between two codes may get either; their share of all rounding differences is below this.
 MAX_TURNED = 0.2
-# Three answers have a prompt of so many tokens with a cached part; neither ends with a block.
+# Tokens of a prompt and of its cached prefix; neither ends with a block.
 PROMPT, PREFIX = 50, 37
 
 
