@@ -107,7 +107,8 @@ class AttentionShape:
 
     @property
     def sum_bytes(self) -> int:
-        """Bytes of a row's (A, m, l): value_dim float32, then m in 16 lanes, then l in 16 lanes."""
+        """Bytes of a row's (A, m, l): value_dim float32, then m in 16 lanes, then l in 16 lanes (in matrix tiles, parts
+        of l, whose sum is l)."""
         return 4 * self.value_dim + 2 * VECTOR_BYTES
 
 
@@ -172,19 +173,25 @@ class Groups:
 
     Attributes:
         pool: the layer's K of this KV head in slot 0.
-        places: [2 * count + TAIL_GROUPS] int64: byte offsets from ``pool`` to each group of K, to each group of V, and
+        places: [2 * values + TAIL_GROUPS] int64: byte offsets from ``pool`` to each group of K, to each group of V, and
             to the groups that are likely to be read next.
         first: position of the first group's first token.
         count: number of groups.
+        values: index in ``places`` of the first group of V.
     """
 
     pool: Ptr
     places: Ptr
     first: Int
     count: Int
+    values: Int
 
     def at(self, index: Int) -> Ptr:
         return self.pool + self.pool.k.load_int(self.places + index * 8)
+
+    def part(self, begin: Int, end: Int) -> Groups:
+        """Return the groups ``begin`` .. ``end`` - 1."""
+        return Groups(self.pool, self.places + begin * 8, self.first + begin * LANES, end - begin, self.values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,12 +206,11 @@ class Visibility:
 @dataclass(frozen=True, slots=True)
 class Weights:
     """Address of a row's weights of the first listed group, followed by the other groups'. ``narrow``: they are
-    bfloat16, not float32. ``rough``: the power has an error of 3e-6, far below the rounding to bfloat16."""
+    bfloat16, not float32."""
 
     lines: PoolLines
     begin: Ptr
     narrow: bool
-    rough: bool = False
 
     @property
     def group_bytes(self) -> int:
@@ -338,7 +344,7 @@ def emit_weights(
     If V is stored as 8-bit codes, the weights are multiplied by the scales of V.
     """
     k, lines = scores.k, weights.lines
-    best = _emit_masked_maximum(groups, visibility, scores)
+    best = emit_masked_maximum(groups, visibility, scores)
     top = k.maximum(k.max_lane(best.value), MAXIMUM_FLOOR)
     if factor is not None:
         top = top * factor
@@ -347,15 +353,15 @@ def emit_weights(
     sums = k.variable(k.vector(0.0))
     with k.range(groups.count) as index:
         score = k.load(scores + index * VECTOR_BYTES)
-        weight = k.exp2(score + below if factor is None else k.fma(score, factor, below), rough=weights.rough)
+        weight = k.exp2(score + below if factor is None else k.fma(score, factor, below))
         sums.value = sums.value + weight
         if lines.scaled:
-            weight = weight * lines.scales(groups.at(groups.count + index))
+            weight = weight * lines.scales(groups.at(groups.values + index))
         k.store_float(weights.begin + index * weights.group_bytes, weight, weights.narrow)
     k.store(maximum + VECTOR_BYTES, k.sum(sums.value))
 
 
-def _emit_masked_maximum(groups: Groups, visibility: Visibility, scores: Ptr) -> KernelVariable:
+def emit_masked_maximum(groups: Groups, visibility: Visibility, scores: Ptr) -> KernelVariable:
     """Return the maximum per lane, and set scores of masked tokens to HIDDEN_SCORE; only groups at an edge are
     masked."""
     k = scores.k

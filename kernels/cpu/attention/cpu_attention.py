@@ -39,14 +39,18 @@ from pillion.kernels.cpu.attention.attention_rows import (
     emit_weights,
 )
 from pillion.kernels.cpu.attention.attention_tiles import (
-    MAX_ROWS,
+    MAX_STRIPS,
+    STRIP_ROWS,
     QueryTiles,
+    emit_tile_weights,
+    first_group,
     in_matrix_tiles,
     tiles_bytes,
 )
-from pillion.kernels.cpu.attention.cpu_attention_plan import ITEM_WORDS, PARTITION_TOKENS
+from pillion.kernels.cpu.attention.cpu_attention_plan import ITEM_WORDS, PARTITION_TOKENS, RowCounts
+from pillion.kernels.cpu.attention.latent_tiles import LatentTiles, latents_bytes
 from pillion.kernels.cpu.attention.token_selection import GROUP_BYTES
-from pillion.kernels.cpu.language.emit import LOG2E, VECTOR_BYTES, Int, Kernel, Ptr
+from pillion.kernels.cpu.language.emit import LOG2E, VECTOR_BYTES, Int, Kernel, Ptr, Vec
 from pillion.kernels.cpu.language.isa import ATTENTION_PLANS, LANES, Isa
 from pillion.kernels.cpu.language.matrix_tiles import TILE_ROWS, MatrixTiles
 from pillion.kernels.cpu.language.module import SCRATCH_BYTES, KernelCall, KernelSpec
@@ -59,13 +63,14 @@ assert len(_PLANS) == ATTENTION_PLANS
 CODE_SUMS = 16
 
 
-def row_counts(isa: Isa, group: int, bf16: bool) -> tuple[int, int]:
-    """Return the max rows of an item of one token, and of an item of several. ``bf16``: rows are bfloat16, not
-    float32."""
-    tiles = in_matrix_tiles(isa, bf16)
-    most, wide = (MAX_ROWS, MAX_ROWS) if tiles else (isa.attention_sums, isa.attention_rows)
-    narrow = group if group <= most else -(-group // -(-group // wide))
-    return narrow, max(narrow, wide)
+def row_counts(isa: Isa, group: int, bf16: bool) -> RowCounts:
+    """Return the rows of an item. ``bf16``: rows are bfloat16, not float32."""
+    if in_matrix_tiles(isa, bf16):
+        narrow = group if group <= STRIP_ROWS else -(-group // -(-group // STRIP_ROWS))
+        return RowCounts(narrow, MAX_STRIPS * STRIP_ROWS, STRIP_ROWS)
+    narrow = group if group <= isa.attention_sums else -(-group // -(-group // isa.attention_rows))
+    wide = max(narrow, isa.attention_rows)
+    return RowCounts(narrow, wide, wide)
 
 
 class AttentionScratch:
@@ -74,20 +79,23 @@ class AttentionScratch:
     Attributes:
         places: places of groups, [2 * PARTITION_GROUPS + TAIL_GROUPS] int64, less than 1,024 bytes.
         queries: queries [rows][head_dim] in bfloat16 or float32, allocated for float32.
-        scores: scores, then weights: [rows] of SCORE_BYTES.
+        scores: scores, then weights: [rows] of SCORE_BYTES; in matrix tiles at most a strip's, between spare lines.
         sums: sums of the partitions folded so far: [rows] of sum_bytes.
         fresh: sums of the partition to fold next: [rows] of sum_bytes.
-        tiles: ``tiles_bytes`` for the products, if in matrix tiles.
+        tiles: scratch memory of the products, if in matrix tiles.
         end: bytes of the whole layout.
     """
 
     def __init__(self, shape: AttentionShape, rows: int, in_tiles: bool) -> None:
         self.places, self.queries = 0, 1024
-        self.scores = self.queries + rows * 4 * shape.head_dim
-        self.sums = self.scores + rows * SCORE_BYTES + VECTOR_BYTES
+        self.scores = self.queries + rows * 4 * shape.head_dim + VECTOR_BYTES
+        self.sums = (
+            self.scores + (min(rows, STRIP_ROWS) if in_tiles else rows) * SCORE_BYTES + SIDE_GROUPS * VECTOR_BYTES
+        )
         self.fresh = self.sums + rows * shape.sum_bytes
         self.tiles = self.fresh + rows * shape.sum_bytes
-        self.end = self.tiles + (tiles_bytes(shape) if in_tiles else 0)
+        room = latents_bytes(shape) if shape.latents else tiles_bytes(shape)
+        self.end = self.tiles + (room if in_tiles else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,13 +240,16 @@ class Attention(KernelSpec):
 
     def emit(self, call: KernelCall) -> None:
         k, shape = call.k, self.shape
-        narrow, wide = row_counts(k.isa, shape.group, shape.bf16)
+        narrow, wide, _ = row_counts(k.isa, shape.group, shape.bf16)
         tiles = MatrixTiles.of(k) if in_matrix_tiles(k.isa, shape.bf16) else None
-        counts = sorted({narrow, wide}) if tiles is None else [TILE_ROWS, MAX_ROWS]
+        counts = sorted({narrow, wide}) if tiles is None else [TILE_ROWS, wide]
         with each_attention_item(call, "items", self.plan) as (head, item):
             for fewer, most in zip((0, *counts), counts, strict=False):
                 with k.when((item.rows > fewer) & (item.rows <= most)):
-                    _ItemPass(self, call, item, head, most, tiles).emit()
+                    if tiles is None:
+                        _VectorPass(self, call, item, head, most).emit()
+                    else:
+                        _TilePass(self, call, item, head, most, tiles).emit()
             if tiles is not None:
                 tiles.release()
 
@@ -246,28 +257,18 @@ class Attention(KernelSpec):
 class _ItemPass:
     """Emitter of the attention of one item of at most ``most`` rows."""
 
-    def __init__(
-        self, spec: Attention, call: KernelCall, item: AttentionItem, head: Int, most: int, tiles: MatrixTiles | None
-    ) -> None:
+    def __init__(self, spec: Attention, call: KernelCall, item: AttentionItem, head: Int, most: int) -> None:
         self._spec, self._shape, self._call, self._k = spec, spec.shape, call, call.k
         self._item, self._head = item, head
-        scratch = self._scratch = AttentionScratch(spec.shape, most, tiles is not None)
-        assert scratch.end <= SCRATCH_BYTES
-        queries = call.scratch + scratch.queries
-        self._products: QueryTiles | QueryVectors
-        if tiles is None:
-            tile = row_tile(call.k.isa, spec.shape, most)
-            self._products = QueryVectors(PoolLines(call.k, spec.shape), spec.shape, item.rows, tile, queries)
-        else:
-            room = call.scratch + scratch.tiles
-            self._products = QueryTiles(tiles, spec.shape, item.rows, most // TILE_ROWS, queries, room)
+        self._scratch = AttentionScratch(spec.shape, most, in_matrix_tiles(call.k.isa, spec.shape.bf16))
+        assert self._scratch.end <= SCRATCH_BYTES
         self._window = Window.of(spec, call)
 
     def emit(self) -> None:
         k, item, shape, scratch = self._k, self._item, self._shape, self._scratch
         args = self._call.args
         queries = args.pointer("queries") + self._head * args.number("head_stride")
-        self._products.copy_queries(queries + item.row * (shape.head_dim * shape.element_bytes))
+        self._copy_queries(queries + item.row * (shape.head_dim * shape.element_bytes))
         begin = item.begin(k, shape.group, self._window)
         is_cut = item.partial >= 0
         sums, fresh = (self._call.scratch + place for place in (scratch.sums, scratch.fresh))
@@ -284,33 +285,40 @@ class _ItemPass:
         with k.when(item.partial < 0), k.range(item.rows) as row:
             _emit_result(self._call, shape, self._head, item.row + row, sums + row * shape.sum_bytes, self._spec.sinks)
 
+    def _copy_queries(self, source: Ptr) -> None:
+        """Copy the item's queries to the scratch memory."""
+        raise NotImplementedError
+
     def _emit_partition(self, partition: Int, sums: Ptr) -> None:
-        k, shape, item, scratch, products = self._k, self._shape, self._item, self._scratch, self._products
+        """Store the sums of a partition."""
+        raise NotImplementedError
+
+    def _range(self, partition: Int) -> GroupRange:
+        """Return the groups of a partition that are visible to any row."""
+        k, item, group = self._k, self._item, self._shape.group
         begin = partition * PARTITION_GROUPS
         if self._window is not None:
-            lowest = k.max(self._window.first(item.behind(shape.group, k.int(0))), 0)
+            lowest = k.max(self._window.first(item.behind(group, k.int(0))), 0)
             begin = k.max(begin, lowest // LANES)
-        behind = item.behind(shape.group, item.rows - 1)
-        last = (behind + (LANES - 1)) // LANES
-        end = k.min((partition + 1) * PARTITION_GROUPS, last)
-        wanted = GroupRange(begin, end, last)
-        groups = emit_groups(self._call, shape, item.sequence, self._head, wanted, scratch.places)
-        scores = self._call.scratch + scratch.scores
-        products.emit_scores(groups, scores)
-        with k.range(item.rows) as row:
-            row_behind = item.behind(shape.group, row)
-            first = None if self._window is None else self._window.first(row_behind)
-            row_scores = scores + row * SCORE_BYTES
-            factor = self._call.args.real("scale") * LOG2E
-            if self._spec.sparse:
-                self._hide_unselected(groups, row, row_scores)
-            if self._spec.softcap:
-                emit_softcap(row_scores, groups.count, self._call.args.real("scale"), self._call.args.real("softcap"))
-            maximum = sums + (row * shape.sum_bytes + 4 * shape.value_dim)
-            scaled = None if self._spec.softcap else factor
-            weights = products.weights(groups, row_scores)
-            emit_weights(groups, Visibility(first, row_behind), row_scores, scaled, maximum, weights)
-        products.emit_sums(groups, scores, sums)
+        last = (item.behind(group, item.rows - 1) + (LANES - 1)) // LANES
+        return GroupRange(begin, k.min((partition + 1) * PARTITION_GROUPS, last), last)
+
+    def _groups(self, wanted: GroupRange) -> Groups:
+        return emit_groups(self._call, self._shape, self._item.sequence, self._head, wanted, self._scratch.places)
+
+    def _visibility(self, row: Int) -> Visibility:
+        behind = self._item.behind(self._shape.group, row)
+        return Visibility(None if self._window is None else self._window.first(behind), behind)
+
+    def _prepare_scores(self, groups: Groups, row: Int, scores: Ptr) -> Vec | None:
+        """Apply the layer's options to a row's scores; return the factor that is left to apply."""
+        args = self._call.args
+        if self._spec.sparse:
+            self._hide_unselected(groups, row, scores)
+        if self._spec.softcap:
+            emit_softcap(scores, groups.count, args.real("scale"), args.real("softcap"))
+            return None
+        return args.real("scale") * LOG2E
 
     def _hide_unselected(self, groups: Groups, row: Int, scores: Ptr) -> None:
         k, args = self._k, self._call.args
@@ -319,6 +327,78 @@ class _ItemPass:
         with k.range(groups.count) as index:
             at, selected = scores + index * VECTOR_BYTES, k.lanes(k.load_int(bits + index * GROUP_BYTES, 16))
             k.store(at, k.select(selected, k.load(at), k.vector(HIDDEN_SCORE)))
+
+
+class _VectorPass(_ItemPass):
+    def __init__(self, spec: Attention, call: KernelCall, item: AttentionItem, head: Int, most: int) -> None:
+        super().__init__(spec, call, item, head, most)
+        queries, tile = call.scratch + self._scratch.queries, row_tile(call.k.isa, spec.shape, most)
+        self._products = QueryVectors(PoolLines(call.k, spec.shape), spec.shape, item.rows, tile, queries)
+
+    def _copy_queries(self, source: Ptr) -> None:
+        self._products.copy_queries(source)
+
+    def _emit_partition(self, partition: Int, sums: Ptr) -> None:
+        k, shape, products = self._k, self._shape, self._products
+        groups = self._groups(self._range(partition))
+        scores = self._call.scratch + self._scratch.scores
+        products.emit_scores(groups, scores)
+        with k.range(self._item.rows) as row:
+            row_scores = scores + row * SCORE_BYTES
+            factor = self._prepare_scores(groups, row, row_scores)
+            maximum = sums + (row * shape.sum_bytes + 4 * shape.value_dim)
+            weights = products.weights(groups, row_scores)
+            emit_weights(groups, self._visibility(row), row_scores, factor, maximum, weights)
+        products.emit_sums(groups, scores, sums)
+
+
+class _TilePass(_ItemPass):
+    """An item of one strip of up to 16 rows, or of several strips of 32."""
+
+    def __init__(
+        self, spec: Attention, call: KernelCall, item: AttentionItem, head: Int, most: int, tiles: MatrixTiles
+    ) -> None:
+        super().__init__(spec, call, item, head, most)
+        self._height = 1 if most == TILE_ROWS else 2
+        rows = item.rows if self._height == 1 else call.k.int(STRIP_ROWS)
+        queries, room = (call.scratch + place for place in (self._scratch.queries, self._scratch.tiles))
+        products = LatentTiles if spec.shape.latents else QueryTiles
+        self._products = products(tiles, spec.shape, rows, self._height, queries, room)
+
+    def _copy_queries(self, source: Ptr) -> None:
+        self._products.copy_queries(source, self._item.rows)
+
+    def _emit_partition(self, partition: Int, sums: Ptr) -> None:
+        k, item, products, stride = self._k, self._item, self._products, self._shape.sum_bytes
+        groups = self._groups(self._range(partition))
+        scores = self._call.scratch + self._scratch.scores
+        products.copy_values(groups)
+        with k.range(item.rows, step=STRIP_ROWS) as row:
+            seen = self._seen(groups, row)
+            products.emit_scores(seen, row // STRIP_ROWS, scores)
+            self._emit_weights(seen, row, scores, sums)
+            products.emit_sums(seen, scores, sums + row * stride)
+
+    def _seen(self, groups: Groups, row: Int) -> Groups:
+        """Return the groups that any row of the strip from ``row`` on sees; one of them if it sees none."""
+        if self._height == 1:
+            return groups
+        k, item, group = self._k, self._item, self._shape.group
+        behind = item.behind(group, k.min(row + STRIP_ROWS, item.rows) - 1) - groups.first
+        end = k.max(k.min((behind + (LANES - 1)) // LANES, groups.count), 1)
+        if self._window is None:
+            return groups.part(k.int(0), end)
+        begin = k.max(self._window.first(item.behind(group, row)) - groups.first, 0) // LANES
+        return groups.part(k.min(begin, end - 1), end)
+
+    def _emit_weights(self, groups: Groups, first_row: Int, scores: Ptr, sums: Ptr) -> None:
+        """Replace the scores of a strip by weights."""
+        k, shape = self._k, self._shape
+        with k.range(k.min(self._item.rows - first_row, STRIP_ROWS)) as index:
+            row, row_scores = first_row + index, scores + index * SCORE_BYTES
+            factor = self._prepare_scores(groups, row, row_scores + first_group(groups) * VECTOR_BYTES)
+            maximum = sums + (row * shape.sum_bytes + 4 * shape.value_dim)
+            emit_tile_weights(shape, groups, self._visibility(row), row_scores, factor, maximum)
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,7 +467,7 @@ def emit_groups(
     with k.range(TAIL_GROUPS) as index:
         k.store_int(places + (count * 2 + index) * 8, place(k.min(wanted.end + index, wanted.last - 1)))
     pool = call.step.pointer("pool") + (args.number("layer_offset") + head * args.number("piece_bytes"))
-    return Groups(pool, places, wanted.begin * LANES, count)
+    return Groups(pool, places, wanted.begin * LANES, count, count)
 
 
 def row_tile(isa: Isa, shape: AttentionShape, rows: int) -> RowTile:
@@ -403,6 +483,9 @@ def row_tile(isa: Isa, shape: AttentionShape, rows: int) -> RowTile:
 
 def _emit_result(call: KernelCall, shape: AttentionShape, head: Int, row: Int, sums: Ptr, sinks: bool) -> None:
     """Store the result of a row whose partitions are folded into ``sums``, with its head's sink, if any."""
+    if in_matrix_tiles(call.k.isa, shape.bf16):
+        total = sums + (4 * shape.value_dim + VECTOR_BYTES)
+        call.k.store(total, call.k.sum(call.k.load(total)))
     token = row // shape.group
     place = head * shape.group + row % shape.group
     if sinks:

@@ -13,6 +13,7 @@ folds its partitions. So cutting changes no bit of a result.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,10 +28,26 @@ PARTITION_TOKENS = 512
 MAX_SELECTED_TOKENS = 196_608
 # Target for the items per thread, if partitions are short enough.
 ITEMS_PER_THREAD = 8
+# Cost of the work that the rows of an item share, in rows.
+_ITEM_COST_ROWS = 12
 # Words of an item or a merge. SHIFT is a token's position minus its row in the batch; FIRST .. LAST - 1 are the
 # partitions; PARTIAL is the row of the partials for the first partition's results, or -1 if nothing is cut.
 SEQUENCE, ROW, ROWS, SHIFT, FIRST, LAST, PARTIAL = range(7)
 ITEM_WORDS = 8
+
+
+class RowCounts(NamedTuple):
+    """Rows of an item.
+
+    Attributes:
+        narrow: max rows of an item of one token.
+        wide: max rows of an item of several tokens; such items have a multiple of ``step`` rows, but for a sequence's
+            last one.
+    """
+
+    narrow: int
+    wide: int
+    step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +62,20 @@ class CpuAttentionPlanner:
     """Planner of the attention of a model's steps."""
 
     def __init__(
-        self, group: int, row_counts: tuple[int, int], kv_heads: int, threads: int, partial_rows: int, window: int = 0
+        self, group: int, row_counts: RowCounts, kv_heads: int, threads: int, partial_rows: int, window: int = 0
     ) -> None:
         """Create a planner.
 
         Args:
             group: query heads of a KV head.
-            row_counts: max rows of an item of one token, and of an item of several tokens
-                (``pillion.kernels.cpu.attention.cpu_attention.row_counts``).
+            row_counts: rows of an item (``pillion.kernels.cpu.attention.cpu_attention.row_counts``).
             kv_heads: KV heads, each of which computes all items.
             threads: threads of the pool that shares the items.
             partial_rows: rows of the partials of a KV head; items whose partials do not fit stay uncut.
             window: the longest sliding window of all layers; 0 if a layer has none.
         """
         self._group, self._kv_heads, self._threads = group, kv_heads, threads
-        self._narrow, self._wide = row_counts
+        self._narrow, self._wide, self._step = row_counts
         self._partial_rows = partial_rows
         self._window = window
 
@@ -96,7 +112,7 @@ class CpuAttentionPlanner:
         starts = batch.query_starts.astype(np.int64)
         begins, counts = starts[:-1], np.diff(starts)
         shifts = batch.context_lens - starts[1:]
-        sizes = np.where(counts == 1, self._narrow, self._wide)
+        sizes = np.where(counts == 1, self._narrow, self._wide_rows(len(batch.positions) * self._group))
         item_counts = -(-counts * self._group // sizes)
         if int(item_counts.max()) > 1:
             sequences = np.repeat(np.arange(len(item_counts)), item_counts)
@@ -116,6 +132,15 @@ class CpuAttentionPlanner:
         lowest = np.maximum(rows // self._group + shifts + 1 - self._window, 0)
         items[:, FIRST] = lowest // PARTITION_TOKENS
         return items, limits - lowest
+
+    def _wide_rows(self, rows: int) -> int:
+        """Return the rows of an item of several tokens with which the threads end first, for ``rows`` rows in all."""
+
+        def time_of(size: int) -> int:
+            items = -(-rows // size) * self._kv_heads
+            return -(-items // self._threads) * (size + _ITEM_COST_ROWS)
+
+        return min(range(self._step, self._wide + 1, self._step), key=time_of)
 
     def _cut(self, items: Int32, tokens: Int64, most_partitions: int) -> tuple[Int32, Int64, Int32]:
         """Cut items of more than ``most_partitions`` partitions, the longest first, while partials are left."""

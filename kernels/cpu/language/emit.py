@@ -42,12 +42,15 @@ LOG2E = 1.4426950408889634
 # value.
 _EXP2 = (1.5403530393381609e-4, 1.3333558146428443e-3, 9.618129107628477e-3, 5.550410866482158e-2,
          2.402265069591007e-1, 6.931471805599453e-1, 1.0)  # fmt: skip
-# Coefficients for a relative error of 3e-6.
-_EXP2_ROUGH = (9.58285e-3, 5.590643e-2, 2.4024099e-1, 6.9312419e-1, 1.0)
+# 2**x on [0, 1) within a relative 8e-5, highest power first.
+_EXP2_ROUGH = (7.802452e-2, 2.2606716e-1, 6.9583354e-1, 9.9992522e-1)
 # Below this exponent 2**x is 0, so that a masked token has a weight of exactly 0 whatever its score.
 _MIN_EXPONENT = -126.0
 # Operands of AVX-512 intrinsics: a bit per lane; the rounding mode of MXCSR.
 _LANE_BITS, _CURRENT_ROUNDING = ir.IntType(16), 4
+_ALL_LANES = _LANE_BITS(0xFFFF)
+# Operand of VREDUCEPS: x - floor(x), without exceptions.
+_ROUND_DOWN = 9
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]
@@ -564,6 +567,13 @@ class Kernel:
         result = b.select(unordered, b.or_(bits, int_lanes(0x00400000)), rounded)
         return b.trunc(b.lshr(result, int_lanes(16)), _VH)
 
+    def store_two(self, ptr: Ptr, first: Vec, second: Vec) -> None:
+        """Store two vectors as 32 bfloat16, rounded to nearest even. Needs AVX-512 with bfloat16."""
+        wide = ir.VectorType(BFLOAT, 2 * LANES)
+        function = self.function("llvm.x86.avx512bf16.cvtne2ps2bf16.512", wide, [VF, VF])
+        narrow = self.builder.call(function, [second.ir, first.ir])
+        self.write(ptr, self.builder.bitcast(narrow, VI), 4)
+
     def cut_pairs(self, first: Vec, second: Vec) -> Pairs:
         """Return pairs of two vectors' lanes truncated to bfloat16. Needs AVX-512."""
         b = self.builder
@@ -637,8 +647,8 @@ class Kernel:
             value = self.maximum(value, self._rotated(value, distance))
         return value
 
-    def exp2(self, x: Vec, *, rough: bool = False) -> Vec:
-        """Return 2**x for x up to 127, and exactly 0 below -126 and for NaN. ``rough``: within a relative 3e-6."""
+    def exp2(self, x: Vec) -> Vec:
+        """Return 2**x for x up to 127, and exactly 0 below -126 and for NaN."""
         b = self.builder
         above = Bool(self, b.fcmp_ordered(">=", x.ir, self.vector(_MIN_EXPONENT).ir))
         scales = "avx512f" in self.isa.needs
@@ -646,21 +656,41 @@ class Kernel:
         bounded = x if scales else self.maximum(x, _MIN_EXPONENT)
         whole = self.rounded(bounded)
         part = bounded - whole
-        factors = _EXP2_ROUGH if rough else _EXP2
-        value = self.vector(factors[0])
-        for factor in factors[1:]:
+        value = self.vector(_EXP2[0])
+        for factor in _EXP2[1:]:
             value = self.fma(value, part, self.vector(factor))
         if scales:
-            function = self.function("llvm.x86.avx512.mask.scalef.ps.512", VF, [VF, VF, VF, _LANE_BITS, I32])
-            mask = b.bitcast(above.ir, _LANE_BITS)
-            operands = [value.ir, whole.ir, self.vector(0.0).ir, mask, I32(_CURRENT_ROUNDING)]
-            return Vec(self, b.call(function, operands))
+            return self._scaled(value, whole, b.bitcast(above.ir, _LANE_BITS))
         exponent = b.shl(b.fptosi(whole.ir, VI), int_lanes(23))
         power = Vec(self, b.bitcast(b.add(b.bitcast(value.ir, VI), exponent), VF))
         return self.select(above, power, self.vector(0.0))  # type: ignore[no-any-return]
 
+    def exp2_rough(self, x: Vec) -> Vec:
+        """Return 2**x within a relative 8e-5, a twentieth of a rounding to bfloat16; exactly 0 below -149, NaN for NaN
+        and infinities. Needs AVX-512."""
+        reduce = self.function("llvm.x86.avx512.mask.reduce.ps.512", VF, [VF, I32, VF, _LANE_BITS, I32])
+        operands = [x.ir, I32(_ROUND_DOWN), self.vector(0.0).ir, _ALL_LANES, I32(_CURRENT_ROUNDING)]
+        part = Vec(self, self.builder.call(reduce, operands))
+        value = self.vector(_EXP2_ROUGH[0])
+        for factor in _EXP2_ROUGH[1:]:
+            value = self.fma(value, part, self.vector(factor))
+        # Scaling rounds the exponent down.
+        return self._scaled(value, x, _ALL_LANES)
+
+    def _scaled(self, value: Vec, exponent: Vec, lanes: Any) -> Vec:
+        """Return value * 2**floor(exponent), and 0 in other lanes than ``lanes``. Needs AVX-512."""
+        scale = self.function("llvm.x86.avx512.mask.scalef.ps.512", VF, [VF, VF, VF, _LANE_BITS, I32])
+        operands = [value.ir, exponent.ir, self.vector(0.0).ir, lanes, I32(_CURRENT_ROUNDING)]
+        return Vec(self, self.builder.call(scale, operands))
+
     def sigmoid(self, x: Vec) -> Vec:
         return self.vector(1.0) / (self.exp2(self.minimum(x * -LOG2E, 126.0)) + 1.0)
+
+    def sigmoid_rough(self, x: Vec) -> Vec:
+        """Return 1 / (1 + e**-x) within a relative 1.5e-4, a tenth of a rounding to bfloat16. Needs AVX-512."""
+        below = self.exp2_rough(self.minimum(x * -LOG2E, 126.0)) + 1.0
+        reciprocal = self.function("llvm.x86.avx512.rcp14.ps.512", VF, [VF, VF, _LANE_BITS])
+        return Vec(self, self.builder.call(reciprocal, [below.ir, self.vector(0.0).ir, _ALL_LANES]))
 
     def softplus(self, x: Vec) -> Vec:
         """Return log(1 + e**x), within a relative 1e-5 where it is at least e**-85. NaN stays NaN."""

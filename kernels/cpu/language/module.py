@@ -25,7 +25,7 @@ SIGNATURE = ir.FunctionType(ir.VoidType(), [I64] * 6)
 # A cache line per operation's counter, to avoid false sharing.
 COUNTER_BYTES = 64
 # Scratch memory of a thread.
-SCRATCH_BYTES = 2**21
+SCRATCH_BYTES = 2**22
 # Symbol of the fault cell in compiled code.
 FAULT_CELL = "fault_cell"
 

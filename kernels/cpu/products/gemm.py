@@ -15,6 +15,7 @@ over ascending inputs (gemm_tiles), and all rows share the epilogue's code.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -332,7 +333,7 @@ class GemmBody:
         if spec.epilogue in ACTIVATED:
             for half, total in enumerate(totals):
                 place = out + half * (self._out_bytes() * PANEL_COLUMNS // 2)
-                found = self._xielu(total) if spec.epilogue == "act_xielu" else _activated(k, spec.epilogue, total)
+                found = self._xielu(total) if spec.epilogue == "act_xielu" else self._activated(total)
                 k.store_float(place, found, spec.rows == "bf16")
             return
         for half, total in enumerate(totals):
@@ -342,11 +343,20 @@ class GemmBody:
     def _gated(self, gate: Vec, up: Vec) -> Vec:
         k = self.k
         if self.spec.epilogue != "gated_clamped":
-            return _activated(k, self.spec.epilogue, gate) * up
+            return self._activated(gate) * up
         # The comparisons keep a NaN in the second argument.
         gate, least = k.minimum(self.limit, gate), self.limit * -1.0
         up = k.maximum(least, k.minimum(self.limit, up))
-        return (up + 1.0) * (gate * k.sigmoid(gate * self.alpha))
+        return (up + 1.0) * (gate * self._sigmoid(gate * self.alpha))
+
+    def _activated(self, gate: Vec) -> Vec:
+        return _activated(self.k, self.spec.epilogue, gate, self._sigmoid)
+
+    def _sigmoid(self, x: Vec) -> Vec:
+        """Return the sigmoid; for sums of matrix tiles, beside which a division would take as long as 16 inputs, only
+        as exactly as bfloat16 needs it. Sums of integers have the same bits in all kernels, so they are exempt."""
+        rough = self.panels.many is not None and self.spec.weights != INT8_DOTS
+        return self.k.sigmoid_rough(x) if rough else self.k.sigmoid(x)
 
     def _xielu(self, x: Vec) -> Vec:
         """Return xIELU (arXiv 2411.13010), whose slope at 0 is 0.5: ``above`` times x squared above 0, and ``below``
@@ -609,17 +619,17 @@ class RowCut:
         return self.base + self.rows * tile // self.tiles
 
 
-def _activated(k: Kernel, epilogue: str, gate: Vec) -> Vec:
+def _activated(k: Kernel, epilogue: str, gate: Vec, sigmoid: Callable[[Vec], Vec]) -> Vec:
     if epilogue == "act_none":
         return gate
     if epilogue.endswith("silu"):
-        return gate * k.sigmoid(gate)
+        return gate * sigmoid(gate)
     if epilogue in ("act_relu", "act_relu2"):
         positive: Vec = k.select(gate < 0.0, k.vector(0.0), gate)
         return positive if epilogue == "act_relu" else positive * positive
     if epilogue == "act_erf_gelu":
         return _erf_gelu(k, gate)
-    return gate * k.sigmoid(gate * k.fma(gate * gate, k.vector(_GELU_B), k.vector(_GELU_A)))
+    return gate * sigmoid(gate * k.fma(gate * gate, k.vector(_GELU_B), k.vector(_GELU_A)))
 
 
 def _erf_gelu(k: Kernel, x: Vec) -> Vec:

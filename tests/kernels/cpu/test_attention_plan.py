@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.kernels.cpu.attention.attention_tiles import MAX_ROWS
+from pillion.kernels.cpu.attention.attention_tiles import MAX_STRIPS, STRIP_ROWS
 from pillion.kernels.cpu.attention.cpu_attention import row_counts
 from pillion.kernels.cpu.attention.cpu_attention_plan import (
     FIRST,
@@ -24,11 +24,12 @@ from pillion.kernels.cpu.attention.cpu_attention_plan import (
     SEQUENCE,
     SHIFT,
     CpuAttentionPlanner,
+    RowCounts,
 )
 from pillion.kernels.cpu.language.isa import TABLE
 from tests.support.examples import examples
 
-COUNTS = (3, 12)
+COUNTS = RowCounts(3, 12, 12)
 GROUP = 3
 
 
@@ -59,7 +60,7 @@ PARTS = st.lists(st.tuples(st.integers(0, 9000), st.one_of(st.just(1), st.intege
 @settings(max_examples=examples(80))
 @given(
     PARTS,
-    st.sampled_from([(1, (1, 12)), (3, (3, 12)), (16, (16, 16)), (30, (10, 12)), (5, (3, 4))]),
+    st.sampled_from([(1, (1, 12, 12)), (3, (3, 12, 12)), (16, (16, 16, 16)), (30, (10, 12, 12)), (3, (3, 96, 32))]),
     st.sampled_from([1, 2, 3, 64]),
     st.sampled_from([0, 100, 5000]),
     st.sampled_from([0, 1, 700]),
@@ -158,10 +159,10 @@ def test_rows_of_several_tokens_share_items():
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 12, 16, 24, 30, 71])
 @pytest.mark.parametrize("bf16", [False, True])
 def test_row_counts(isa, group, bf16):
-    narrow, wide = row_counts(isa, group, bf16)
+    narrow, wide, step = row_counts(isa, group, bf16)
     assert narrow <= wide
     if isa.matrix_tiles and bf16:
-        assert wide == MAX_ROWS
+        assert (wide, step) == (MAX_STRIPS * STRIP_ROWS, STRIP_ROWS)
     else:
         assert isa.attention_rows <= wide <= max(isa.attention_rows, isa.attention_sums)
     items = -(-group // narrow)
