@@ -568,7 +568,11 @@ class Kernel:
         return b.trunc(b.lshr(result, int_lanes(16)), _VH)
 
     def store_two(self, ptr: Ptr, first: Vec, second: Vec) -> None:
-        """Store two vectors as 32 bfloat16, rounded to nearest even. Needs AVX-512 with bfloat16."""
+        """Store two vectors as 32 bfloat16, rounded to nearest even."""
+        if self.isa.bf16_dot != "x86":
+            for i, value in enumerate((first, second)):
+                self.store_float(ptr + i * (VECTOR_BYTES // 2), value, True)
+            return
         wide = ir.VectorType(BFLOAT, 2 * LANES)
         function = self.function("llvm.x86.avx512bf16.cvtne2ps2bf16.512", wide, [VF, VF])
         narrow = self.builder.call(function, [second.ir, first.ir])
@@ -666,8 +670,10 @@ class Kernel:
         return self.select(above, power, self.vector(0.0))  # type: ignore[no-any-return]
 
     def exp2_rough(self, x: Vec) -> Vec:
-        """Return 2**x within a relative 8e-5, a twentieth of a rounding to bfloat16; exactly 0 below -149, NaN for NaN
-        and infinities. Needs AVX-512."""
+        """Return 2**x within a relative 8e-5, a twentieth of a rounding to bfloat16, and exactly 0 below -149. With
+        AVX-512 NaN stays NaN."""
+        if "avx512dq" not in self.isa.needs:
+            return self.exp2(x)
         reduce = self.function("llvm.x86.avx512.mask.reduce.ps.512", VF, [VF, I32, VF, _LANE_BITS, I32])
         operands = [x.ir, I32(_ROUND_DOWN), self.vector(0.0).ir, _ALL_LANES, I32(_CURRENT_ROUNDING)]
         part = Vec(self, self.builder.call(reduce, operands))
@@ -687,7 +693,9 @@ class Kernel:
         return self.vector(1.0) / (self.exp2(self.minimum(x * -LOG2E, 126.0)) + 1.0)
 
     def sigmoid_rough(self, x: Vec) -> Vec:
-        """Return 1 / (1 + e**-x) within a relative 1.5e-4, a tenth of a rounding to bfloat16. Needs AVX-512."""
+        """Return 1 / (1 + e**-x) within a relative 1.5e-4, a tenth of a rounding to bfloat16."""
+        if "avx512f" not in self.isa.needs:
+            return self.sigmoid(x)
         below = self.exp2_rough(self.minimum(x * -LOG2E, 126.0)) + 1.0
         reciprocal = self.function("llvm.x86.avx512.rcp14.ps.512", VF, [VF, VF, _LANE_BITS])
         return Vec(self, self.builder.call(reciprocal, [below.ir, self.vector(0.0).ir, _ALL_LANES]))

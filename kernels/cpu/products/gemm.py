@@ -36,9 +36,9 @@ from pillion.kernels.cpu.products.many_rows import (
 )
 from pillion.kernels.cpu.products.packed_weight import PLAIN_TYPES
 from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS, TOTALS_BYTES
-from pillion.kernels.cpu.quantized.codes import CODE_KINDS, UNIT_INPUTS
+from pillion.kernels.cpu.quantized.codes import CODE_KINDS, UNIT_INPUTS, in_pairs
 from pillion.kernels.cpu.quantized.dot_kinds import DOT_KINDS
-from pillion.kernels.cpu.quantized.dot_matrix_tiles import MatrixDots
+from pillion.kernels.cpu.quantized.group_matrix_tiles import CodedTiles, DotTiles
 from pillion.kernels.cpu.quantized.dot_tiles import DotProduct, DotRows
 from pillion.kernels.cpu.quantized.input_rows import ROW_CONSTANTS
 from pillion.kernels.cpu.quantized.quantized_packing import INT8_DOTS, dots_constants_bytes
@@ -456,8 +456,13 @@ class CodedPanels(Panels):
         self.units, self.group_units = (args.number(name) // UNIT_INPUTS for name in ("depth", "inputs"))
         self.panel_bytes = self.coded.panel_bytes(self.units, self.group_units)
 
+    @property
+    def in_tiles(self) -> bool:
+        """True if all products run in matrix tiles, however few rows."""
+        return self.body.k.isa.matrix_tiles and in_pairs(self.body.k, self.coded.wide_rows)
+
     def most_rows(self) -> int:
-        return self.coded.most_rows(self.coded.widens)
+        return TILED_ROWS if self.in_tiles else self.coded.most_rows(self.coded.widens)
 
     def multiply(
         self, cut: RowCut, panel: Int, out: Ptr, weights: Ptr, ahead: Ptr, constants: tuple[Vec, Vec] | None
@@ -486,7 +491,11 @@ class CodedPanels(Panels):
         def finish(row: Int, totals: Ptr) -> None:
             body.finish(begin + row, panel, loaded(body.k, totals), out, constants)
 
-        coded.multiply(cut.begin(cut.last) - begin, rows, weights, body.call.scratch, finish)
+        count = cut.begin(cut.last) - begin
+        if self.in_tiles:
+            CodedTiles.of_rows(coded, rows, weights).multiply(count, finish)
+        else:
+            coded.multiply(count, rows, weights, body.call.scratch, finish)
 
 
 class RoundedPanels(CodedPanels):
@@ -569,7 +578,7 @@ class GroupDotPanels(Panels):
             with few:
                 self.product.multiply(count, rows, finish)
             with many:
-                MatrixDots(self.product, rows).multiply(count, finish)
+                DotTiles.of_rows(self.product, rows).multiply(count, finish)
 
 
 def loaded(k: Kernel, sums: Ptr) -> list[Vec]:

@@ -32,7 +32,7 @@ TILE = TileKind("bf16", "bf16", adds=True)
 # Max tiles of rows whose sums are in a thread's scratch, before a widened block.
 PASS_TILES = 16
 # Units of a widened block, for one matrix tile of rows and for more: whole instructions.
-_NEAR_UNITS, _FAR_UNITS = 32, 1024
+_NEAR_UNITS, _FAR_UNITS = 16, 1024
 UNIT_STEPS = UNIT_INPUTS // TILE.inputs
 _UNIT_X_BYTES, _UNIT_WIDE_BYTES = UNIT_STEPS * TILE.row_step_bytes, UNIT_STEPS * PANEL_STEP_BYTES
 # Compensates truncation, which loses 2**-8 of the mantissa on average. For log-uniform values the relative loss is

@@ -53,6 +53,7 @@ SIZES = [
     AttentionShape(128, 4, 16, True),
     AttentionShape(128, 8, 32, True),
     AttentionShape(256, 7, 16, True),
+    AttentionShape(512, 3, 16, True),
     AttentionShape(16, 5, 16, False),
     AttentionShape(256, 2, 16, False),
     AttentionShape(80, 30, 16, False),

@@ -311,7 +311,8 @@ def test_many_rows_use_matrix_tiles():
     """In code for a processor with matrix tiles, which any machine can compile."""
     for spec in PRODUCTS:
         tiles = {name: text for name, text in assembly([spec], BY_NAME["amx"]).items() if "_matrix_tile_" in name}
-        assert len(tiles) == 2
+        # For up to 16 rows and up to 32, in a single tile and in several.
+        assert len(tiles) == 4
         assert all("tdpbsud" in text for text in tiles.values())
 
 

@@ -20,6 +20,8 @@ from tests.kernels.cpu.test_gemm import SPILL, GemmCase
 from tests.kernels.cpu.test_gemm import assert_close as assert_plain_close
 from tests.support.examples import LONG, examples
 from tests.support.kernel_runner import (
+    MODES,
+    TILE_MODES,
     Runner,
     isa_or_skip,
     normal,
@@ -62,7 +64,7 @@ SPECS = [*PLAIN, *GROUPED]
 OF_BOTH_ROWS = ("int4", "nf4")
 
 
-runner = runner_of(SPECS)
+runner = runner_of(SPECS, dict.fromkeys([*MODES, *TILE_MODES]))
 
 
 def left_to_long(checked: bool, name: str, params: dict[str, Any]) -> bool:
