@@ -256,9 +256,14 @@ class QueryTiles(StripTiles):
                 self.store_sums(begin + first * VECTOR_BYTES, SCORE_BYTES, SUMS)
         else:
             self._emit_wide_scores(groups, queries, begin)
+
+    def scale_scores(self, groups: Groups, scores: Ptr) -> None:
+        """Multiply a row's scores by the scales of dequantized keys, right before their softmax, which then finds them
+        in the L1 cache."""
+        k = self.tiles.k
         if self.shape.codes:
-            with k.range(self.rows) as row, k.range(groups.count) as index:
-                at = begin + row * SCORE_BYTES + index * VECTOR_BYTES
+            with k.range(groups.count) as index:
+                at = scores + index * VECTOR_BYTES
                 k.store(at, k.load(at) * PoolLines(k, self.shape).scales(groups.at(index)))
 
     def _emit_wide_scores(self, groups: Groups, queries: Ptr, scores: Ptr) -> None:

@@ -396,7 +396,9 @@ class _TilePass(_ItemPass):
         k, shape = self._k, self._shape
         with k.range(k.min(self._item.rows - first_row, STRIP_ROWS)) as index:
             row, row_scores = first_row + index, scores + index * SCORE_BYTES
-            factor = self._prepare_scores(groups, row, row_scores + first_group(groups) * VECTOR_BYTES)
+            listed = row_scores + first_group(groups) * VECTOR_BYTES
+            self._products.scale_scores(groups, listed)
+            factor = self._prepare_scores(groups, row, listed)
             maximum = sums + (row * shape.sum_bytes + 4 * shape.value_dim)
             emit_tile_weights(shape, groups, self._visibility(row), row_scores, factor, maximum)
 

@@ -85,6 +85,9 @@ class LatentTiles(StripTiles):
                         found = k.load(into + row * stride + i * VECTOR_BYTES) * scale
                         k.store(at, found if number == 0 else found + k.load(at))
 
+    def scale_scores(self, groups: Groups, scores: Ptr) -> None:
+        """Scores of latents are scaled already."""
+
     def emit_sums(self, groups: Groups, weights: Ptr, sums: Ptr) -> None:
         """Store A, the weighted sums of a partition's latents, in rows of ``sum_bytes``."""
         k, tiles = self.tiles.k, self.shape.latents // LANES
