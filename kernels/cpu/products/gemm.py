@@ -38,8 +38,8 @@ from pillion.kernels.cpu.products.packed_weight import PLAIN_TYPES
 from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS, TOTALS_BYTES
 from pillion.kernels.cpu.quantized.codes import CODE_KINDS, UNIT_INPUTS, in_pairs
 from pillion.kernels.cpu.quantized.dot_kinds import DOT_KINDS
-from pillion.kernels.cpu.quantized.group_matrix_tiles import CodedTiles, DotTiles
 from pillion.kernels.cpu.quantized.dot_tiles import DotProduct, DotRows
+from pillion.kernels.cpu.quantized.group_matrix_tiles import CodedTiles, DotTiles
 from pillion.kernels.cpu.quantized.input_rows import ROW_CONSTANTS
 from pillion.kernels.cpu.quantized.quantized_packing import INT8_DOTS, dots_constants_bytes
 from pillion.kernels.cpu.quantized.quantized_tiles import CodedProduct, CodedRows

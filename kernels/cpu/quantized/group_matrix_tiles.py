@@ -3,8 +3,8 @@
     total = 0;  for each group: total = scale * (sum of code * x) + total, and with offsets once more
 
 Codes are widened into the scratch once for all rows, some groups at a time. A tile of up to 32 rows then iterates over
-these groups: each one's sums are computed in matrix tiles, stored, and folded into the totals. A single tile widens them
-itself: its tiles are configured once, which takes as long as some groups of one row.
+these groups: each one's sums are computed in matrix tiles, stored, and folded into the totals. A single tile of rows
+widens them itself, since configuring the matrix tiles takes as long as some of its groups.
 
 Rows of int8 (:class:`DotTiles`) have the bits of :mod:`pillion.kernels.cpu.quantized.dot_tiles`, since sums of integers
 are exact. Rows of bfloat16 (:class:`CodedTiles`) are multiplied by exact codes. A group's sum is one chain over
@@ -48,7 +48,7 @@ class _Panel:
 
     Attributes:
         x, x_stride: the first row, and bytes from row to row.
-        about, about_stride: what is known of the first row's groups, and bytes from row to row.
+        about, about_stride: ROW_CONSTANTS or sums of the inputs of the first row's groups, and bytes from row to row.
         panel, ahead: constants and codes of the first group, and of the panel to prefetch.
         group_units, units: units of a group, and of all groups; the last group may have fewer.
         totals: float32 [rows, 32], the result.
@@ -66,13 +66,13 @@ class _Panel:
 
 
 class GroupTiles(ABC):
-    """The products of one panel; subclasses know the type of the rows.
+    """The products of one panel, in a subclass for each type of rows.
 
     Attributes:
         product: the kind of codes.
         unit_steps: steps of a unit.
-        parts: lines of a step, whose numbers add up to its codes.
-        unit_x_bytes, group_about_bytes: bytes of a row per unit, and of what is known of it per group.
+        parts: pairs of lines per step, whose numbers add up to the codes.
+        unit_x_bytes, group_about_bytes: bytes of a row per unit, and of its ``about`` per group.
     """
 
     unit_steps: int
@@ -216,7 +216,7 @@ class GroupTiles(ABC):
         for groups, wanted in ((1, args.rows <= TILE_ROWS), (_ROW_GROUPS, args.rows > TILE_ROWS)):
 
             def body(inner: Kernel, *seen: Any, groups: int = groups) -> None:
-                _Tile(self.of(inner), groups, _Groups(*seen), MatrixTiles.of(inner)).write(alone)
+                _GroupTile(self.of(inner), groups, _Groups(*seen), MatrixTiles.of(inner)).write(alone)
 
             with k.when(inside & wanted & (args.groups > 0)):
                 words = [
@@ -365,7 +365,7 @@ class _Groups:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tile:
+class _GroupTile:
     """Emitter of the function for one or two groups of 16 rows. Tiles: the sums of each group of rows and half of a
     panel, the rows of each group, and the lines of each half."""
 
