@@ -40,7 +40,7 @@ from pillion.kernels.cpu.language.matrix_tiles import STEP_BYTES, TILE_ROWS, TIL
 # Max query rows of a strip, and strips of an item.
 STRIP_ROWS, MAX_STRIPS = 2 * TILE_ROWS, 8
 # Values of a key, or tokens of a weighted sum, per instruction: two per step.
-STEP_VALUES = 2 * TILE_STEPS
+_STEP_VALUES = 2 * TILE_STEPS
 # Tiles of sums, before those of rows and those of K or V.
 SUMS = 4
 TILE_BYTES = TILE_ROWS * VECTOR_BYTES
@@ -52,16 +52,11 @@ def in_matrix_tiles(isa: Isa, bf16: bool) -> bool:
     return isa.matrix_tiles and bf16
 
 
-def key_steps(shape: AttentionShape) -> int:
-    """Return the instructions of a score. Those of rotated keys with separate scales are separate."""
-    return sum(len(part) for part in key_parts(shape))
-
-
 def key_parts(shape: AttentionShape) -> list[list[int]]:
     """Return the first value of each instruction of a score, for each part of a key with its own scales. The last one
     of a part may begin with values of an earlier one, by which the query is 0 there."""
     apart = shape.codes and shape.latents
-    width = min(STEP_VALUES, shape.head_dim)
+    width = min(_STEP_VALUES, shape.head_dim)
     bounds = (0, shape.latents, shape.head_dim) if apart else (0, shape.head_dim)
     return [
         [max(0, min(first, behind - width)) for first in range(begin, behind, width)]
@@ -107,17 +102,17 @@ class StripTiles:
     @property
     def width(self) -> int:
         """Values of a key per instruction."""
-        return min(STEP_VALUES, self.shape.head_dim)
+        return min(_STEP_VALUES, self.shape.head_dim)
 
     @property
     def one_shape(self) -> bool:
         """True if all instructions of an item use tiles of the same shapes."""
-        return self.width == STEP_VALUES and not self.shape.latents
+        return self.width == _STEP_VALUES and not self.shape.latents
 
     @property
     def strip_bytes(self) -> int:
         """Bytes of a strip's queries."""
-        return key_steps(self.shape) * self.height * TILE_BYTES
+        return sum(map(len, key_parts(self.shape))) * self.height * TILE_BYTES
 
     def copy_queries(self, source: Ptr, rows: Int) -> None:
         """Copy the queries [rows, head_dim] at ``source`` into tiles, and configure the tiles."""

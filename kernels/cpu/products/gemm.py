@@ -578,7 +578,7 @@ class GroupDotPanels(Panels):
             with few:
                 self.product.multiply(count, rows, finish)
             with many:
-                DotTiles.of_rows(self.product, rows).multiply(count, finish)
+                DotTiles(self.product, rows).multiply(count, finish)
 
 
 def loaded(k: Kernel, sums: Ptr) -> list[Vec]:

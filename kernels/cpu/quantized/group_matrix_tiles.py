@@ -42,34 +42,12 @@ _LINES_BYTES = 2 * LINE_BYTES
 Product = DotProduct | CodedProduct
 
 
-@dataclass(frozen=True, slots=True)
-class _Panel:
-    """A product's first row, and one panel.
-
-    Attributes:
-        x, x_stride: the first row, and bytes from row to row.
-        about, about_stride: ROW_CONSTANTS or sums of the inputs of the first row's groups, and bytes from row to row.
-        panel, ahead: constants and codes of the first group, and of the panel to prefetch.
-        group_units, units: units of a group, and of all groups; the last group may have fewer.
-        totals: float32 [rows, 32], the result.
-    """
-
-    x: Ptr
-    x_stride: Int
-    about: Ptr
-    about_stride: Int
-    panel: Ptr
-    ahead: Ptr
-    group_units: Int
-    units: Int
-    totals: Ptr
-
-
 class GroupTiles(ABC):
     """The products of one panel, in a subclass for each type of rows.
 
     Attributes:
         product: the kind of codes.
+        panel: a product's arguments; ``about`` has the ROW_CONSTANTS of int8 rows, or the sums of each group's inputs.
         unit_steps: steps of a unit.
         parts: pairs of lines per step, whose numbers add up to the codes.
         unit_x_bytes, group_about_bytes: bytes of a row per unit, and of its ``about`` per group.
@@ -80,7 +58,7 @@ class GroupTiles(ABC):
     unit_x_bytes: int
     group_about_bytes: int
 
-    def __init__(self, product: Product, panel: _Panel) -> None:
+    def __init__(self, product: Product, panel: DotRows) -> None:
         self.product, self.panel, self.k = product, panel, product.k
 
     @property
@@ -235,14 +213,6 @@ class DotTiles(GroupTiles):
     unit_steps, parts, unit_x_bytes, group_about_bytes = 1, 1, UNIT_INPUTS, ROW_CONSTANTS_BYTES
     product: DotProduct
 
-    @classmethod
-    def of_rows(cls, product: DotProduct, rows: DotRows) -> DotTiles:
-        panel = _Panel(
-            rows.x, rows.x_stride, rows.about, rows.about_stride, rows.panel, rows.ahead, rows.group_units, rows.units,
-            rows.totals,
-        )  # fmt: skip
-        return cls(product, panel)
-
     def of(self, k: Kernel) -> DotTiles:
         return DotTiles(replace(self.product, k=k), self.panel)
 
@@ -280,19 +250,25 @@ class CodedTiles(GroupTiles):
     unit_steps, unit_x_bytes, group_about_bytes = 2, 2 * UNIT_INPUTS, 4
     product: CodedProduct
 
-    def __init__(self, product: CodedProduct, panel: _Panel) -> None:
+    def __init__(self, product: CodedProduct, panel: DotRows) -> None:
         super().__init__(product, panel)
         self.parts = product.kind.parts
 
     @classmethod
     def of_rows(cls, product: CodedProduct, rows: CodedRows, panel: Ptr) -> CodedTiles:
-        return cls(
-            product,
-            _Panel(
-                rows.x, rows.x_stride, rows.input_sums, rows.input_sums_stride, panel, rows.ahead, rows.group_units,
-                rows.units, rows.totals,
-            ),
-        )  # fmt: skip
+        mine = DotRows(
+            x=rows.x,
+            x_stride=rows.x_stride,
+            about=rows.input_sums,
+            about_stride=rows.input_sums_stride,
+            panel=panel,
+            group_units=rows.group_units,
+            units=rows.units,
+            ahead=rows.ahead,
+            ahead_step=rows.ahead_step,
+            totals=rows.totals,
+        )
+        return cls(product, mine)
 
     def of(self, k: Kernel) -> CodedTiles:
         return CodedTiles(replace(self.product, k=k), self.panel)
