@@ -414,8 +414,8 @@ class StepFlags:
 
     max_num_batched_tokens: int = size_flag(
         0,
-        "Maximum number of tokens per decode step (I5). 0: 256 on a CPU; on a GPU 512 to 8,192, by its speed,"
-        " memory, the model and --target-itl-ms.",
+        "Maximum number of tokens per decode step (I5). 0: 256 on a CPU, 512 with matrix tiles; on a GPU 512"
+        " to 8,192, by its speed, memory, the model and --target-itl-ms.",
         least=0,
         most=MAX_STEP_TOKENS,
     )

@@ -9,14 +9,14 @@ from pillion.config import ComputeFlags, OfflineFlags, PrefillFlags, ServeFlags,
 from pillion.engine.backends.gpu import gpu_devices
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
+from pillion.kernels.cpu.language.isa import choose_isa, host_features
 from pillion.kvstore.memory.domain import CPU, DEFAULT_HOST_POOL_BYTES
 
 F = TypeVar("F", bound=ComputeFlags)
 W = TypeVar("W", bound=WorkerFlags)
-# Default token budgets on a CPU, where larger steps increase no throughput (docs/decisions/scheduling.md). Higher for
-# an offline LLM: all prompts arrive at once, and latency per token does not matter.
-CPU_DECODE_TOKENS = 256
-CPU_PREFILL_TOKENS = CPU_LLM_TOKENS = 512
+# Default token budgets on a CPU (docs/decisions/scheduling.md). The larger one is for prefill workers, for an offline
+# LLM, whose prompts arrive together, and for matrix tiles, where reading the weights is a large part of a step.
+CPU_DECODE_TOKENS, CPU_LARGE_STEP_TOKENS = 256, 512
 
 
 def resolve_device(flags: ComputeFlags) -> str:
@@ -74,7 +74,7 @@ def resolved(flags: F) -> F:
     device = resolve_device(flags)
     flags = replace(flags, device=device)
     if device == CPU:
-        flags = replace(flags, **cpu_budgets(flags))
+        flags = replace(flags, **cpu_budgets(flags, tiles=_has_tiles(flags)))
     if isinstance(flags, ServeFlags | OfflineFlags) and not flags.kv_pool_bytes and pool_device(device) == CPU:
         flags = replace(flags, kv_pool_bytes=DEFAULT_HOST_POOL_BYTES)
     if isinstance(flags, ServeFlags) and flags.prefill_workers < 0:
@@ -87,7 +87,8 @@ def with_budgets(flags: W) -> W:
     and for a model that cannot be prepared."""
     if flags.step_budget_tokens:
         return flags
-    budgets, device, tokens = cpu_budgets(flags), resolve_device(flags), 0
+    device, tokens = resolve_device(flags), 0
+    budgets = cpu_budgets(flags, tiles=device == CPU and _has_tiles(flags))
     if device != CPU and not gpu_devices.interpreted():
         from pillion.engine.backends.gpu.gpu_roofline import step_tokens
 
@@ -95,13 +96,20 @@ def with_budgets(flags: W) -> W:
     return replace(flags, **{name: max(tokens, least) if tokens else least for name, least in budgets.items()})
 
 
-def cpu_budgets(flags: object) -> dict[str, Any]:
+def _has_tiles(flags: ComputeFlags) -> bool:
+    """Return whether the CPU kernels multiply in matrix tiles. Raises ConfigError for kernels that this processor
+    lacks."""
+    isa = choose_isa(flags.cpu_kernels, host_features())
+    return isa is not None and isa.matrix_tiles and flags.dtype != "float32"
+
+
+def cpu_budgets(flags: object, *, tiles: bool = False) -> dict[str, Any]:
     """Return the CPU's default budgets for those that ``flags`` leave unset, by flag name, but at least the minimum of
-    a step. ``flags``: those of a worker, a cluster or an offline LLM."""
+    a step. ``flags``: those of a worker, a cluster or an offline LLM; ``tiles``: whether kernels use matrix tiles."""
     budgets: dict[str, Any] = {}
     if isinstance(flags, StepFlags) and not flags.max_num_batched_tokens:
-        usual = CPU_LLM_TOKENS if isinstance(flags, OfflineFlags) else CPU_DECODE_TOKENS
+        usual = CPU_LARGE_STEP_TOKENS if tiles or isinstance(flags, OfflineFlags) else CPU_DECODE_TOKENS
         budgets["max_num_batched_tokens"] = max(usual, flags.max_num_seqs)
     if isinstance(flags, PrefillFlags) and not flags.max_num_batched_prefill_tokens:
-        budgets["max_num_batched_prefill_tokens"] = max(CPU_PREFILL_TOKENS, flags.block_size)
+        budgets["max_num_batched_prefill_tokens"] = max(CPU_LARGE_STEP_TOKENS, flags.block_size)
     return budgets

@@ -21,6 +21,7 @@ from pillion.engine.backends.devices import resolved, with_budgets
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.load_model import make_ready
 from pillion.errors import ConfigError
+from pillion.kernels.cpu.language.isa import BY_NAME
 from pillion.supervisor import local_cluster as cluster
 from pillion.supervisor.child_process import ChildProcess, child_environ
 from pillion.supervisor.local_cluster import prepare_in_child, process_specs, threads_per_worker
@@ -39,13 +40,23 @@ def test_defaults_depend_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (flags.prefill_workers, flags.kv_pool_bytes) == (2, 2**20)
     flags = resolved(ServeFlags(model="m", device="cpu"))
     assert (flags.device, flags.prefill_workers, flags.kv_pool_bytes) == ("cpu", 1, 2**30)
-    assert (flags.max_num_batched_tokens, flags.max_num_batched_prefill_tokens) == (256, 512)
+    assert flags.max_num_batched_prefill_tokens == 512
     assert any("--kv-device=cpu" in spec.argv for spec in process_specs(flags, pathlib.Path("/run/x"), None))
+
+
+@pytest.mark.parametrize(("kernels", "tokens"), [("amx", 512), ("avx512_bf16", 256)])
+def test_matrix_tiles_take_larger_steps(monkeypatch: pytest.MonkeyPatch, kernels: str, tokens: int) -> None:
+    features = frozenset(BY_NAME[kernels].needs)
+    monkeypatch.setattr("pillion.engine.backends.devices.host_features", lambda: features)
+    assert resolved(ServeFlags(model="m", device="cpu")).max_num_batched_tokens == tokens
+    assert with_budgets(DecodeFlags(device="cpu")).max_num_batched_tokens == tokens
+    for without in (DecodeFlags(device="cpu", cpu_kernels="torch"), DecodeFlags(device="cpu", dtype="float32")):
+        assert with_budgets(without).max_num_batched_tokens == 256
 
 
 def test_budgets_of_a_cpu_cover_a_minimal_step() -> None:
     """A step has a token for each stream, and a prefill step a block."""
-    assert with_budgets(DecodeFlags(device="cpu", max_num_seqs=300)).max_num_batched_tokens == 300
+    assert with_budgets(DecodeFlags(device="cpu", max_num_seqs=600)).max_num_batched_tokens == 600
     assert with_budgets(PrefillFlags(device="cpu", block_size=1024)).max_num_batched_prefill_tokens == 1024
     assert resolved(OfflineFlags(model="m", device="cpu")).max_num_batched_tokens == 512
     given = resolved(ServeFlags(model="m", device="cpu", max_num_batched_tokens=64, max_num_batched_prefill_tokens=32))

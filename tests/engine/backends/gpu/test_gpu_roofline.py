@@ -187,7 +187,7 @@ def test_a_worker_on_a_gpu_settles_its_budget(gpu: PreparedModel) -> None:
     assert with_budgets(PrefillFlags()).max_num_batched_prefill_tokens == 8192
     assert with_budgets(DecodeFlags(max_num_batched_tokens=300)).max_num_batched_tokens == 300
     assert with_budgets(DecodeFlags(target_itl_ms=0.0, max_num_seqs=600)).max_num_batched_tokens == 600
-    assert with_budgets(DecodeFlags(device="cpu")).max_num_batched_tokens == 256
+    assert with_budgets(DecodeFlags(device="cpu", cpu_kernels="torch")).max_num_batched_tokens == 256
 
 
 def test_a_sequences_state_is_read_and_written_as_the_kernels_keep_it(
