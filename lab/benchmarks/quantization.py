@@ -49,7 +49,7 @@ KINDS = {
 def scorer(prepared: PreparedModel, threads: int, kv_cache_dtype: str, *, rounds_codes: bool = False) -> TextScorer:
     """Return a scorer on the CPU kernels. Raises ConfigError if this processor has none."""
     isa = choose_isa("auto", host_features())
-    if isa is None or (rounds_codes and not isa.bf16_dot):
+    if isa is None or (rounds_codes and not isa.matrix_tiles):
         raise ConfigError("there are no such kernels for this processor")
     isa = replace(isa, rounds_codes=rounds_codes)
     return TextScorer(CpuBackend(load_cpu_model(prepared, BLOCK_SIZE, isa, kv_cache_dtype=kv_cache_dtype), threads))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from pillion.engine.backends.cpu import cpu_model as module
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend
 from pillion.engine.backends.cpu.cpu_model import load_cpu_model
 from pillion.engine.checkpoints.prepare import PreparedModel
-from pillion.kernels.cpu.language.isa import choose_isa, host_features
+from pillion.kernels.cpu.language.isa import Isa, choose_isa, host_features
 from tests.support.kernel_cache import kept_kernels
 from tests.support.torch_model import BackendDriver
 
@@ -22,15 +20,13 @@ def cpu_backend(
     prepared: PreparedModel,
     block_size: int = 16,
     threads: int = 1,
-    kernels: str = "auto",
+    kernels: str | Isa = "auto",
     kv_cache_dtype: str = "auto",
     checked: bool | None = None,
-    rounds_codes: bool = False,
 ) -> CpuBackend:
-    """Return a backend of the kernels for this processor, or of another instruction set that it supports."""
-    isa = choose_isa(kernels, host_features(), exact_codes=True)
+    """Return a backend of the exact kernels for this processor, or of another instruction set that it supports."""
+    isa = kernels if isinstance(kernels, Isa) else choose_isa(kernels, host_features(), exact_codes=True)
     assert isa is not None
-    isa = replace(isa, rounds_codes=rounds_codes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "compile_kernels", kept_kernels)
         model = load_cpu_model(prepared, block_size, isa, kv_cache_dtype=kv_cache_dtype, checked=checked)

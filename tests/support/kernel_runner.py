@@ -75,6 +75,13 @@ def registers_of(name: str) -> Any:
     return pytest.param(name, marks=() if name in (*ISAS, "neon") else pytest.mark.long)
 
 
+def rounding_tiles() -> Isa:
+    """Return the instruction set whose matrix tiles round codes, emulated on processors without tiles; skip the test on
+    those without AVX-512 BF16, whose code for rounding is missing."""
+    isa_or_skip("avx512_bf16")
+    return replace(isa_or_skip(TILE_MODES[0][0]), rounds_codes=True)
+
+
 def isa_or_skip(name: str) -> Isa:
     """Return the instruction set ``name``, with exact products of codes; skip the test if this processor lacks it."""
     if name == EMULATED_TILES:

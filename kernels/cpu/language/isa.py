@@ -61,7 +61,7 @@ class Isa:
         emulated_tiles: whether such instructions are emulated, for tests on processors without them.
         version: version of the row's arithmetic, incremented by a release that changes its bits.
         rounds_codes: whether bfloat16 rows are multiplied by scale * code + offset rounded to bfloat16, not by the
-            exact value (:mod:`pillion.kernels.cpu.quantized.rounded_codes`). Needs ``bf16_dot``.
+            exact value (:mod:`pillion.kernels.cpu.quantized.rounded_codes`). Needs ``matrix_tiles``.
         attention_rows: query rows that share a pass over a KV head's blocks.
         attention_sums: vectors of sums that stay in registers in such a pass, beside their operands.
         decode_blocks: blocks whose scores are computed side by side for few rows.

@@ -43,7 +43,7 @@ from pillion.kernels.cpu.quantized.group_matrix_tiles import CodedTiles, DotTile
 from pillion.kernels.cpu.quantized.input_rows import ROW_CONSTANTS
 from pillion.kernels.cpu.quantized.quantized_packing import INT8_DOTS, dots_constants_bytes
 from pillion.kernels.cpu.quantized.quantized_tiles import CodedProduct, CodedRows
-from pillion.kernels.cpu.quantized.rounded_codes import PASS_TILES, TILE, UNIT_STEPS, RoundedProduct, widen_part
+from pillion.kernels.cpu.quantized.rounded_codes import TILE, UNIT_STEPS, RoundedProduct, widen_part
 
 LAYOUT = RecordLayout(
     "gemm",
@@ -503,11 +503,9 @@ class RoundedPanels(CodedPanels):
 
     def __init__(self, body: GemmBody) -> None:
         super().__init__(body)
-        k, self.sums = body.k, body.call.scratch
-        if TILE.in_matrix_tiles(k.isa):
-            steps = body.call.args.number("depth") // TILE.inputs
-            self.many = ManyRows(k, TILE, steps, body.call.scratch, self._widen)
-            self.sums = body.call.scratch + SUMS_PLACE
+        steps = body.call.args.number("depth") // TILE.inputs
+        self.many = ManyRows(body.k, TILE, steps, body.call.scratch, self._widen)
+        self.sums = body.call.scratch + SUMS_PLACE
 
     def most_rows(self) -> int:
         return TILE.tiles(self.body.k.isa).most
@@ -515,19 +513,12 @@ class RoundedPanels(CodedPanels):
     def multiply(
         self, cut: RowCut, panel: Int, out: Ptr, weights: Ptr, ahead: Ptr, constants: tuple[Vec, Vec] | None
     ) -> None:
-        k, body = self.body.k, self.body
-        with k.range(cut.last, cut.first, step=PASS_TILES) as first:
-            tiles = k.min(cut.last - first, PASS_TILES)
-            begin = cut.begin(first)
-
-            def row_of(tile: Int, first: Int = first, begin: Int = begin) -> Int:
-                return cut.begin(first + tile) - begin
-
-            x = body.x + begin * body.x_stride
-            units = self.units, self.group_units
-            RoundedProduct(self.coded, *units, x, body.x_stride, weights, ahead, self.sums).multiply(tiles, row_of)
-            with k.range(row_of(tiles)) as row:
-                body.finish(begin + row, panel, loaded(k, self.sums + row * TOTALS_BYTES), out, constants)
+        k, body, begin = self.body.k, self.body, cut.begin(cut.first)
+        rows, x = cut.begin(cut.last) - begin, body.x + begin * body.x_stride
+        units = self.units, self.group_units
+        RoundedProduct(self.coded, *units, x, body.x_stride, weights, ahead, self.sums).multiply(rows)
+        with k.range(rows) as row:
+            body.finish(begin + row, panel, loaded(k, self.sums + row * TOTALS_BYTES), out, constants)
 
     def _widen(self, part: PanelPart) -> None:
         units = self.units, self.group_units

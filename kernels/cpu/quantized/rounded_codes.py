@@ -2,11 +2,10 @@
 
     codes of a panel --widened, a block of inputs at a time--> bfloat16 pairs --products of plain weights--> sums
 
-A block is widened once for all rows and multiplied by the functions of plain weights
-(:mod:`pillion.kernels.cpu.products.gemm_tiles`), which add to sums in memory. It begins at a multiple of a matrix
-tile's inputs, so a row has the bits of its product with such weights, however many rows there are. More rows than one
-matrix tile are multiplied by :mod:`pillion.kernels.cpu.products.many_rows`. The rows of one use smaller blocks in the
-L1 cache, whose codes are widened while the processor still adds up the block before.
+A block is widened once for all rows and multiplied in matrix tiles. It begins at a multiple of a tile's inputs, so a
+row has the bits of its product with such weights, however many rows there are. More than 32 rows are multiplied by
+:mod:`pillion.kernels.cpu.products.many_rows`. Fewer rows use smaller blocks in the L1 cache, whose codes are widened
+while the processor still adds up the block before.
 
 float32 numbers are truncated to bfloat16. Rounding to nearest would take half as long again as all other work of
 widening 4 bits, which one row waits for. Instead scales and offsets are enlarged so that the mean error is 0.
@@ -15,24 +14,22 @@ widening 4 bits, which one row waits for. Instead scales and offsets are enlarge
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from pillion.kernels.cpu.language.byte_codes import LINE_BYTES
-from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Bool, Int, Kernel, Ptr, Vec
+from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Vec
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.language.matrix_tiles import TILE_ROWS, TILE_STEPS, MatrixTiles
-from pillion.kernels.cpu.products.gemm_tiles import PANEL_STEP_BYTES, MatrixTile, TileArgs, TileKind, multiply_rows
+from pillion.kernels.cpu.products.gemm_tiles import PANEL_STEP_BYTES, MatrixTile, TileArgs, TileKind
 from pillion.kernels.cpu.products.tiles import TOTALS_BYTES
 from pillion.kernels.cpu.quantized.codes import UNIT_INPUTS, load_constants, unit_parts
 from pillion.kernels.cpu.quantized.quantized_tiles import CodedProduct
 
 TILE = TileKind("bf16", "bf16", adds=True)
-# Max tiles of rows whose sums are in a thread's scratch, before a widened block.
-PASS_TILES = 16
-# Units of a widened block, for one matrix tile of rows and for more: whole instructions.
-_NEAR_UNITS, _FAR_UNITS = 16, 1024
+# Units of a widened block of few rows: whole instructions.
+_BLOCK_UNITS = 16
 UNIT_STEPS = UNIT_INPUTS // TILE.inputs
 _UNIT_X_BYTES, _UNIT_WIDE_BYTES = UNIT_STEPS * TILE.row_step_bytes, UNIT_STEPS * PANEL_STEP_BYTES
 # Compensates truncation, which loses 2**-8 of the mantissa on average. For log-uniform values the relative loss is
@@ -42,7 +39,7 @@ CUT_FACTOR = 1 + 2**-9 / math.log(2)
 
 @dataclass(frozen=True, slots=True)
 class RoundedProduct:
-    """Product of some tiles of bfloat16 rows with a panel.
+    """Product of up to 32 bfloat16 rows with a panel.
 
     Attributes:
         coded: the kind of codes.
@@ -68,37 +65,16 @@ class RoundedProduct:
     def k(self) -> Kernel:
         return self.coded.k
 
-    def multiply(self, tiles: Int, begin: Callable[[Int], Int]) -> None:
-        """Multiply up to PASS_TILES tiles of rows, or one matrix tile; leave their sums in scratch memory. ``begin``
-        returns a tile's first row."""
-        k = self.k
-        if not TILE.in_matrix_tiles(k.isa):
-            self._multiply_blocks(tiles, begin)
-            return
-        self._multiply_few(begin(tiles))
-
-    def _multiply_blocks(self, tiles: Int, begin: Callable[[Int], Int]) -> None:
-        k, wide = self.k, self._wide
-        with k.range(begin(tiles) * 2) as half:
-            k.store(self.scratch + half * VECTOR_BYTES, k.vector(0.0))
-        with k.range(self.units, step=_FAR_UNITS) as unit:
-            units = k.min(self.units - unit, _FAR_UNITS)
-            widen_part(self.coded, self.units, self.group_units, self.panel, self.ahead, wide, unit, units)
-            x = self.x + unit * _UNIT_X_BYTES
-            with k.range(tiles) as tile:
-                first, rows = begin(tile), begin(tile + 1) - begin(tile)
-                sums, steps = self.scratch + first * TOTALS_BYTES, units * UNIT_STEPS
-                args = TileArgs(x + first * self.x_stride, self.x_stride, wide, steps, wide, k.int(0), sums)
-                multiply_rows(k, TILE, rows, args)
-
-    def _multiply_few(self, rows: Int) -> None:
-        """Multiply the rows of one matrix tile."""
+    def multiply(self, rows: Int) -> None:
+        """Multiply the first ``rows`` rows; leave their sums in scratch memory."""
         k, coded = self.k, self.coded
+        wide = self.scratch + TILE.tiles(k.isa).most * TOTALS_BYTES
         x_bytes = (rows - 1) * self.x_stride + self.units * _UNIT_X_BYTES
         inside = k.in_bounds(self.x, x_bytes) & k.in_bounds(self.scratch, rows * TOTALS_BYTES)
-        inside = inside & self._sound(_NEAR_UNITS)
+        inside = inside & k.in_bounds(self.panel, coded.panel_bytes(self.units, self.group_units))
+        inside = inside & k.in_bounds(wide, _BLOCK_UNITS * _UNIT_WIDE_BYTES)
         sizes = self.units, self.group_units
-        values = (rows, self.x, self.x_stride, self.panel, self._wide, *sizes, self.ahead, self.scratch)
+        values = (rows, self.x, self.x_stride, self.panel, wide, *sizes, self.ahead, self.scratch)
         for groups, wanted in ((1, rows <= TILE_ROWS), (2, rows > TILE_ROWS)):
 
             def body(inner: Kernel, *seen: Any, groups: int = groups) -> None:
@@ -106,16 +82,6 @@ class RoundedProduct:
 
             with k.when(inside & wanted):
                 k.call_subroutine(f"gemm_round_tile_{_name_of(coded)}_{groups}", values, body)
-
-    @property
-    def _wide(self) -> Ptr:
-        """Address of widened blocks."""
-        return self.scratch + PASS_TILES * TILE.tiles(self.k.isa).most * TOTALS_BYTES
-
-    def _sound(self, units: Int | int) -> Bool:
-        """Return whether the panel and a widened block are in bounds."""
-        k, size = self.k, self.coded.panel_bytes(self.units, self.group_units)
-        return k.in_bounds(self.panel, size) & k.in_bounds(self._wide, k.int(units) * _UNIT_WIDE_BYTES)
 
 
 def widen_part(
@@ -150,7 +116,7 @@ def _write_few(
     ahead: Ptr,
     sums: Ptr,
 ) -> None:
-    """Emit the function of the rows of one matrix tile."""
+    """Emit the function of up to 16 rows, or of 17 to 32."""
     k = coded.k
     args = TileArgs(x, x_stride, wide, k.int(0), wide, k.int(0), sums)
     tile = MatrixTile(k, TILE, groups, rows, args, MatrixTiles.of(k))
@@ -159,8 +125,8 @@ def _write_few(
         return replace(tile, args=replace(args, x=x + unit * _UNIT_X_BYTES))
 
     tile.shape(TILE_STEPS)
-    with k.range(units, step=_NEAR_UNITS) as unit:
-        mine = k.min(units - unit, _NEAR_UNITS)
+    with k.range(units, step=_BLOCK_UNITS) as unit:
+        mine = k.min(units - unit, _BLOCK_UNITS)
         _widen_units(coded, panel, wide, unit, mine, group_units, ahead)
         with k.range(mine * UNIT_STEPS // TILE_STEPS) as step:
             from_unit(unit).multiply(step)
@@ -169,7 +135,7 @@ def _write_few(
     with k.when(rest > 0):
         tile.shape(rest)
         tile.move(tile.tiles.load)
-        last = (units - 1) // _NEAR_UNITS * _NEAR_UNITS
+        last = (units - 1) // _BLOCK_UNITS * _BLOCK_UNITS
         from_unit(last).multiply((units - last) * UNIT_STEPS // TILE_STEPS)
         tile.move(tile.tiles.store)
     tile.tiles.release()

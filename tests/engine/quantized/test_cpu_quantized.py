@@ -20,6 +20,7 @@ from pillion.kernels.cpu.quantized.input_rows import SumInputs
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 from tests.support.covering import covering_rows
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
+from tests.support.kernel_runner import rounding_tiles
 from tests.support.torch_model import BackendDriver
 
 pytestmark = needs_kernels
@@ -112,10 +113,7 @@ def test_rounded_weights_are_as_near_as_those_of_the_widened_model(quantized_che
     """They include offsets, so no sums of inputs are computed."""
     folder = str(save_model(tmp_path / model, num_hidden_layers=3, **MODELS[model]))
     prepared, exact = (prepare(ModelFlags(model=folder, dtype=kind)) for kind in ("bfloat16", "float32"))
-    try:
-        backend = cpu_backend(prepared, threads=2, kernels="avx512_bf16", rounds_codes=True)
-    except ConfigError as error:
-        pytest.skip(error.message)
+    backend = cpu_backend(prepared, threads=2, kernels=rounding_tiles())
     texts = torch.randint(0, 258, (4, 50), generator=torch.Generator().manual_seed(1)).tolist()
     oracle, widened, driver = BackendDriver(exact), BackendDriver(prepared), CpuDriver(prepared, backend=backend)
     wanted, plain, found = (

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pillion.errors import Internal
-from pillion.kernels.cpu.language.isa import BY_NAME, Isa
+from pillion.kernels.cpu.language.isa import BY_NAME
 from pillion.kernels.cpu.products.gemm import Gemm
 from pillion.kernels.cpu.products.packed_weight import PackedWeight
 from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS
@@ -20,7 +20,7 @@ from pillion.kernels.cpu.quantized.matrix_packing import pack_linear, unpack
 from pillion.kernels.cpu.quantized.rounded_codes import CUT_FACTOR
 from tests.kernels.cpu.quantized.test_quantized_products import case
 from tests.kernels.cpu.test_gemm import SPILL, GemmCase
-from tests.support.kernel_runner import TILE_MODES, Runner, isa_or_skip, padded, rows_step
+from tests.support.kernel_runner import Runner, padded, rounding_tiles, rows_step
 from tests.support.machine_code import assembly
 
 SPECS = [
@@ -33,22 +33,14 @@ GROUPED = [
     Gemm("int4", "bf16", "store", grouped=True),
     Gemm("fp4_e2m1_half", "bf16", "gated_clamped", grouped=True, bias=True),
 ]
-# In registers of a processor without tiles, and in tiles, emulated if it has none.
-NAMES = ("avx512_bf16", TILE_MODES[0][0])
 
 
-@pytest.fixture(scope="module", params=[(name, checked) for name in NAMES for checked in (False, True)], ids=str)
+@pytest.fixture(scope="module", params=[False, True], ids=["", "checked"])
 def runner(request) -> Iterator[Runner]:
-    name, checked = request.param
     specs = [*SPECS, *GROUPED]
-    found = Runner([*specs, *map(plain_spec, specs)], rounding(name), checked)
+    found = Runner([*specs, *map(plain_spec, specs)], rounding_tiles(), request.param)
     yield found
     found.close()
-
-
-def rounding(name: str) -> Isa:
-    isa_or_skip("avx512_bf16")
-    return replace(isa_or_skip(name), rounds_codes=True)
 
 
 def plain_spec(spec: Gemm) -> Gemm:
@@ -137,7 +129,7 @@ def test_rounded_products_use_matrix_tiles(kind):
 
 def test_out_of_bounds_accesses_are_reported():
     spec = SPECS[0]
-    runner = Runner([spec], rounding("avx512_bf16"), checked=True)
+    runner = Runner([spec], rounding_tiles(), checked=True)
     for short in ("x", "weights", "out"):
         one = case(spec, 17, 64, 96, 32)
         out = one.new_out(17)
