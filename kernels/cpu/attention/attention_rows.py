@@ -344,12 +344,7 @@ def emit_weights(
     If V is stored as 8-bit codes, the weights are multiplied by the scales of V.
     """
     k, lines = scores.k, weights.lines
-    best = emit_masked_maximum(groups, visibility, scores)
-    top = k.maximum(k.max_lane(best.value), MAXIMUM_FLOOR)
-    if factor is not None:
-        top = top * factor
-    k.store(maximum, top)
-    below = k.vector(0.0) - top
+    below = emit_maximum(groups, visibility, scores, factor, maximum)
     sums = k.variable(k.vector(0.0))
     with k.range(groups.count) as index:
         score = k.load(scores + index * VECTOR_BYTES)
@@ -361,7 +356,17 @@ def emit_weights(
     k.store(maximum + VECTOR_BYTES, k.sum(sums.value))
 
 
-def emit_masked_maximum(groups: Groups, visibility: Visibility, scores: Ptr) -> KernelVariable:
+def emit_maximum(groups: Groups, visibility: Visibility, scores: Ptr, factor: Vec | None, maximum: Ptr) -> Vec:
+    """Mask a row's scores; store their scaled maximum at ``maximum``, and return it, negated."""
+    k = scores.k
+    top = k.maximum(k.max_lane(_masked_maximum(groups, visibility, scores).value), MAXIMUM_FLOOR)
+    if factor is not None:
+        top = top * factor
+    k.store(maximum, top)
+    return k.vector(0.0) - top
+
+
+def _masked_maximum(groups: Groups, visibility: Visibility, scores: Ptr) -> KernelVariable:
     """Return the maximum per lane, and set scores of masked tokens to HIDDEN_SCORE; only groups at an edge are
     masked."""
     k = scores.k

@@ -21,7 +21,6 @@ from itertools import pairwise
 
 from pillion.kernels.cpu.attention.attention_rows import (
     HIDDEN_SCORE,
-    MAXIMUM_FLOOR,
     PARTITION_GROUPS,
     SCORE_BYTES,
     SIDE_GROUPS,
@@ -29,7 +28,7 @@ from pillion.kernels.cpu.attention.attention_rows import (
     Groups,
     PoolLines,
     Visibility,
-    emit_masked_maximum,
+    emit_maximum,
 )
 from pillion.kernels.cpu.attention.eight_bits import widen_to_pairs
 from pillion.kernels.cpu.attention.kv_layout import line_values
@@ -362,15 +361,11 @@ def emit_tile_weights(
     """
     k, begin = scores.k, first_group(groups)
     end = begin + groups.count
-    best = emit_masked_maximum(groups, visibility, scores + begin * VECTOR_BYTES)
-    top = k.maximum(k.max_lane(best.value), MAXIMUM_FLOOR)
-    if factor is not None:
-        top = top * factor
-    k.store(maximum, top)
+    below = emit_maximum(groups, visibility, scores + begin * VECTOR_BYTES, factor, maximum)
     for is_odd, unlisted in ((begin % 2 > 0, begin - 1), (end % 2 > 0, end)):
         with k.when(is_odd):
             k.store(scores + unlisted * VECTOR_BYTES, k.vector(HIDDEN_SCORE))
-    below, total = k.vector(0.0) - top, k.variable(k.vector(0.0))
+    total = k.variable(k.vector(0.0))
     with k.range((end + 1) // 2, begin // 2) as pair:
         weights = []
         for place in range(2):
