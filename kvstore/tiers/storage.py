@@ -121,7 +121,7 @@ class Storage:
     @property
     def object_url(self) -> str:
         """URL of the bucket that this node can read now; "" for none."""
-        return str(self._far.place) if self._far is not None and self._far.answers() else ""
+        return str(self._far.place) if self._far is not None and self._far.is_available() else ""
 
     def _add(self, tier: Tier) -> None:
         self._tiers.append(tier)
@@ -198,8 +198,8 @@ class Storage:
         status.spilled_blocks = self.spiller.spilled_blocks
         status.late_blocks = self.fetcher.late_blocks
         status.disk_short_blocks = sum(tier.short_blocks for tier in self._near)
-        status.disk_paused = not all(tier.answers() for tier in self._near)
-        status.object_paused = self._far is not None and not self._far.answers()
+        status.disk_paused = not all(tier.is_available() for tier in self._near)
+        status.object_paused = self._far is not None and not self._far.is_available()
         for tier in self._tiers:
             setattr(status, f"{tier.name}_blocks", len(tier))
         status.kv_transport = self._exchange.transport

@@ -96,7 +96,7 @@ class Tier(ABC):
         """Blocks by which the medium's free space falls short of the tier's limit, because others fill it."""
         return 0
 
-    def answers(self) -> bool:
+    def is_available(self) -> bool:
         """Return whether loads may start; False while the medium is paused for being late."""
         return True
 
@@ -151,7 +151,7 @@ class MediumTier(Tier):
         async with memory.writing(slots) as targets:
             return await self.load(hashes, targets)
 
-    def answers(self) -> bool:
+    def is_available(self) -> bool:
         return not self._breaker.paused
 
     def _pause(self) -> None:

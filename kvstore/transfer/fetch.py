@@ -256,7 +256,7 @@ class Fetcher:
         a block had those before it, and blocks missing nevertheless are computed (I1). With ``states``, the last one is
         the last block followed by a state, whose first page is present: pages are written in order."""
         await self._find_far(hashes, first, timeout_s, roughly=True, states=states)
-        tiers = [tier for tier in (*self._tiers, self._bucket) if tier is not None and tier.answers()]
+        tiers = [tier for tier in (*self._tiers, self._bucket) if tier is not None and tier.is_available()]
 
         def here(block_hash: bytes) -> bool:
             return any(block_hash in tier for tier in tiers)
@@ -285,7 +285,7 @@ class Fetcher:
     def _in_tiers(tiers: Sequence[Tier], wanted: list[bytes]) -> tuple[Tier, list[bytes]] | None:
         """Return the first tier that has the first of these blocks, and those of them that it has."""
         for tier in tiers:
-            here = list(takewhile(tier.__contains__, wanted)) if tier.answers() else []
+            here = list(takewhile(tier.__contains__, wanted)) if tier.is_available() else []
             if here:
                 return tier, here
         return None

@@ -116,11 +116,11 @@ class DiskTier(MediumTier):
         """Blocks by which the disk's room falls short of the tier's limit, because others fill it."""
         return self._max_blocks - self._fitting
 
-    def answers(self) -> bool:
+    def is_available(self) -> bool:
         now = time.monotonic()
         if self._reading and now - self._moved_s >= LATE_S:
             self._late()
-        return super().answers()
+        return super().is_available()
 
     def room_bytes(self) -> int:
         shut = self._closed or self._breaker.paused

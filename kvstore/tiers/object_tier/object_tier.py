@@ -197,7 +197,7 @@ class ObjectTier(MediumTier):
         pages = [state_page(block_hash, 0) for block_hash in chain[: SEGMENT_BLOCKS - 1]] if states else []
         absent = not wanted or self._absent.get(wanted[0], 0.0) > time.monotonic()
         known = not pages and all(block_hash in self for block_hash in wanted)
-        if absent or self._closed or not self.answers() or known:
+        if absent or self._closed or not self.is_available() or known:
             return
         after, more = "", True
         while more:
@@ -234,7 +234,7 @@ class ObjectTier(MediumTier):
     async def _list(self, segment: bytes, after: str) -> tuple[list[RunName], bool]:
         try:
             async with self._lists:
-                if not self.answers():
+                if not self.is_available():
                     return [], False
                 names = await self._store.names(self._layout.folder(segment), after)
         except ObjectStoreFailure as error:
@@ -294,7 +294,7 @@ class ObjectTier(MediumTier):
         """Load blocks of one run; return how many came before a failure."""
         try:
             async with self._gets:
-                if not self.answers():
+                if not self.is_available():
                     return 0
                 data = await self._store.get(self._layout.path(run), self._layout.size_bytes(run))
             sources = self._layout.unpack(data, run)

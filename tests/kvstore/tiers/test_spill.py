@@ -48,7 +48,7 @@ class ScriptedTier:
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self.kept
 
-    def answers(self) -> bool:
+    def is_available(self) -> bool:
         return True
 
     def room_bytes(self) -> int:

@@ -104,7 +104,7 @@ class ListedTier:
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self.kept
 
-    def answers(self) -> bool:
+    def is_available(self) -> bool:
         return self.well
 
     async def store(self, blocks: Sequence[tuple[BlockName, bytes]]) -> list[BlockName]:

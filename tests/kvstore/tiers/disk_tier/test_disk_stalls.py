@@ -73,10 +73,10 @@ async def test_a_cancel_stops_queued_reads_and_running_ones_after_a_block(
             await asyncio.wait({queued})
             await loop_turns()
             assert not stuck.done(), "threads may still write to its slots"
-            assert not tier.answers()
+            assert not tier.is_available()
             assert tier.room_bytes() == 0
         await asyncio.wait({stuck})
-        await until("the disk to be used again", tier.answers)
+        await until("the disk to be used again", tier.is_available)
         assert tier.room_bytes() > 0
         assert await loaded(tier, blocks) == 12
     assert caplog.text.count("did not answer") == 1
@@ -111,9 +111,9 @@ async def test_short_timeouts_still_detect_a_hung_disk(tmp_path: Path, begun: li
             hasty.cancel()
             await loop_turns()
             await late(tier)
-            assert not tier.answers()
+            assert not tier.is_available()
         await asyncio.wait({hasty})
-        await until("the disk to be used again", tier.answers)
+        await until("the disk to be used again", tier.is_available)
 
 
 async def test_many_late_reads_make_one_pause_of_the_first_length(
@@ -144,11 +144,11 @@ async def test_many_late_reads_make_one_pause_of_the_first_length(
                 read.cancel()
             await asyncio.wait(reads[2:])
             for _ in range(20):
-                assert not tier.answers()
+                assert not tier.is_available()
             assert pauses == [pytest.approx(tier_breaker.FIRST_PAUSE_S)]
             judged.set()
         await asyncio.wait(reads)
-        await until("the disk to be used again", tier.answers)
+        await until("the disk to be used again", tier.is_available)
 
 
 class SlowReads:
@@ -206,10 +206,10 @@ async def test_a_slow_disk_that_answers_is_not_paused(tmp_path: Path, monkeypatc
         for number in range(1, 25):
             reads.allowed.release()
             await until("a block to be read", lambda number=number: reads.now_s - began_s > (number - 0.5) * LATE_S / 8)  # type: ignore[misc]
-            assert tier.answers()
+            assert tier.is_available()
         assert await loading == 24
         assert reads.now_s - began_s > 2 * LATE_S
-        assert tier.answers()
+        assert tier.is_available()
 
 
 async def test_a_node_serves_on_while_its_disk_hangs(

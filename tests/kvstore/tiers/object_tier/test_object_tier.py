@@ -57,7 +57,7 @@ async def written(tier: ObjectTier, blocks: Sequence[Stored]) -> None:
 
     async def stored() -> bool:
         missing = [block for block in blocks if block[0].hash not in tier]
-        if missing and tier.answers():
+        if missing and tier.is_available():
             await tier.store(missing[::-1])
         return len(tier) >= len({name.hash for name, _ in blocks}) and not missing
 
@@ -143,11 +143,11 @@ async def test_a_failing_service_only_loses_blocks(
         with monkeypatch.context() as patch:
             patch.setattr(object_store, "REQUEST_TIMEOUT_MS", 500)
             assert await loaded(tier, blocks[0]) < 40
-        assert not tier.answers()
+        assert not tier.is_available()
         assert tier.room_bytes() == 0
         assert len(await tier.store(others[0])) == 40, "refused, and so forgotten"
         service.trouble = ""
-        await until("the service to be asked again", tier.answers)
+        await until("the service to be asked again", tier.is_available)
         assert await loaded(tier, blocks[0]) == 40
         await written(tier, others[0])
 
@@ -159,7 +159,7 @@ async def test_a_write_that_fails_is_reported(service: S3Service) -> None:
         assert await tier.store(blocks) == []
         await until("the writes to fail", lambda: not any(name.hash in tier for name, _ in blocks))
         service.trouble = ""
-        await until("the service to be asked again", tier.answers)
+        await until("the service to be asked again", tier.is_available)
         assert {name.hash for name in await tier.store([])} == {name.hash for name, _ in blocks}
         await written(tier, blocks)
 
@@ -171,7 +171,7 @@ async def test_damaged_objects_are_forgotten_and_written_again(service: S3Servic
         service.trouble = "flip"
         assert await loaded(tier, blocks) < 40
         assert tier.counts.corrupt >= 1
-        assert tier.answers(), "the service did what it was asked"
+        assert tier.is_available(), "the service did what it was asked"
         service.trouble = ""
         lost = [block for block in blocks if block[0].hash not in tier]
         assert lost
@@ -190,7 +190,7 @@ async def test_objects_that_were_removed_or_replaced_are_missing(service: S3Serv
         first.unlink()
 
         async def missing() -> bool:
-            return tier.answers() and await loaded(tier, blocks) == 0 and await found(tier, blocks) == 0
+            return tier.is_available() and await loaded(tier, blocks) == 0 and await found(tier, blocks) == 0
 
         await until("the service to see that it is gone", missing)
 
@@ -221,7 +221,7 @@ async def test_lost_credentials_pause_the_tier(service: S3Service, monkeypatch: 
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "another-secret")
     async with opened(service) as tier:
         assert await found(tier, blocks) == 0
-        assert not tier.answers()
+        assert not tier.is_available()
         assert len(await tier.store(blocks)) == 40
 
 
