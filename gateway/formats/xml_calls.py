@@ -37,9 +37,9 @@ class XmlForm:
         lines: whether a parameter's text has its own lines.
         together: whether several calls share one ``begin`` and ``end``.
         typed: whether the key and ``keyed[0]`` are followed by whether the text is a string: "true" or "false", or with
-            ``headed`` its type.
-        headed: end of a call's head, after its name and other attributes, in which grammars write the call's number; ""
-            if heads have no attributes. Keys are then escaped, and nothing is between elements.
+            ``end_head`` its type.
+        end_head: text after a call's head, i.e. after its name and other attributes, such as the call's number, which
+            grammars write; "" if heads have no attributes. Keys are then escaped, and nothing is between elements.
         nested: whether a parameter is an element named by its key, with further elements for lists and objects; names
             follow ``end_parameter`` too.
     """
@@ -55,14 +55,14 @@ class XmlForm:
     lines: bool = False
     together: bool = False
     typed: bool = False
-    headed: str = ""
+    end_head: str = ""
     nested: bool = False
 
     @property
     def inner(self) -> tuple[str, ...]:
         """Marks within a call."""
         found = (self.function, self.named, self.end_function, self.parameter, *self.keyed, self.end_parameter)
-        found += (self.headed,)
+        found += (self.end_head,)
         return tuple(mark for mark in found if len(mark) > len('">'))
 
     @property
@@ -87,7 +87,7 @@ class XmlForm:
 
     def reads_key(self, key: str) -> bool:
         """Return whether a parameter's key can be parsed."""
-        word = escaped(key) if self.headed else key
+        word = escaped(key) if self.end_head else key
         if self.nested and word.startswith("/"):
             return False
         return 0 < len(word) <= MAX_KEY_CHARS and not self.behind_word.search(word)
@@ -133,7 +133,7 @@ XML_FORMS: dict[str, XmlForm] = {
         '<|open|>call tool="NAME"…<|close|>call<|sep|>',
         '<|open|>argument key="KEY" type="TYPE"<|sep|>TEXT<|close|>argument<|sep|>',
         together=True,
-        headed="<|sep|>",
+        end_head="<|sep|>",
     ),
     "glm45": _form(f"{TOOL_CALL}…{END_TOOL_CALL}", "NAME…", "<arg_key>KEY</arg_key> <arg_value>TEXT</arg_value>"),
     "minimax_m2": _form(
@@ -201,9 +201,9 @@ class XmlCalls(CallReader):
         name = yield from self._text.up_to(self._behind_word, MAX_KEY_CHARS)
         if self._form.named and not (yield from self._text.has(self._form.named)):
             return ""
-        if self._form.headed:
+        if self._form.end_head:
             yield from self._text.up_to(_MARK, MAX_KEY_CHARS)
-            return name if (yield from self._text.has(self._form.headed)) else ""
+            return name if (yield from self._text.has(self._form.end_head)) else ""
         if self._form.named:
             return name
         return name.strip() if (yield from self._text.past_space()) == "<" else ""
@@ -220,7 +220,7 @@ class XmlCalls(CallReader):
                 yield from self._text.past_space()
             if not (yield from self._text.has(mark)):
                 return "", ""
-        return unescaped(key) if self._form.headed else key, kind
+        return unescaped(key) if self._form.end_head else key, kind
 
     def _parameter(self, name: str, opened: str) -> Generator[None, None, bool]:
         """Parse the next parameter of the tool ``name``; return False if there is none."""

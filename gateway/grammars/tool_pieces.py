@@ -353,8 +353,8 @@ class _XmlWriter(_TaggedWriter):
     def one(self, tool: Tool, number: int) -> str:
         schema, form = self.asked.schema(tool, number), self.form
         head = self.asked.term(f"{form.function}{tool.name}{form.named}")
-        if form.headed:
-            head += f' " index=\\"" /[1-9][0-9]{{0,2}}/ "\\"" {self.asked.term(form.headed)}'
+        if form.end_head:
+            head += f' " index=\\"" /[1-9][0-9]{{0,2}}/ "\\"" {self.asked.term(form.end_head)}'
         head += "" if form.nested else f" {self.line}"
         end = self.asked.term(form.end_function) if form.end_function else ""
         if (grammar := _input_grammar(schema)) is not None:
@@ -392,10 +392,10 @@ class _XmlWriter(_TaggedWriter):
     @property
     def line(self) -> str:
         """Rule for the text between two elements."""
-        return "" if self.form.headed else '"\\n"'
+        return "" if self.form.end_head else '"\\n"'
 
     def _key(self, key: str) -> str:
-        return literal(escaped(key) if self.form.headed else key)
+        return literal(escaped(key) if self.form.end_head else key)
 
     def _head(self, key: str, types: Iterable[str] = ("string",)) -> str:
         """Return a rule for the text before a parameter's value, which has one of ``types``; ``key`` is the key's
@@ -404,7 +404,7 @@ class _XmlWriter(_TaggedWriter):
         if form.typed:
             head, behind = form.keyed
             named = {"number" if one == "integer" else one for one in types}
-            kinds = sorted(named) if form.headed else [str(named == {"string"}).lower()]
+            kinds = sorted(named) if form.end_head else [str(named == {"string"}).lower()]
             kind = f"({' | '.join(map(literal, kinds))})"
             return f"{self.asked.term(form.parameter)} {key} {literal(head)} {kind} {self.asked.term(behind)}"
         keyed = ' "\\n" '.join(map(self.asked.term, form.keyed))
