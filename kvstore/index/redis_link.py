@@ -1,6 +1,6 @@
 """Scripts in Redis for the index and the registry, each call with a deadline and behind a circuit breaker.
 
-    closed --failure--> open --OPEN_MS later, one call may try--> closed | open again
+    closed --failure--> open --BREAKER_OPEN_MS later, one call may try--> closed | open again
 
 Each server has a breaker: while it is open, calls to that server fail at once, so that a dead Redis, or a dead shard of
 a Cluster, costs a request nothing (I1, I3). Calls to several shards run concurrently, pipelined per shard, and a
@@ -28,7 +28,7 @@ from pillion.errors import Unavailable
 from pillion.kvstore.index.redis_url import MAX_CONNECTIONS, RedisServerAt, connect, parse
 from pillion.tasks import end_tasks
 
-OPEN_MS = 500
+BREAKER_OPEN_MS = 500
 # A failed call that had less time than this left does not prove that the server failed.
 MIN_PATIENCE_MS = 50
 DISCOVERY_INTERVAL_MS = 500
@@ -121,7 +121,7 @@ class RedisLink:
         self, name: str, script: str, calls: Sequence[ScriptCall], read: Callable[[Any], T], until: float
     ) -> list[T | None]:
         """Send all calls of one server and decode the answers. Raises Unavailable if there is none."""
-        breaker = self._breakers.setdefault(name, Breaker(OPEN_MS / 1000))
+        breaker = self._breakers.setdefault(name, Breaker(BREAKER_OPEN_MS / 1000))
         if not breaker.may_try(_now_s()):
             raise Unavailable("Redis does not answer; waiting before the next try")
         cancels, begun_s = _cancels(), _now_s()
