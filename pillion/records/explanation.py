@@ -14,7 +14,7 @@ from typing import Any
 
 from pillion.records.bundle import Bundle, StoryEvent
 
-TOLD_SHARE = 0.05
+MIN_REPORTED_SHARE = 0.05
 LATE_FACTOR, TOLD_LATE_MS = 2.0, 50.0
 BAR_COLUMNS = 40
 
@@ -190,7 +190,7 @@ def _waits(bundle: Bundle) -> Iterator[str]:
     whole_ms = end_ms(bundle) if first_ms is None else first_ms
     until = "to the first token" if first_ms is not None else "of waiting"
     for phase in phases(bundle):
-        if phase.name != Wait.TOKENS and phase.start_ms < whole_ms and phase.took_ms >= TOLD_SHARE * whole_ms:
+        if phase.name != Wait.TOKENS and phase.start_ms < whole_ms and phase.took_ms >= MIN_REPORTED_SHARE * whole_ms:
             reason = _reason(bundle, phase)
             yield f"{_ms(phase.took_ms)} of {_ms(whole_ms)} {until} were spent {phase.words}{reason}."
 
