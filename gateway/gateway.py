@@ -122,7 +122,7 @@ PlacesOf = Callable[[tuple[int, ...]], Awaitable[tuple[int, ...]]]
 # Texts up to this length are encoded on the event loop, in under a millisecond.
 SHORT_TEXT_CHARS = 1024
 # Overhead of encoding one bad word, in the bytes by which off-loop jobs are charged.
-WORD_BYTES = 64
+BAD_WORD_OVERHEAD_BYTES = 64
 
 STOPPING = "this gateway is stopping"
 # Wait until all machines have a new adapter's files.
@@ -713,7 +713,7 @@ class Gateway:
     async def _with_words(self, admitted: AdmittedRequest, model: ModelEntry, tenant: Tenant) -> AdmittedRequest:
         """Return the request with the token sequences of its bad words. Raise Overloaded."""
         words, vocab_size = admitted.asked.sampling.bad_words, model.limits.vocab_size
-        size_bytes, job = sum(WORD_BYTES + len(word) for word in words), model.tokenizer.bad_sequences
+        size_bytes, job = sum(BAD_WORD_OVERHEAD_BYTES + len(word) for word in words), model.tokenizer.bad_sequences
         found = await self.off_loop(tenant, size_bytes, job, words, vocab_size)
         return replace(admitted, sampling=replace(admitted.sampling, bad_words_token_ids=found))
 
