@@ -510,7 +510,7 @@ class _AsyncStream:
             while True:
                 try:
                     async for message in self._current:
-                        yield progress.note(message)
+                        yield progress.accept(message)
                     return
                 except grpc.aio.AioRpcError as error:
                     found, spoken = client_requests.respelled(rpc.from_rpc_error(error)), rpc.said_by_server(error)

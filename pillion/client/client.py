@@ -511,7 +511,7 @@ class _BlockingStream:
             while True:
                 try:
                     for message in self._current:
-                        yield progress.note(message)
+                        yield progress.accept(message)
                     return
                 except grpc.RpcError as error:
                     found, spoken = client_requests.respelled(rpc.from_rpc_error(error)), rpc.said_by_server(error)

@@ -101,7 +101,7 @@ class StreamProgress:
             raise DeadlineExceeded("the time for the stream passed while it was resumed")
         return left_s
 
-    def note(self, message: GenerateResponse) -> Delta:
+    def accept(self, message: GenerateResponse) -> Delta:
         """Return the delta of the next message. Raises Unavailable if it does not continue the stream."""
         delta = delta_from_pb(message)
         if self._opening:

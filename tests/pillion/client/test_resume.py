@@ -65,7 +65,7 @@ def test_the_rest_is_asked_for_after_the_last_tokens() -> None:
     stream = progress(n=3)
     assert stream.request().resume is None
     for one in (message(3, 4, first=True), message(9, index=2, reason=FinishReason.STOP), message(5)):
-        stream.note(one)
+        stream.accept(one)
     assert stream.delay_s(*LOST, 101.0) == 0
     again = stream.request()
     answers = (AnswerSoFar((3, 4, 5)), AnswerSoFar(), AnswerSoFar((9,), FinishReason.STOP))
@@ -75,7 +75,7 @@ def test_the_rest_is_asked_for_after_the_last_tokens() -> None:
 def test_attempts_and_their_time_are_bounded_and_begin_anew_with_each_token() -> None:
     stream, now_s = progress(resume_timeout_s=1e9), 100.0
     for _ in range(3):
-        stream.note(message(7, first=True))
+        stream.accept(message(7, first=True))
         delays = []
         for _ in range(MAX_RESUME_ATTEMPTS):
             delays.append(stream.delay_s(*LOST, now_s))
@@ -88,7 +88,7 @@ def test_attempts_and_their_time_are_bounded_and_begin_anew_with_each_token() ->
     with pytest.raises(Unavailable, match=f"not resumed in {2 * MAX_RESUME_ATTEMPTS} attempts"):
         stream.delay_s(*LOST, now_s)
     late = progress()
-    late.note(message(7, first=True))
+    late.accept(message(7, first=True))
     late.delay_s(*LOST, 500.0)
     late.delay_s(Overloaded("full", 300), True, True, 500.0 + RESUME_TIMEOUT_S - 1)
     with pytest.raises(Overloaded, match="full"):
@@ -100,11 +100,11 @@ def test_a_gateways_error_is_final_except_on_resume() -> None:
         for begun in (False, True):
             stream = progress(addresses=3)
             if begun:
-                stream.note(message(7, first=True))
+                stream.accept(message(7, first=True))
             with pytest.raises(type(error)):
                 stream.delay_s(error, True, True, 100.0)
         stream = progress()
-        stream.note(message(7, first=True))
+        stream.accept(message(7, first=True))
         stream.delay_s(*LOST, 100.0)
         if isinstance(error, InvalidRequest):
             with pytest.raises(InvalidRequest):
@@ -153,7 +153,7 @@ def test_waiting_for_a_gateway_ends_with_the_requests_own_time() -> None:
 def test_the_timeout_of_a_whole_stream_is_not_extended() -> None:
     stream = progress(timeout_s=10)
     assert stream.timeout_s(100.0) == 10
-    stream.note(message(7, first=True))
+    stream.accept(message(7, first=True))
     stream.delay_s(*LOST, 109.9)
     assert stream.delay_s(Overloaded("full", 2000), True, True, 109.9) <= 0.1 + 1e-6
     assert stream.timeout_s(109.5) == pytest.approx(0.5)

@@ -159,7 +159,7 @@ class StreamLife:
             finish_reason=common_pb2.FINISH_REASON_STOP if ends else common_pb2.FINISH_REASON_UNSPECIFIED,
             timings=common_pb2.Timings(replays=3),
         )
-        delta = self.stream.note(message)
+        delta = self.stream.accept(message)
         if opens:
             model.resumes += model.is_resumable
             model.is_resumable, model.has_message, model.connected = self.has_origin, True, True
@@ -227,17 +227,17 @@ def test_a_broken_stream_is_resumed_by_the_rules(scenes: list[Random]) -> None:
 def test_a_gateway_that_names_no_origin_cannot_go_on_with_a_stream() -> None:
     stream = StreamProgress(GenerateRequest(text="x"), None, 9.0, 9.0, 1, 0.0)
     origin = gateway_pb2.StreamOrigin(seed=-5, digest=bytes(32), cached_tokens=8)
-    stream.note(gateway_pb2.GenerateResponse(token_ids=[1], origin=origin))
+    stream.accept(gateway_pb2.GenerateResponse(token_ids=[1], origin=origin))
     stream.delay_s(ERRORS[0], False, True, 1.0)
     with pytest.raises(Unavailable, match="too old"):
-        stream.note(gateway_pb2.GenerateResponse(token_ids=[2]))
+        stream.accept(gateway_pb2.GenerateResponse(token_ids=[2]))
 
 
 def test_a_stream_is_over_with_its_usage() -> None:
     stream = StreamProgress(GenerateRequest(text="x"), None, 9.0, 9.0, 1, 0.0)
-    stream.note(gateway_pb2.GenerateResponse(token_ids=[1]))
+    stream.accept(gateway_pb2.GenerateResponse(token_ids=[1]))
     assert not stream.over
-    stream.note(gateway_pb2.GenerateResponse(usage=common_pb2.Usage()))
+    stream.accept(gateway_pb2.GenerateResponse(usage=common_pb2.Usage()))
     assert stream.over
 
 
@@ -257,5 +257,5 @@ def test_a_call_without_a_stream_is_sent_once_to_each_address(error: PillionErro
 def test_an_answer_of_a_schema_is_parsed() -> None:
     stream = StreamProgress(GenerateRequest(text="x"), None, 9.0, 9.0, 1, 0.0, answer_schema("true"))
     stop = common_pb2.FINISH_REASON_STOP
-    assert stream.note(gateway_pb2.GenerateResponse(text="[1,")).parsed is None
-    assert stream.note(gateway_pb2.GenerateResponse(text="2]", finish_reason=stop)).parsed == [1, 2]
+    assert stream.accept(gateway_pb2.GenerateResponse(text="[1,")).parsed is None
+    assert stream.accept(gateway_pb2.GenerateResponse(text="2]", finish_reason=stop)).parsed == [1, 2]
