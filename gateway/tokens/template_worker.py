@@ -557,7 +557,7 @@ class TemplateRenderer:
             messages = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + END_MARK}]
         asked = History(messages, job["tools"])
         if rewrites is None:
-            answer, rewrites = self._arranged(job, asked)
+            answer, rewrites = self._render_with_rewrites(job, asked)
         else:
             answer = self._written(job, rewritten(asked, rewrites))
         if "text" not in answer or not job["continue_final_message"]:
@@ -567,7 +567,7 @@ class TemplateRenderer:
             return {"refused": "it leaves out the last message, which continue_final_message would continue"}, rewrites
         return {"text": text if rest.startswith(END_MARK[-1]) else text.rstrip()}, rewrites
 
-    def _arranged(self, job: dict[str, Any], asked: History) -> tuple[dict[str, str], Rewrites]:
+    def _render_with_rewrites(self, job: dict[str, Any], asked: History) -> tuple[dict[str, str], Rewrites]:
         """Render a conversation unchanged or, if the template refuses it or omits a text, with the first chain of
         rewrites that helps, without unnecessary ones. If none helps, return the first answer. Also return the
         rewrites."""
