@@ -83,7 +83,7 @@ class LoadExchange:
         self._due = asyncio.Event()
         self._report: asyncio.TimerHandle | None = None
         self._whole_at_s = 0.0
-        self._told = False
+        self._published = False
         self._teller: asyncio.Task[None] | None = None
         self._answers = True
         self._defects = Defects("the telling of this gateway's load")
@@ -101,7 +101,7 @@ class LoadExchange:
             self._report.cancel()
         await end_tasks(self._teller)
         if self._shared is not None:
-            if self._told:
+            if self._published:
                 with contextlib.suppress(Unavailable):
                     await self._shared.tell(self._gateway_id, {}, whole=True)
             await self._shared.aclose()
@@ -171,13 +171,13 @@ class LoadExchange:
             self._whole_at_s = now_s()
 
     async def _tell_of(self, shared: SharedLoads, names: Sequence[str], whole: bool) -> None:
-        if not names and not (whole and self._told):
+        if not names and not (whole and self._published):
             return
-        self._told = True
+        self._published = True
         for first in range(0, max(1, len(names)), MAX_CHANGES_PER_CALL):
             some = {name: self._own.of(name) for name in names[first : first + MAX_CHANGES_PER_CALL]}
             await shared.tell(self._gateway_id, some, whole=whole and not first)
-        self._told = bool(names) or not whole
+        self._published = bool(names) or not whole
         self._note_answer(None)
 
     def _note_answer(self, error: Unavailable | None) -> None:
