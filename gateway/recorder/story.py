@@ -218,10 +218,10 @@ class Story:
 
     def events(self) -> tuple[StoryEvent, ...]:
         """Return all events in order."""
-        told = [*self._edge, *self._told()]
+        events = [*self._edge, *self._moment_events()]
         if self.error is not None:
-            told.append(StoryEvent(at_ms=self._at(self.ended_s), what="failed", words=described(self.error)))
-        return tuple(sorted(told, key=lambda one: one.at_ms))
+            events.append(StoryEvent(at_ms=self._at(self.ended_s), what="failed", words=described(self.error)))
+        return tuple(sorted(events, key=lambda one: one.at_ms))
 
     def _at(self, now: float) -> float:
         return _ms(now - self.admitted.arrived)
@@ -233,7 +233,7 @@ class Story:
         if len(self._moments) < MAX_MOMENTS:
             self._moments.append((now, index, thing))
 
-    def _told(self) -> Iterator[StoryEvent]:
+    def _moment_events(self) -> Iterator[StoryEvent]:
         # An answer's events belong to its latest plan, by default the first answer's.
         plans: dict[int, RequestPlan] = {}
         for now, index, thing in self._moments:
