@@ -288,14 +288,14 @@ class RequestMachine:
         pinned, limit = self.plan.cached_blocks, self.plan.limit_blocks
         wanted = plan_fetch(self.plan.sources, self.plan.node_id, pinned, limit, self.plan.split_decision)
         if wanted is None:
-            return self._go_on(pinned, now)
+            return self._start_compute(pinned, now)
         self.state = RequestState.FETCHING
         return [ev.Fetch(self.attempt, self.plan, event.hold, wanted)]
 
     def _fetched(self, event: ev.BlocksFetched, now: float) -> list[Action]:
-        return self._go_on(event.blocks, now)
+        return self._start_compute(event.blocks, now)
 
-    def _go_on(self, blocks: int, now: float) -> list[Action]:
+    def _start_compute(self, blocks: int, now: float) -> list[Action]:
         """Replan the attempt with the first ``blocks`` blocks of the prompt cached, or the pinned ones if more. Return
         the actions that start the prefill, the decode stream, or both."""
         assert self.hold is not None

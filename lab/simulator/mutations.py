@@ -79,9 +79,9 @@ def _adopt_without_hold(adopt: Any) -> Any:
     return mutant
 
 
-def _release_at_submit(go_on: Any) -> Any:
+def _release_at_submit(start_compute: Any) -> Any:
     def mutant(self: Any, blocks: int, now: float) -> Any:
-        actions = go_on(self, blocks, now)
+        actions = start_compute(self, blocks, now)
         if any(isinstance(action, ev.SubmitDecode) for action in actions):
             return [*actions, *self._release_ticket()]
         return actions
@@ -262,7 +262,7 @@ MUTATIONS: dict[str, Mutation] = {
     "a term lasts for ever": _instead(EpochTerm, "held", lambda _: lambda self: True),
     "a worker drains without waiting for its step": _instead(VirtualStepLoop, "stop", _stop_without_landing),
     "an adopted ticket is not held": _instead(Ledger, "adopt", _adopt_without_hold),
-    "the gateway releases the ticket with the submit": _instead(RequestMachine, "_go_on", _release_at_submit),
+    "the gateway releases the ticket with the submit": _instead(RequestMachine, "_start_compute", _release_at_submit),
     "a replay begins with the prompt alone": _instead(
         RequestMachine, "tokens", lambda _: lambda self: tuple(self.prompt)
     ),
