@@ -154,7 +154,7 @@ class Scheduler:
             self._join(sequence, now)
             if sequence.grammar is not None and not sequence.is_prompt_only:
                 # If an earlier attempt has generated the whole answer, the sequence ends without a step.
-                self._keeps_back(sequence, now)
+                self._blocked_by_grammar(sequence, now)
 
     def _work_s(self, sequence: Sequence) -> float:
         """Return the seconds that the rest of a prompt would take alone; 0 before any step was measured."""
@@ -273,7 +273,7 @@ class Scheduler:
         copies: list[tuple[int, int]] = []
         if any(sequence.parent is not None for sequence in queues.preempted):
             begun, copies = self._parallel_samples.start_running(self.sequences)
-            scheduled += [chunk for chunk in begun if not self._keeps_back(chunk.sequence, now)]
+            scheduled += [chunk for chunk in begun if not self._blocked_by_grammar(chunk.sequence, now)]
         most = self.budget.max_tokens
         prompt_tails = queues.prompt_tails()
         took_s = 0.0
@@ -396,9 +396,9 @@ class Scheduler:
         grammar = sequence.grammar
         if sequence.num_in_flight:
             return self.in_flight.may_follow(sequence) and (grammar is None or grammar.may_run_ahead)
-        return sequence.decoding and (grammar is None or not self._keeps_back(sequence, now))
+        return sequence.decoding and (grammar is None or not self._blocked_by_grammar(sequence, now))
 
-    def _keeps_back(self, sequence: Sequence, now: float) -> bool:
+    def _blocked_by_grammar(self, sequence: Sequence, now: float) -> bool:
         """Return whether no step can choose the sequence's next token now. Its grammar may have ended it."""
         grammar = sequence.grammar
         if grammar is None:
@@ -458,7 +458,7 @@ class Scheduler:
                 return
             wanted = sequence.num_tokens - start
             chooses = sequence.grammar is not None and not sequence.is_prompt_only
-            if chooses and wanted <= left and self._keeps_back(sequence, now):
+            if chooses and wanted <= left and self._blocked_by_grammar(sequence, now):
                 wanted -= 1
                 if not wanted or sequence.end_reported:
                     continue
