@@ -1,8 +1,8 @@
 """Circuit breaker of a medium that was late. Sans-IO (I9).
 
-    answers --a read was late--> paused --the pause is over: a probe--> in time: answers again
-                                   ^                                      |
-                                   +--the next pause is twice as long-----+ late
+    available --a read was late--> paused --the pause is over: a probe--> in time: available again
+                                     ^                                      |
+                                     +--the next pause is twice as long-----+ late
 
 A read in time resets the pause. So only the callers of one moment wait for a medium that hangs, and a medium that is
 always too slow is tried ever more rarely.
