@@ -178,8 +178,8 @@ def test_a_long_nucleus(temperature: float, top_p: float) -> None:
 
 
 def test_a_row_does_not_depend_on_its_batch() -> None:
-    """The same logits, parameters, seed and position give the same token and log probabilities in any batch and row
-    (I6)."""
+    """Sampling is batch-invariant: a row's token and log probabilities depend neither on the other rows nor on its
+    index (I6)."""
     random, count, vocab_size = np.random.default_rng(0), 24, 20_003
     logits = random_logits(count, vocab_size)
     batch = [
