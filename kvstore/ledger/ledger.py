@@ -218,7 +218,7 @@ class Ledger:
         holder.seen_s = now
         return holder
 
-    def forgive(self, now: float) -> None:
+    def restart_silence_timers(self, now: float) -> None:
         """Restart the silence timers of all holders, because the node itself slept."""
         for holder in self.holders.values():
             if holder.seen_s is not None:

@@ -188,12 +188,12 @@ class Pool:
 
     def judge_silence(self, interval_s: float) -> bool:
         """Fence workers that were silent for too long; return whether there were any. Called every ``interval_s``:
-        after a much longer pause this process itself slept, and all silence is forgiven."""
+        after a much longer pause this process itself slept, so the timers restart."""
         now = time.monotonic()
         slept = now - self._checked_s > interval_s + self._timeout_s / 2
         self._checked_s = now
         if slept:
-            self.ledger.forgive(now)
+            self.ledger.restart_silence_timers(now)
         overdue = tuple(self.ledger.overdue(now, self._timeout_s))
         for epoch in overdue:
             log.warning("%s was silent for %.1f s: fenced", self.ledger.holders[epoch].name, self._timeout_s)

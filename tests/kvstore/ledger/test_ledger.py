@@ -294,7 +294,7 @@ def test_silence(ledger: Ledger) -> None:
     ledger.seen(worker, 0.0)
     assert ledger.overdue(5.0, 5.0) == []
     assert ledger.overdue(5.1, 5.0) == [worker], "neither a gateway nor a worker that never did anything"
-    ledger.forgive(5.1)
+    ledger.restart_silence_timers(5.1)
     assert ledger.overdue(10.0, 5.0) == []
     assert loading in ledger.holders
 
