@@ -10,6 +10,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -284,16 +285,21 @@ def health(address: str, ca: str | None, internal_tls_cert: str, internal_tls_ke
     """
     import asyncio
 
-    from pillion.client.connection import connection_hint
+    from pillion.client.connection import connect, connection_hint
     from pillion.net import rpc, tls
-    from pillion.supervisor.probes import is_serving
+    from pillion.supervisor.probes import health_behind
 
     rpc.use_identity(tls.identity_of(internal_tls_cert, internal_tls_key, internal_tls_ca))
-    serving = asyncio.run(is_serving(address, ca or None))
-    if serving:
+    public = address.startswith("grpcs://")
+
+    async def ask() -> bool | None:
+        direct = replace(connect(address, ca=ca or None), by_proxy=False) if public else None
+        return await health_behind(rpc.open_channel(address) if direct is None else direct.open_async())
+
+    if asyncio.run(ask()):
         click.echo("serving")
         return 0
-    place, encrypted = address.removeprefix("grpcs://"), address.startswith("grpcs://") or bool(internal_tls_cert)
+    place, encrypted = address.removeprefix("grpcs://"), public or bool(internal_tls_cert)
     click.echo(f"{address} is not serving; {connection_hint(place, encrypted)}")
     return EXIT_FAILED
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import grpc.aio
 
 PROBE_TIMEOUT_S = 1.0
 
@@ -18,18 +21,19 @@ def reachable_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-async def is_serving(target: str, ca: str | None = None, service: str = "") -> bool:
-    """Return whether the standard health service at ``target`` reports SERVING, for all services or one ``service``.
+async def is_serving(target: str, service: str = "") -> bool:
+    """Return whether the component at its internal address ``target`` (:func:`pillion.net.rpc.open_channel`) reports
+    SERVING, for all services or one ``service``."""
+    from pillion.net.rpc import open_channel
 
-    ``grpcs://`` is a public port with TLS, whose authority is in the file ``ca`` or known to the system; any other
-    target is a component's internal address (:func:`pillion.net.rpc.open_channel`).
-    """
-    return bool(await _health(target, ca, service))
+    return bool(await health_behind(open_channel(target), service))
 
 
 async def answers(target: str) -> bool:
     """Return whether the component at ``target`` answers health checks at all, SERVING or not."""
-    return await _health(target) is not None
+    from pillion.net.rpc import open_channel
+
+    return await health_behind(open_channel(target)) is not None
 
 
 async def accepts(path: Path, question: bytes = b"", answer: bytes = b"") -> bool:
@@ -45,17 +49,13 @@ async def accepts(path: Path, question: bytes = b"", answer: bytes = b"") -> boo
         return False
 
 
-async def _health(target: str, ca: str | None = None, service: str = "") -> bool | None:
-    """Return whether a server's health is SERVING; None if it does not answer."""
+async def health_behind(channel: grpc.aio.Channel, service: str = "") -> bool | None:
+    """Return whether the standard health service of a server is SERVING; None if it does not answer. Closes the
+    channel."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    from pillion.client.connection import connect
-    from pillion.net.rpc import open_channel
-
-    public = target.startswith("grpcs://")
-    direct = replace(connect(target, ca=ca), by_proxy=False) if public else None
-    async with direct.open_async() if direct is not None else open_channel(target) as channel:
+    async with channel:
         try:
             stub = health_pb2_grpc.HealthStub(channel)
             reply = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=PROBE_TIMEOUT_S)

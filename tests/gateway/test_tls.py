@@ -27,7 +27,7 @@ from pillion.gateway.gateway_server import GatewayServer
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.net import rpc, tls
 from pillion.net.tls import Identity, TlsFiles
-from pillion.supervisor.probes import is_serving
+from pillion.supervisor.probes import health_behind, is_serving
 from pillion.v1 import kvnode_pb2_grpc
 from tests.support.fake_components import BLOCK, FakeCluster, FakeKVNode, running_fake_cluster, toy_model
 
@@ -122,7 +122,8 @@ async def test_both_public_ports(sets: tuple[pathlib.Path, pathlib.Path]) -> Non
                     await stranger.models()
         with pytest.raises(ssl.SSLCertVerificationError):
             await get(component.http_address, two / "ca.pem")
-        assert await is_serving(f"grpcs://{component.grpc_address}", str(one / "ca.pem"))
+        public = connection.connect(f"grpcs://{component.grpc_address}", ca=one / "ca.pem")
+        assert await health_behind(public.open_async())
         assert not await is_serving(component.grpc_address)
 
 
