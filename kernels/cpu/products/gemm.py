@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from pillion.kernels.cpu.language.byte_codes import LINE_BYTES
 from pillion.kernels.cpu.language.emit import LOG2E, VECTOR_BYTES, Int, Kernel, Ptr, Vec
 from pillion.kernels.cpu.language.module import SCRATCH_BYTES, KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
@@ -284,6 +285,14 @@ class GemmBody:
             if self.addition is not None:
                 self.addition.prefetch(first_column + panel)
 
+        def prefetch_rows(first: Int, count: Int, panel: Int) -> None:
+            # Stores that miss the L2 cache would take up to half of the time of few inputs. In L1, the lines would be
+            # evicted before they are written.
+            out, size = self._panel_out(panel), self._out_bytes() * PANEL_COLUMNS
+            with k.range(count) as row:
+                for line in range(0, size, LINE_BYTES):
+                    k.prefetch(out + ((begin + first + row) * self.out_stride + line), near=False)
+
         def finish(first: Int, count: Int, panel: Int, sums: Ptr) -> None:
             self.column = first_column + panel
             out, constants = self._panel_out(panel), self._constants(self.column * TOTALS_BYTES)
@@ -293,7 +302,9 @@ class GemmBody:
                 self.finish(begin + first + row, panel, totals, out, constants)
 
         lines = replace(panels, weights=panels.weights + self.panels.before_bytes)
-        many.multiply(self.x + begin * self.x_stride, self.x_stride, rows, lines, Epilogue(prefetch, finish))
+        many.multiply(
+            self.x + begin * self.x_stride, self.x_stride, rows, lines, Epilogue(prefetch, prefetch_rows, finish)
+        )
 
     def _tiles(self, rows: Int) -> Int:
         """Return the number of tiles for ``rows`` rows."""

@@ -90,10 +90,12 @@ class Epilogue:
 
     Attributes:
         prefetch: called with a panel before its last products.
+        prefetch_rows: called with the first of some rows, their number and the panel, before their last products.
         finish: called with the first of some rows, their number, the panel, and their finished sums.
     """
 
     prefetch: Callable[[Int], None]
+    prefetch_rows: Callable[[Int, Int, Int], None]
     finish: Callable[[Int, Int, Int, Ptr], None]
 
 
@@ -199,13 +201,15 @@ class ManyRows:
             beyond = next_panel + (next_offset + at) * _WEIGHTS_BYTES
             with k.range(tiles) as tile:
                 sums = self._sums + ((panel - panels.first) * tiles + tile) * parked
-                height = k.min(rows - tile * TILED_ROWS, TILED_ROWS)
+                height, last = k.min(rows - tile * TILED_ROWS, TILED_ROWS), final & (part + 1 >= parts)
                 copies = self._copies + (tile * count + at) * _INSTRUCTION_BYTES
                 inside = k.in_bounds(copies, length * _INSTRUCTION_BYTES) & k.in_bounds(sums, _SUMS_BYTES)
+                with k.when(last):
+                    epilogue.prefetch_rows(first + tile * TILED_ROWS, height, panel)
                 with k.when(inside & k.in_bounds(near, self._steps(block, length) * PANEL_STEP_BYTES)):
                     wanted = beyond + tile * length * share
                     self._call(height, (copies, near, length, wanted, share, sums, block + part))
-                with k.when(final & (part + 1 >= parts)):
+                with k.when(last):
                     epilogue.finish(first + tile * TILED_ROWS, height, panel, sums)
 
     def _steps(self, block: Int, count: Int) -> Int:
