@@ -55,6 +55,13 @@ def test_a_wrong_configuration_is_not_tried_again_at_once() -> None:
     assert answer == Restart(8.0, "decode-0 cannot work as configured")
 
 
+def test_a_component_that_flaps_for_ever_waits_the_longest_delay() -> None:
+    policy = RestartPolicy(flap_delay_s=8.0, max_flap_delay_s=20.0)
+    # 2 ** 1024 exceeds a float.
+    delays_s = [policy.died("a", EXIT_CONFIG, 0.0).delay_s for _ in range(1100)]
+    assert delays_s == [8.0, 16.0] + [20.0] * 1098
+
+
 @given(st.lists(st.floats(0, 30), max_size=60), st.integers(1, 8), st.floats(0.1, 60), st.integers(1, 500))
 def test_never_more_quick_restarts_in_a_window_than_allowed(
     pauses: list[float], max_deaths: int, window_s: float, first_delay_ms: int
