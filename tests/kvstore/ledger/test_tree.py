@@ -6,7 +6,7 @@ from random import Random
 
 from hypothesis import given
 
-from pillion.kvstore.hashing import state_page
+from pillion.kvstore.hashing import SEGMENT_BLOCKS, state_page
 from pillion.kvstore.ledger.eviction import LruEviction
 from pillion.kvstore.ledger.pin_table import PrefixPinTable
 from pillion.kvstore.ledger.records import Block
@@ -93,3 +93,21 @@ def test_nothing_is_on_an_empty_chain() -> None:
     assert not tree.on_chain(block, None)
     assert tree.chain(None) == []
     assert tree.state_behind(None, None, PAGES) == []
+
+
+def test_a_segment_is_named_after_its_first_block() -> None:
+    tree = BlockTree(LruEviction())
+    block: Block | None = None
+    hashes = [bytes([number]) * 32 for number in range(2 * SEGMENT_BLOCKS + 1)]
+    for slot, block_hash in enumerate(hashes):
+        block = tree.add(slot, block_hash, block)
+    segments = [one.segment for one in tree.chain(block)]
+    first, second, third = hashes[::SEGMENT_BLOCKS]
+    assert segments == [first] * SEGMENT_BLOCKS + [second] * SEGMENT_BLOCKS + [third]
+
+
+def test_only_pages_of_a_state_are_added_as_pages() -> None:
+    tree = BlockTree(LruEviction())
+    block = tree.add(0, b"a" * 32, None)
+    page = tree.add(1, state_page(block.hash, 0), block, page=True)
+    assert (block.page, page.page) == (False, True)
