@@ -8,11 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.errors import Overloaded
+from pillion.errors import Conflict, InvalidRequest, NotFound, Overloaded, Unavailable
+from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger.integrity import check_integrity
-from pillion.kvstore.ledger.ledger import SESSION, Ledger
+from pillion.kvstore.ledger.ledger import DECODE, SESSION, Ledger
 from pillion.kvstore.ledger.waiting_queue import Waiter, WaitingQueue
 from pillion.rules.priority import MAX_PRIORITY, NO_FLOW, PRIORITY_AGING_S, Flow
+from pillion.v1.kvnode_pb2 import CommitRun
 from tests.support.examples import examples
 
 SLOTS = 8
@@ -137,6 +139,82 @@ def test_new_prompts_do_not_shut_out_a_preempted_stream() -> None:
         line.ask(90)
     line.ask(91, resume=True)
     assert line.admitted() == [91, *range(2, 2 + MAX_WAITING)]
+
+
+def test_a_full_queue_rejects_no_prompt_that_fits() -> None:
+    driver = QueueDriver(tickets=0)
+    driver.line.max_waiting = 0
+    grant = driver.line.ask(Waiter(epoch=driver.epoch, nonce=2, hashes=(), total_blocks=4))
+    assert grant is not None
+    assert grant.key == (driver.epoch, 2)
+    assert not len(driver.line)
+
+
+def test_an_empty_queue_recalls_no_blocks() -> None:
+    driver = QueueDriver()
+    assert driver.line.recall_blocks() == 0
+
+
+def test_only_active_holders_wait() -> None:
+    """Also behind another waiter, when no ticket can be opened yet."""
+    driver = QueueDriver()
+    driver.ask(2)
+    worker = driver.ledger.attach("decode-0", DECODE)
+    driver.ledger.fence(worker)
+    with pytest.raises(Conflict, match="fenced"):
+        driver.line.ask(Waiter(epoch=worker, nonce=3, hashes=(), total_blocks=4))
+    with pytest.raises(NotFound, match="void"):
+        driver.line.ask(Waiter(epoch=99, nonce=3, hashes=(), total_blocks=4))
+    assert len(driver.line) == 1
+
+
+def test_nothing_waits_for_a_pool_without_a_shape() -> None:
+    ledger = Ledger(itertools.count(1).__next__, 0)
+    line = WaitingQueue(ledger)
+    with pytest.raises(Unavailable, match="no shape"):
+        line.ask(Waiter(epoch=ledger.attach("edge", SESSION), nonce=2, hashes=(), total_blocks=4))
+
+
+@pytest.mark.parametrize("total_blocks", [1, 2])
+def test_a_prompt_needs_a_block_beyond_its_hashes(total_blocks: int) -> None:
+    driver = QueueDriver()
+    with pytest.raises(InvalidRequest, match="total_blocks"):
+        driver.line.ask(Waiter(epoch=driver.epoch, nonce=2, hashes=(b"a" * 32, b"b" * 32), total_blocks=total_blocks))
+
+
+def test_a_nonce_is_used_once_by_waiters_and_tickets() -> None:
+    driver = QueueDriver()
+    driver.ask(2)
+    for nonce in (-1, 2):
+        with pytest.raises(InvalidRequest, match="nonce"):
+            driver.line.ask(Waiter(epoch=driver.epoch, nonce=nonce, hashes=(), total_blocks=1))
+
+
+@pytest.mark.parametrize("expected_blocks", [0, 1, 2, 3])
+@pytest.mark.parametrize("adopt", [False, True])
+def test_a_ticket_is_adopted_if_the_expected_blocks_are_present(adopt: bool, expected_blocks: int) -> None:
+    driver = QueueDriver(tickets=0)
+    hashes = split_hashes(chain_hashes(bytes(32), (1, 2, 3), 1))
+    ticket = driver.ledger.admit(driver.epoch, 1, hashes[:2], 3)
+    assert ticket is not None
+    slots = driver.ledger.adopt(driver.epoch, ticket.ticket_id, 2).leased_slots
+    run = CommitRun(ticket_id=ticket.ticket_id, slots=slots, block_hashes=b"".join(hashes[:2]))
+    [result] = driver.ledger.commit(driver.epoch, [run])
+    assert not result.refusal
+    waiter = Waiter(
+        epoch=driver.epoch,
+        nonce=2,
+        hashes=tuple(hashes),
+        total_blocks=5,
+        adopt=adopt,
+        expected_blocks=expected_blocks,
+    )
+    grant = driver.line.ask(waiter)
+    assert grant is not None
+    assert grant.pinned_blocks == 2
+    leased = None if grant.adopted is None else len(grant.adopted.leased_slots)
+    assert leased == (3 if adopt and expected_blocks <= 2 else None)
+    check_integrity(driver.ledger)
 
 
 def test_a_tenant_without_memory_comes_before_the_flood_that_has_all_of_it() -> None:
