@@ -233,8 +233,42 @@ def test_a_gateway_that_names_no_origin_cannot_go_on_with_a_stream() -> None:
         stream.accept(gateway_pb2.GenerateResponse(token_ids=[2]))
 
 
+def test_a_resumed_stream_continues_without_timings_and_ids() -> None:
+    """A message may have no timings, and may name no request."""
+    stream = StreamProgress(GenerateRequest(text="x", request_id="mine"), None, 9.0, 9.0, 1, 0.0)
+    origin = gateway_pb2.StreamOrigin(seed=-5, digest=bytes(32), cached_tokens=8)
+    for token_id in (1, 2):
+        delta = stream.accept(gateway_pb2.GenerateResponse(token_ids=[token_id], origin=origin))
+        assert (delta.token_ids, delta.timings) == ((token_id,), None)
+        stream.delay_s(ERRORS[0], False, True, 1.0)
+        assert stream.request().request_id == "mine"
+
+
+def test_pauses_before_a_connection_stay_bounded() -> None:
+    stream = StreamProgress(GenerateRequest(text="x"), None, 9.0, 9.0, 1, 0.0)
+    # 2 ** 1024 exceeds a float.
+    pauses_s = [stream.delay_s(ERRORS[0], False, False, 1.0) for _ in range(1100)]
+    assert max(pauses_s) <= RETRY_MAX_BACKOFF_S
+
+
+def test_stopping_gateways_are_called_in_a_few_rounds_alone() -> None:
+    """The time to wait for a connection is for gateways that have none."""
+    stream = StreamProgress(GenerateRequest(text="x"), None, 9.0, 9.0, 1, 0.0)
+    stopping = Unavailable("stopping", 300)
+    for _ in range(RETRY_ATTEMPTS - 1):
+        stream.delay_s(stopping, True, True, 1.0)
+    with pytest.raises(Unavailable, match="stopping"):
+        stream.delay_s(stopping, True, True, 1.0)
+
+
+def test_any_announced_pause_means_that_a_gateway_stops() -> None:
+    assert should_retry(Unavailable("stopping", 1), True, 1, 2)
+    assert not should_retry(Unavailable("no worker"), True, 1, 2)
+
+
 def test_a_stream_is_over_with_its_usage() -> None:
     stream = StreamProgress(GenerateRequest(text="x"), None, 9.0, 9.0, 1, 0.0)
+    assert not stream.over
     stream.accept(gateway_pb2.GenerateResponse(token_ids=[1]))
     assert not stream.over
     stream.accept(gateway_pb2.GenerateResponse(usage=common_pb2.Usage()))
