@@ -765,7 +765,7 @@ class Gateway:
         """Return the max tokens of prompt and answer that model and pools allow. Raise InvalidRequest."""
         name, asked, most = model.limits.name, request.sampling.max_tokens, model.limits.max_model_len_tokens
         pools = self.cluster.pools_tokens(name)
-        # Refuse nothing for the largest pool while the size of any pool is unknown.
+        # Skip the check against the largest pool while any pool's size is unknown.
         largest = max(pools, default=None) if all(pools) else None
         longest = check_pool(len(prompt), prompt_field(request), most, largest)
         common = min(filter(None, pools), default=most)

@@ -98,8 +98,8 @@ class StepBatch:
         adapters: [S] each sequence's slot among the backend's adapters, -1 for none; None if no sequence has one.
         states: slots of the sequences' states; None in a model without them.
         pooled: P, the number of rows that report hidden states.
-        pooled_ids: outputs of pooling requests, row by row: the tokens whose logits are reported of the next row before
-            the last P, or () for the hidden state of the next of the last P rows.
+        pooled_ids: per pooling row: ids whose logits are returned, from the next row before the last P; or () for a
+            hidden state, from the next of the last P rows.
         second_starts: [S] index of the second text's first token in a sequence that is a pair of texts, 0 for a single
             text; None if all are single. Read by encoders.
     """

@@ -57,7 +57,7 @@ def make_kvnode(flags: KVNodeFlags, limits: NodeLimits | None = None) -> KVNode:
     directory = NodeDirectory(flags)
     surviving = SurvivingMemory(flags, open_domain) if flags.keeper_socket else None
     memory = NodeMemory(flags, open_domain) if surviving is None else surviving
-    # A tenant's prefix pins may have half of the share for all.
+    # A tenant may use half of the share for prefix pins.
     shares = PoolShares(limits.pinned_percent, limits.pinned_percent // 2, limits.state_percent)
     ledger = Ledger(new_id, limits.decode_reserve_percent, shares)
     records = PrefixPinRecords(flags.redis_url, flags.node_id) if flags.redis_url else None

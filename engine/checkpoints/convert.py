@@ -24,7 +24,7 @@ from pillion.engine.models.config_json import read_json
 from pillion.engine.models.config_parser import QUANTIZATION_FILES
 from pillion.errors import ConfigError
 
-# Limits of a tokenizer's trial; the largest published ones take 2 s and 1 GiB.
+# Limits for test-loading a tokenizer; the largest published take 2 s and 1 GiB.
 TRIAL_CPU_S = 60
 TRIAL_WALL_S = 300.0
 TRIAL_MEMORY_BYTES = 4 * 2**30

@@ -36,7 +36,7 @@ _PIECES = "|".join(
 
 
 def has_vocabulary(folder: Path) -> bool:
-    """Return whether a folder has such a vocabulary and the tokenizer class that this module supports."""
+    """Return whether a folder has a tiktoken.model and the tokenizer class that this module supports."""
     config = folder / "tokenizer_config.json"
     known = config.is_file() and read_json(config).get("tokenizer_class") == "TikTokenTokenizer"
     return known and (folder / VOCABULARY_NAME).is_file()

@@ -52,7 +52,7 @@ def load_draft(
         prepared = prepare(flags, log.info)
         check_tokenizer(main.prepared.folder, prepared.folder)
         longest = min(main.prepared.max_model_len, load_config(prepared.folder).max_position_embeddings)
-        # Only its sizes are used; the backend sets the version.
+        # Only its sizes are used; its version may differ from the backend's.
         layout = kv_layout(prepared, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype)
         if layout.state_bytes:
             raise ConfigError("its layers have states, which draft models must not; choose one with attention only")

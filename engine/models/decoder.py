@@ -506,7 +506,7 @@ def run_decoder(
         hidden = hidden + weights.positions[rope_rows]
     beside = None if weights.token_inputs is None else weights.token_inputs.rows(token_ids, hidden)
     tables = [rope.tables(rope_rows, hidden.dtype) for rope in ropes]
-    # Models with growing queries have one row of the rotary tables per position.
+    # With position-scaled queries (e.g. Llama 4), rope_rows are the positions.
     grows = None if config.query_growth is None else growth_factors(config.query_growth, rope_rows)[:, None, None]
     last = len(weights.layers) - 1
     # Without sampled rows, nothing is needed after the last KV write but states to keep.

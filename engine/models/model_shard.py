@@ -30,7 +30,7 @@ from pillion.kvstore.memory.head_shares import shares_of
 if TYPE_CHECKING:
     import torch
 
-# Sharding unit of inner values and tokens: a kernel's narrowest packed panel.
+# Sharding unit of FFN channels and vocabulary: the narrowest packed panel.
 UNIT = 32
 
 
@@ -142,7 +142,7 @@ class ModelShard:
         return self.state_heads
 
     def state_keys_of(self, count: int) -> range:
-        """Return the process's keys, or groups, of state heads."""
+        """Return this rank's key heads, or groups, of states."""
         return self.state_keys
 
     def channels(self, parts: Sequence[Entries]) -> Channels:

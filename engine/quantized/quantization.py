@@ -137,7 +137,7 @@ def quantization_method(config: Mapping[str, Any]) -> str:
     raw = config.get(key)
     if not isinstance(raw, Mapping):
         return repr(raw) if key else ""
-    # Old configs of bitsandbytes only have the width, and MLX's name no method.
+    # Old bitsandbytes configs have only the bit width; MLX's have no method.
     if raw.get("load_in_4bit") or raw.get("load_in_8bit"):
         return "bitsandbytes"
     unnamed = "compressed-tensors" if key == "compression_config" else "an unnamed method"

@@ -19,7 +19,7 @@ PARTIAL, PARTIALS, LOGITS, WORDS, COLLECTIVE = (
 
 
 class RankCollective:
-    """Factory of the sums and waits in one program of the rank ``shard``, called in the order of operations.
+    """Creates the all-reduces and waits in one program of rank ``shard``; call in program order.
 
     ``config`` is the shape of the rank's own layers, ``num_kv_heads`` are the KV heads of the whole model.
     """

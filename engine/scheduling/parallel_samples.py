@@ -19,7 +19,7 @@ from pillion.engine.scheduling.step_plan import ScheduledChunk
 
 
 class ParallelSampling:
-    """The parallel samples of one scheduler; ``late`` is for reading."""
+    """The parallel samples of one scheduler; ``late`` is read-only."""
 
     def __init__(self, queues: SchedulerQueues, block_manager: BlockManager) -> None:
         self._queues = queues

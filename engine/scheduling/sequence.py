@@ -409,7 +409,7 @@ class Sequence(BlockChain):
                 break
         self.num_computed -= len(chosen) - accepted
         if not accepted and self.num_in_flight:
-            # The step launched on another token than the chosen one is void.
+            # The launched step assumed a token that was not chosen: void.
             self.num_in_flight = 0
             self.generation += 1
         if accepted:

@@ -41,13 +41,12 @@ RECENT_STEPS = 5
 # Divisors of the features, so that their weights are of similar size: 1, tokens, sequences, KV tokens read, query-key
 # pairs.
 SCALES = (1.0, 16.0, 16.0, 16_384.0, 65_536.0)
-# Pull of each fit towards the last weights, as a share of its steps' weight. Weights left open by these steps stay; at
-# first they are shared out among features by size, and that of a pair follows from a token's by the model's shape, if
-# known.
+# Regularization towards the last weights, relative to the steps' weight. Weights that the steps do not determine stay;
+# initially they are spread over features by size, and a pair's follows from a token's by the model's shape, if known.
 INERTIA = 0.1
 _TOKENS, _PAIRS = 1, 4
-# After FIRST_FITS steps, only each PLAIN_FIT_STEPS-th step without a chunk is followed by a fit: they are alike, and
-# the factor follows each.
+# After FIRST_FITS steps, refit only every PLAIN_FIT_STEPS-th step without a chunk: these are alike, and the factor is
+# updated every step.
 FIRST_FITS, PLAIN_FIT_STEPS = 40, 4
 # Max factor by which a measured step may differ from its prediction in the fit.
 MAX_SURPRISE = 2.0
@@ -61,8 +60,8 @@ FIRST_STEP_SHARE = 1 / 8
 MIN_EVEN_SHARE = 0.25
 # Target "auto", while few prompts wait: duration of a step with a prompt tail over that of its decodes alone.
 AUTO_TARGET_STEPS = 2.5
-# Max duration of a step that delays no stream, for a budget chosen by cost: so long a prompt waits that comes just
-# after another one's step has begun. The budget is a power of 2 within these bounds (docs/decisions/scheduling.md).
+# Max duration of a step that delays no stream, for a budget chosen by cost: the wait of a prompt that arrives just
+# after a step began. The budget is a power of 2 within these bounds (docs/decisions/scheduling.md).
 LONGEST_STEP_S = 0.3
 MIN_SUITABLE_TOKENS, MAX_SUITABLE_TOKENS = 512, 8192
 

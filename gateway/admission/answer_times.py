@@ -39,7 +39,7 @@ MAX_ANSWERS = 64
 MIN_ANSWERS = 3
 KEPT_S = 60.0
 KEPT_DURATIONS = 4
-# Interval of learning, which takes a millisecond.
+# Min interval between updates; each takes 1 ms.
 RELEARN_S = 0.1
 # While the usual length is unknown, client limits above this multiple of the longest answer are ignored.
 FAR_LONGER = 16

@@ -56,7 +56,7 @@ class LineCall(HttpCall):
 
 
 class LineCalls:
-    """Serves lines by their urls, those of the HTTP port's paths that allow batches."""
+    """Endpoints for batch lines, by url: the HTTP paths that allow batches."""
 
     def __init__(self) -> None:
         self._endpoints: dict[str, Endpoint] = {}

@@ -46,7 +46,7 @@ SWEEP_MS = 30_000
 # Concurrent batches per gateway, and of one tenant.
 MAX_BATCHES_AT_ONCE = 64
 TENANT_BATCHES_AT_ONCE = 4
-# Pause before a released batch (disk, defect) is claimed again.
+# Retry delay of a batch released after an error.
 GIVEN_UP_MS = 10_000
 # Threads for the folder, so that a slow disk delays only batches.
 DISK_THREADS = 4

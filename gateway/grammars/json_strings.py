@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-# Not matched by patterns if their strings may have any JSON escape.
+# The control character that patterns' sets lose (see above) even if all JSON escapes are allowed.
 NUL = "\0"
 # Control characters that JSON spells only as \\u00 and two digits.
 LONG_CONTROLS = "".join(map(chr, [*range(8), 0x0B, *range(0x0E, 0x20), 0x7F]))

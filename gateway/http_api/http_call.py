@@ -42,7 +42,7 @@ from pillion.observability import telemetry
 
 log = logging.getLogger("pillion.gateway")
 
-# Max size of all bodies being read, which thousands of clients may send at the same time.
+# Max total size of request bodies being read, over all clients.
 MAX_BODIES_BYTES = 16 * MAX_BODY_BYTES
 # Read timeouts of clients above this count as none.
 MAX_PATIENCE_S = 7 * 24 * 3600.0

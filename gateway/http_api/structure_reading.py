@@ -158,8 +158,8 @@ def _of_json_format(form: FormatBody, field: str) -> RequestedStructure:
 
 
 def _json(raw: Raw, path: str, field: str) -> RequestedStructure:
-    """Return the structure of the schema at ``path`` in the format ``field``. OpenAI's wrapping without a schema means
-    any JSON object."""
+    """Return the constraint for the JSON schema at ``path`` in ``field``. OpenAI's wrapper without a schema means any
+    JSON object."""
     schema, path = _schema(raw, path)
     structure = StructuredOutputs(json=schema) if schema else StructuredOutputs(json_object=True)
     return structure, {f"{_SHAPE}.json": path, _SHAPE: field}

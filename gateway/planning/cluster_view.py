@@ -96,7 +96,8 @@ class ClusterView:
         return self.fenced - before
 
     def hold(self, component_ids: Iterable[str], now: float) -> None:
-        """Keep known records for ``grace_s`` from now on, whatever the registry says. Old ones lose their load."""
+        """Keep known records for ``grace_s`` from now on, whatever the registry says. Stale ones, except those of
+        gateways, are reset to idle."""
         self.version += 1
         for component_id in component_ids:
             record = self._records.get(component_id)

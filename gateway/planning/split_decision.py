@@ -300,7 +300,7 @@ def _best_fetch(
 
 
 def _gain(snapshot: ClusterSnapshot, decode: DecodeSide, own: int, blocks: int, taken_s: float) -> float:
-    """Return the seconds saved by ``blocks`` blocks in place of ``own``; the blocks for a fixed policy."""
+    """Return the seconds saved by ``blocks`` blocks over ``own``; for a fixed policy, ``blocks``."""
     if snapshot.policy.share is not None:
         return float(blocks)
     size = snapshot.block_size

@@ -230,7 +230,7 @@ class SubmitDecode(AttemptAction, frozen=True):
         hold: the gateway's ticket; None: the worker opens one.
         awaited_blocks: blocks that a concurrent RunPrefill commits, for which the worker waits at the node.
         parallel_samples: indexes of the answers whose streams start with this submit.
-        scored_tokens: tokens after the prompt's first whose log probabilities are not wanted from this attempt.
+        scored_tokens: number of tokens, after the prompt's first, that need no log probabilities from this attempt.
     """
 
     plan: RequestPlan

@@ -158,7 +158,7 @@ class Index(RedisScripts):
         return PrefixHits(hits, max(live, default=0))
 
     async def _ends(self, block_hashes: bytes, until_s: float) -> dict[bytes, int]:
-        """Return entry -> number of leading blocks of the chain."""
+        """Return the number of leading blocks of the chain by node entry."""
         if self._link.cluster:
             return await self._ends_of_segments(block_hashes, until_s)
         call = _look_up(keys.chain_buckets(block_hashes), keys.chain_fields(block_hashes))

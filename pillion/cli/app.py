@@ -161,8 +161,8 @@ component_command("kvnode", KVNodeFlags, "Run one KV node: the owner of this hos
 def keeper(socket: str) -> None:
     """Keep the pools of this host's KV nodes when a node dies.
 
-    It listens at the Unix socket SOCKET, which the nodes name with --keeper-socket. It does nothing but hold the pools'
-    memory, and ends by a signal.
+    It listens at the Unix socket SOCKET, which the nodes name with --keeper-socket. It only holds the pools' memory,
+    and ends on a signal.
     """
     from pillion.kvstore.pool_survival.keeper_process import run_keeper
 
@@ -320,7 +320,7 @@ def keys() -> None:
     multiple=True,
 )
 def keys_add(file: Path, tenant: str, operator: bool, models: tuple[str, ...]) -> None:
-    """Add a new key to FILE and print it. The key is shown this once: FILE holds its hash alone."""
+    """Add a new key to FILE and print it. The key is shown only once: FILE stores only its hash."""
     from pillion.cli.keys import add_key
 
     click.echo(add_key(file, tenant, operator, models))
@@ -328,7 +328,7 @@ def keys_add(file: Path, tenant: str, operator: bool, models: tuple[str, ...]) -
 
 @keys.command("hash")
 def keys_hash() -> None:
-    """Read an existing key from standard input and print the hash that a keys file has of it."""
+    """Read an existing key from standard input and print its hash for a keys file."""
     from pillion.cli.keys import hash_key
 
     click.echo(hash_key(sys.stdin.readline()))

@@ -94,7 +94,7 @@ class StateEmitter:
         yield self._convolve(operation, x, convolved(self._builder, channels), part_bytes=channels * 4)
 
     def delta_rule(self, operation: DeltaRule, x: Buffer) -> Iterator[Operation]:
-        """Yield the kernels from normed rows ``x`` to :func:`gated`."""
+        """Yield the gated delta rule's kernels from normed ``x`` to :func:`gated`."""
         builder, prefix = self._builder, self._prefix
         heads, keys = self._own_heads(operation.heads, operation.key_heads)
         channels, values = self._shard.channels(operation.taps.rows), heads * operation.head_dim
@@ -151,7 +151,7 @@ class StateEmitter:
         yield from self._builder.gemm(self._prefix + up.name, few, out, "store")
 
     def state_space(self, operation: StateSpace, x: Buffer) -> Iterator[Operation]:
-        """Yield the kernels from normed rows ``x`` to :func:`gated`."""
+        """Yield Mamba-2's kernels from normed ``x`` to :func:`gated`."""
         builder, prefix, tensors = self._builder, self._prefix, self._builder.weights.tensors
         heads, groups = self._own_heads(operation.heads, operation.groups)
         channels, values = self._shard.channels(operation.taps.rows), heads * operation.head_dim

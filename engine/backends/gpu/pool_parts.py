@@ -83,7 +83,7 @@ def part_layout(layout: KVLayout, part: PoolPart) -> KVLayout:
     """Return the layout of a slot in the shard of a part."""
     count = len(part.shard_heads)
     if count == part.kind.kv_heads:
-        # Other layers may have heads of other kinds there.
+        # Layers of other kinds may have another KV head count; keep it.
         return layout
     layers = tuple(None if heads is None else replace(heads, kv_heads=count) for heads in layout.layers)
     return replace(layout, num_kv_heads=count, layers=layers)

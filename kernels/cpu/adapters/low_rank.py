@@ -113,7 +113,7 @@ class Shrink(KernelSpec):
         def slot_of(run: Int) -> RecordView:
             return RecordView(SLOT, k, slots + k.load_int(runs + run * (4 * RUN_WORDS), 32) * SLOT_BYTES)
 
-        # A work item is a tile of A, or of a head's, with a run. Tiles per slot depend on its rank, so every call
+        # A work item is one tile of A (or of a head's A) for one run. Tiles per slot depend on its rank, so each call
         # counts them.
         total = k.variable(k.int(0))
         with k.range(count) as run:

@@ -94,7 +94,7 @@ class CodeKind:
 
 
 def _signed_bytes(lowest: float) -> tuple[float, ...]:
-    """Return the values of bytes of a sign and a magnitude; ``lowest`` is that of a sign without a magnitude."""
+    """Return the value of each sign-magnitude byte; ``lowest`` is that of 0x80 (-0)."""
     return tuple(float(code) if code < _SIGN else float(_SIGN - code) or lowest for code in range(256))
 
 

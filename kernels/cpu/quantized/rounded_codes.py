@@ -32,8 +32,8 @@ TILE = TileKind("bf16", "bf16", adds=True)
 _BLOCK_UNITS = 16
 UNIT_STEPS = UNIT_INPUTS // TILE.inputs
 _UNIT_X_BYTES, _UNIT_WIDE_BYTES = UNIT_STEPS * TILE.row_step_bytes, UNIT_STEPS * PANEL_STEP_BYTES
-# Compensates truncation, which loses 2**-8 of the mantissa on average. For log-uniform values the relative loss is
-# 2**-8 / (2 ln 2).
+# Offsets truncation, which loses 2**-8 of the mantissa on average. For log-uniform values the relative loss is 2**-8 /
+# (2 ln 2).
 CUT_FACTOR = 1 + 2**-9 / math.log(2)
 
 

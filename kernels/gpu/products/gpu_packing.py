@@ -33,9 +33,9 @@ from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 COLUMNS = 32
 # Outputs are padded to a multiple of this.
 OUTPUTS = 64
-# Bits of a code, by coding (pillion.kernels.torch.quantized_matrix.CODINGS). Signed numbers have a sign above a
-# magnitude: 0 .. 127 in 8 bits, and in 4 an odd number 1 .. 15 without its lowest bit, which is twice the distance of a
-# code from the middle of all.
+# Bits of a code, by coding (pillion.kernels.torch.quantized_matrix.CODINGS). Signed numbers are sign and magnitude: 0
+# .. 127 in 8 bits; in 4, twice the code's distance from mid-range, which is odd, 1 .. 15, and stored without its lowest
+# bit.
 BITS = {"uint4": 4, "int4": 4, "nf4": 4, "fp4_e2m1": 4, "int8": 8, "fp8_e4m3": 8, "signed4": 4, "signed8": 8}
 # Groups of other sizes are divided into groups of this many inputs, with equal scales.
 MIN_GROUP = 16
@@ -46,7 +46,8 @@ SCALES = ("float32", "e8m0", "e5m3", "bfloat16", "float16", "two_halves")
 # An output's scales are multiplied by a power of two that keeps the largest of them below 2**127, because a signed
 # number's bits are those of a bfloat16 without an exponent, i.e. the number times 2**-133 or 2**-130.
 _MAX_POWER, _SIZE_POWERS = 127, {"signed4": 3, "signed8": 6}
-# Offsets above an output's scales times the inverse of this lower all its scales, so that no product overflows.
+# Factor of offsets beside scales in the maximum that normalizes an output's scales: larger offsets shrink the scales,
+# so that no product overflows.
 _OFFSET_SHARE = 2.0**-7
 # Max magnitude of an 8-bit code less an integer; bounds of the power of two of an output's largest scale.
 _MAX_SIZE, _POWERS = 127, (-100, 100)
@@ -57,8 +58,8 @@ _POWER_BIAS, _FLOAT_BIAS, _MANTISSA = 253, 29, 8
 # -ZERO_BASE - z.
 SHIFTS = ("none", "offsets", "zeros")
 ZERO_BASE, _MAX_ZERO = 128, 15
-# Bits of the smaller bfloat16 of a float16 that are 0, since it has 3 significant bits, so that its product with a code
-# less its zero is exact. A zero is stored in the lowest of them.
+# Low bits that are 0 in the smaller bfloat16 of a float16: it has 3 significant bits, so its product with (code - zero)
+# is exact. The lowest store the zero point.
 FREE_BITS = 0x1F
 # E4M3 numbers are divided by this power of two, and are then below 2**2; max relative error of scales' products with a
 # factor.
@@ -167,8 +168,8 @@ def pack(matrix: QuantizedMatrix, dtype: torch.dtype, *, least: int = 0) -> Pack
 
 
 def pack_alike(matrices: Sequence[QuantizedMatrix], dtype: torch.dtype) -> list[PackedMatrix]:
-    """Pack matrices of one shape, such as those of experts, in one kind if there is one for all: a matrix of zeros
-    alone might get another kind by itself."""
+    """Pack matrices of one shape, such as those of experts, as one common kind if possible: an all-zero matrix might
+    get another kind by itself."""
     for least in range(3):
         found = [pack(matrix, dtype, least=least) for matrix in matrices]
         if len({(each.kind, *each.parts) for each in found}) == 1:

@@ -115,9 +115,9 @@ class NixlPlane(DataPlane):
         # Only used by the agent's thread.
         self._remotes: dict[str, _Remote] = {}
         self._reads: list[_Read] = []
-        # Calls from the loop's thread to the agent's, limited by MAX_READS, and by forget(), one per lost peer. This is
-        # the queue in Python because the simple one in C may wait forever if a timeout passes before it starts to wait
-        # (CPython 3.11): all reads stalled until another one began.
+        # Calls for the agent's thread: at most MAX_READS reads, plus one forget() per lost peer. Not the C queue: its
+        # get() may block forever if the timeout passes before it waits (CPython 3.11), which stalled all reads until
+        # the next one.
         self._inbox: queue.Queue[Callable[[], None]] = queue.Queue()
         self._under_way = 0
         self._closing = False
