@@ -47,7 +47,7 @@ SWEEP_MS = 30_000
 MAX_BATCHES_AT_ONCE = 64
 TENANT_BATCHES_AT_ONCE = 4
 # Retry delay of a batch released after an error.
-GIVEN_UP_MS = 10_000
+RETRY_DELAY_MS = 10_000
 # Threads for the folder, so that a slow disk delays only batches.
 DISK_THREADS = 4
 
@@ -180,10 +180,10 @@ class BatchRunner:
                 await self._write_outputs(held, machine)
         except (OSError, PillionError) as error:
             log.warning("batch %s is given up for a while: %s", held.record.id, error)
-            pause_s = GIVEN_UP_MS / 1000
+            pause_s = RETRY_DELAY_MS / 1000
         except Exception:
             log.exception("batch %s is given up for a while", held.record.id)
-            pause_s = GIVEN_UP_MS / 1000
+            pause_s = RETRY_DELAY_MS / 1000
         finally:
             held.close()
             try:

@@ -517,7 +517,7 @@ async def test_another_gateway_continues_a_batch(tmp_path: pathlib.Path) -> None
 
 
 async def test_a_full_disk_pauses_a_batch(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_runner, "GIVEN_UP_MS", 20)
+    monkeypatch.setattr(batch_runner, "RETRY_DELAY_MS", 20)
     monkeypatch.setattr(batch_runner, "SWEEP_MS", 20)
     async with running(tmp_path) as (_, client):
         attempts = 0
@@ -540,7 +540,7 @@ async def test_a_disk_that_fails_is_one_line_until_it_works(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Log one line, not tracebacks, for a failing scan or read; continue afterwards."""
-    for name in ("LOOK_MS", "SWEEP_MS", "GIVEN_UP_MS"):
+    for name in ("LOOK_MS", "SWEEP_MS", "RETRY_DELAY_MS"):
         monkeypatch.setattr(batch_runner, name, 20)
     failing = {"sweep": 6, "line": 6}
     sweep, line = batch_folder.BatchFolder.sweep, batch_runner.BatchClaim.line
