@@ -51,7 +51,7 @@ class CudaDomain(Domain):
         return Shards.divided(block_bytes, kv_rows, kv_heads, count)
 
     def layout(self, namespace: str, division: Shards) -> str:
-        return division.layout(namespace, self.device_uuids)
+        return division.layout_id(namespace, self.device_uuids)
 
     def pool_bytes(self, division: Shards) -> int:
         """Return the size of the pool. Without a flag, each GPU contributes its usable share, less the memory already

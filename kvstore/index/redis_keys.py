@@ -39,18 +39,18 @@ GROUPS = len(_ALPHABET) ** 2
 _HEAD_BYTES = 3
 
 
-def buckets_of(owner: str) -> bytes:
+def buckets_key(owner: str) -> bytes:
     """Return the key of an owner's token buckets (shared_buckets.py). ``owner`` has no braces."""
     return b"pillion:q:{%b}" % owner.encode()
 
 
-def load_of(gateway_id: str) -> bytes:
+def load_key(gateway_id: str) -> bytes:
     """Return the key of what a gateway has under way (shared_loads.py)."""
     # One hash tag, so that one script reads the work of all gateways.
     return b"pillion:{load}:%b" % gateway_id.encode()
 
 
-def prefix_pins_of(node_id: str) -> bytes:
+def prefix_pins_key(node_id: str) -> bytes:
     """Return the key of a KV node's record of prefix pins (kvstore/prefix_pins/pin_records.py)."""
     return b"pillion:prefix_pins:%b" % node_id.encode()
 

@@ -53,7 +53,7 @@ class SharedBuckets(RedisScripts):
         args: list[Argument] = []
         for demand in demands:
             args += [demand.per_minute, demand.spent, -1 if demand.wanted is None else demand.wanted]
-        call = ScriptCall([keys.buckets_of(owner)], args)
+        call = ScriptCall([keys.buckets_key(owner)], args)
         place, wait_ms = await self._link.call("take_tokens", call, _read, deadline_ms=TAKE_DEADLINE_MS)
         return Shortage(place - 1, wait_ms) if place else None
 

@@ -49,13 +49,13 @@ class SharedLoads(RedisScripts):
         for component_id, load in loads.items():
             packed = _PACKED.pack(min(load.amount, _MOST), min(load.tokens, _MOST))
             args += [component_id, packed if load != NOTHING_UNDER_WAY else b""]
-        call = ScriptCall([keys.load_of(gateway_id)], args)
+        call = ScriptCall([keys.load_key(gateway_id)], args)
         await self._link.call("tell_load", call, int, deadline_ms=TELL_LOAD_DEADLINE_MS)
 
     async def read(self, gateway_ids: Sequence[str], component_ids: Sequence[str]) -> list[UnderWay]:
         """Return for each component the sum of these gateways' loads, of the first MAX_OTHER_GATEWAYS only. Raises
         Unavailable if Redis does not answer in time, or refuses."""
-        asked = [keys.load_of(name) for name in gateway_ids[:MAX_OTHER_GATEWAYS]]
+        asked = [keys.load_key(name) for name in gateway_ids[:MAX_OTHER_GATEWAYS]]
         call = ScriptCall(asked, ["\n".join(component_ids)])
         read = partial(_read, len(component_ids))
         return await self._link.call("read_loads", call, read, deadline_ms=READ_LOADS_DEADLINE_MS)

@@ -80,7 +80,7 @@ class KindOfState:
             self.left += 1
 
     @property
-    def share(self) -> float:
+    def hit_rate(self) -> float:
         """Fraction of the states that texts resumed from, at least MIN_SHARE."""
         return max(MIN_SHARE, self.found / (self.found + self.left))
 
@@ -111,7 +111,7 @@ class StateEviction:
         self._in_use = False
         # By kind: its counts, and its share when a state last lost its protection.
         self._kinds = [KindOfState() for _ in range(4)]
-        self._shares = [kind.share for kind in self._kinds]
+        self._shares = [kind.hit_rate for kind in self._kinds]
         # Hashes of the blocks after which texts diverge, least recently met first.
         self._branch_points: OrderedDict[bytes, None] = OrderedDict()
 
@@ -200,7 +200,7 @@ class StateEviction:
             state = self._by_page[block]
             # The state's pages are one of the children.
             state.kind = 2 * state.found + (state.behind.children > 1)
-            self._shares = [kind.share for kind in self._kinds]
+            self._shares = [kind.hit_rate for kind in self._kinds]
             self._idle[state] = None
             self._idle_pages += len(state.pages)
 

@@ -78,7 +78,7 @@ class Shards:
             raise InvalidRequest(f"a block of {block_bytes} bytes has no {rows} rows of {heads} KV heads")
         return cls(rows, heads, block_bytes // pieces, shares_of(heads, count))
 
-    def layout(self, namespace: str, device_uuids: Sequence[str]) -> str:
+    def layout_id(self, namespace: str, device_uuids: Sequence[str]) -> str:
         """Return an identifier (64 hexadecimal digits) of a namespace's blocks in this division over these GPUs."""
         shares = [(share.start, share.stop) for share in self.shares]
         said = repr((namespace, tuple(device_uuids), self.rows, self.heads, self.piece_bytes, shares))

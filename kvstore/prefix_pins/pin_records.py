@@ -41,7 +41,7 @@ class PrefixPinRecords(RedisScripts):
 
     def __init__(self, redis_url: RedisServerAt, node_id: str) -> None:
         super().__init__(redis_url)
-        self._key = keys.prefix_pins_of(node_id)
+        self._key = keys.prefix_pins_key(node_id)
 
     async def read(self) -> list[PrefixPinRecord]:
         """Return the pins of the node's previous life; empty if there is no readable record."""

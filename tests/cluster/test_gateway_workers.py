@@ -329,7 +329,7 @@ def test_the_command_line_prints_what_fits_a_schema(cluster: ServedCluster, tmp_
 def told_loads(cluster: ServedCluster) -> list[bytes]:
     """Return the gateways that have reported their load to the others."""
     with redis.Redis(unix_socket_path=str(next(cluster.folder.rglob("redis*.sock")))) as client:
-        return list(client.scan_iter(redis_keys.load_of("*")))
+        return list(client.scan_iter(redis_keys.load_key("*")))
 
 
 def test_streams_of_one_that_is_killed_go_on_at_the_other(cluster: ServedCluster) -> None:

@@ -21,7 +21,7 @@ from pillion.errors import Overloaded, Unavailable
 from pillion.gateway.admission.quotas import CountedCall, Quotas
 from pillion.gateway.admission.tenants import OPEN, Bucket, Tenant
 from pillion.kvstore.index import redis_url, shared_buckets
-from pillion.kvstore.index.redis_keys import buckets_of
+from pillion.kvstore.index.redis_keys import buckets_key
 from pillion.kvstore.index.shared_buckets import BucketDemand, SharedBuckets, Shortage
 from tests.support.examples import examples
 from tests.support.standing_quotas import standing_quotas
@@ -107,14 +107,14 @@ async def test_buckets_are_checked_in_order_and_expire(server: RedisServer) -> N
         assert (await buckets.take("b", [BucketDemand(2, 0, 1), BucketDemand(0)])) == Shortage(
             0, pytest.approx(150_000, abs=20_000)
         )
-        left_ms = server.command("PTTL", buckets_of("a"))
+        left_ms = server.command("PTTL", buckets_key("a"))
         assert 31_000 < left_ms <= 61_000
         assert await buckets.take("c", [BucketDemand(3, 0, 1)]) is None
-        assert 1000 < server.command("PTTL", buckets_of("c")) <= 21_001
+        assert 1000 < server.command("PTTL", buckets_key("c")) <= 21_001
         # Foreign values and partial buckets are ignored.
-        server.command("SET", buckets_of("d"), "x")
+        server.command("SET", buckets_key("d"), "x")
         assert await buckets.take("d", [BucketDemand(1, 0, 1)]) is None
-        server.command("HSET", buckets_of("d"), "1", "no bucket")
+        server.command("HSET", buckets_key("d"), "1", "no bucket")
         assert await buckets.take("d", [BucketDemand(1, 0, 1)]) is None
     finally:
         await buckets.aclose()

@@ -92,7 +92,7 @@ async def test_an_emptied_redis_is_refilled(redis: RedisServer) -> None:
             a.load.add(f"decode-{number}", 1, number)
         await b.until_sees(f"decode-{count - 1}", 1, count - 1)
         redis.command("FLUSHALL")
-        redis.command("RPUSH", keys.load_of("a"), "not ours")
+        redis.command("RPUSH", keys.load_key("a"), "not ours")
         assert await b.sees("decode-0", 0, 0)
         await b.until_sees("decode-0", 1, 0)
         await b.until_sees(f"decode-{count - 1}", 1, count - 1)

@@ -63,8 +63,8 @@ COMPONENTS = ("a", "b", "worker-1", "worker-2")
 ENTRIES = [struct.pack(">II", number, boot) for number, boot in ((1, 7), (1, 8), (2, 7), (3, 1))]
 GENERATION = keys.generation(b"")
 BUCKETS = [GENERATION, *{CHAIN.bucket(0), CHAIN.bucket(40), FORK.bucket(40)}]
-LOADS = [keys.load_of("g1"), keys.load_of("g2")]
-OWNERS = [keys.buckets_of("o1"), keys.buckets_of("o2")]
+LOADS = [keys.load_key("g1"), keys.load_key("g2")]
+OWNERS = [keys.buckets_key("o1"), keys.buckets_key("o2")]
 
 Step = tuple[Any, ...]
 
@@ -193,7 +193,7 @@ scripts = st.one_of(
     st.builds(lambda ms: _registry("components", ms), st.sampled_from([0, BEGIN_US // 1000, BEGIN_US // 1000 + 400])),
     st.just(_registry("nodes")),
     st.builds(
-        lambda ttl, record: ("script", "prefix_pins", [keys.prefix_pins_of("n")], ttl, record),
+        lambda ttl, record: ("script", "prefix_pins", [keys.prefix_pins_key("n")], ttl, record),
         st.sampled_from([0, 500]),
         st.sampled_from([b"", b"r"]),
     ),
