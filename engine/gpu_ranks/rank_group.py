@@ -78,7 +78,7 @@ class GpuRankGroup:
         self._group, self._rendezvous = group, rendezvous
         self._flag = torch.zeros(1, dtype=torch.int32, device=device)
         self._aborted = aborted
-        self._lost = self._alone = False
+        self._lost = self._no_collectives = False
 
     @classmethod
     def join(
@@ -181,14 +181,14 @@ class GpuRankGroup:
         return not refused
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def no_collectives(self) -> Iterator[None]:
         """Skip all calls within the block, in which a step computes garbage to allocate the memory that it needs. An
         OOM in a real step would leave the other ranks waiting."""
-        self._alone = True
+        self._no_collectives = True
         try:
             yield
         finally:
-            self._alone = False
+            self._no_collectives = False
 
     def begin_steps(self) -> None:
         """Wait for all ranks, then limit waits to those of steps."""
@@ -234,7 +234,7 @@ class GpuRankGroup:
 
     def _run(self, call: Callable[..., Any], *args: Any) -> None:
         self._check_lost()
-        if self._alone:
+        if self._no_collectives:
             return
         try:
             work = call(*args)

@@ -801,7 +801,7 @@ def folder_tensors(model: GgufModel, config: Config) -> Iterator[FolderTensor]:
         name = family.in_files(known if layer is None else f"model.layers.{layer}.{known}")
         change = row.changes.get(own)
         if row.shifted_norms and own.endswith("norm.weight") and not own.startswith("ssm_"):
-            change = _unshifted
+            change = _minus_one
         whole = FolderTensor(
             name=name,
             parts=tuple(parts),
@@ -818,7 +818,7 @@ def folder_tensors(model: GgufModel, config: Config) -> Iterator[FolderTensor]:
             yield replace(whole, name=name.format(expert), parts=(part,))
 
 
-def _unshifted(weight: Numbers) -> Numbers:
+def _minus_one(weight: Numbers) -> Numbers:
     return weight - 1
 
 

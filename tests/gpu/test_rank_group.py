@@ -83,7 +83,7 @@ def test_calls_are_queued_on_the_stream_of_the_step():
     group.broadcast(values)
     wanted = [("allreduce", False), ("gather", False), ("broadcast", False)]
     assert calls.called == wanted
-    with group.alone():
+    with group.no_collectives():
         group.sum(values)
         group.broadcast(values)
     assert calls.called == wanted

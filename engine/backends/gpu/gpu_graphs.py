@@ -154,7 +154,7 @@ class StepGraphs:
         if self._ranks is None:
             return True
         try:
-            with self._ranks.alone():
+            with self._ranks.no_collectives():
                 self._run(shape)
         except torch.OutOfMemoryError:
             return False

@@ -46,7 +46,7 @@ class Embed(KernelSpec):
         k, args = call.k, call.args
         table, hidden, tokens = args.pointer("table"), args.pointer("hidden"), call.step.pointer("token_ids")
         width, stride = args.number("width"), args.number("hidden_stride")
-        size = _bytes(self.bf16)
+        size = _itemsize(self.bf16)
         with call.even_share(call.step.number("num_tokens")) as row:
             token, target = k.load_int(tokens + row * 4, 32), hidden + row * stride
             if self.share:
@@ -61,7 +61,7 @@ class Embed(KernelSpec):
                 self._row(call, table + token * width * size, target)
 
     def _row(self, call: KernelCall, source: Ptr, target: Ptr) -> None:
-        k, args, size = call.k, call.args, _bytes(self.bf16)
+        k, args, size = call.k, call.args, _itemsize(self.bf16)
         width, scale = args.number("width"), args.real("scale")
         with k.range(width // LANES) as i:
             k.store(target + i * VECTOR_BYTES, k.load_float(source + i * (LANES * size), self.bf16) * scale)
@@ -124,7 +124,7 @@ class NormRows(KernelSpec):
                     value = (value if mean is None else value - mean) * factor * k.load(weight + i * VECTOR_BYTES)
                 if self.bias:
                     value = value + k.load(bias + i * VECTOR_BYTES)
-                k.store_float(target + i * (LANES * _bytes(self.bf16_out)), value, self.bf16_out)
+                k.store_float(target + i * (LANES * _itemsize(self.bf16_out)), value, self.bf16_out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,5 +319,5 @@ def squares_factor(k: Kernel, squares: Vec, width: Int, eps: Vec) -> Vec:
     return k.vector(1.0) / k.sqrt(squares / k.real(width) + eps)
 
 
-def _bytes(bf16: bool) -> int:
+def _itemsize(bf16: bool) -> int:
     return 2 if bf16 else 4
