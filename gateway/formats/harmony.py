@@ -21,7 +21,7 @@ from pillion.gateway.formats.json_calls import NAME
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 HARMONY_MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
-FUNCTIONS = "functions."
+NAME_PREFIX = "functions."
 ANALYSIS = "analysis"
 MAX_HEADER_CHARS = 512
 _IN_HEADER = (MESSAGE, CHANNEL, CONSTRAIN, START)
@@ -102,7 +102,7 @@ class HarmonyAnswer:
 
     def _message(self, channel: str, recipient: str) -> Generator[None, None, str]:
         """Parse a message's text; return the mark after it, "" at the end of the answer."""
-        name = recipient.removeprefix(FUNCTIONS)
+        name = recipient.removeprefix(NAME_PREFIX)
         # A model may leave the prefix out.
         called = self._known is not None and (name != recipient or name in self._known)
         if called and NAME.fullmatch(name):

@@ -13,7 +13,7 @@ from pillion.gateway.formats.answer_parts import AnswerParts, PendingText
 from pillion.gateway.formats.json_calls import MAX_NAME_CHARS, NAME, NOT_NAME, JsonCalls
 
 FENCE, END_FENCE = "```json", "```"
-FUNCTIONS = "functions."
+NAME_PREFIX = "functions."
 _NUMBER = re.compile(r":[0-9]+$")
 
 
@@ -89,7 +89,7 @@ class NamedCalls(JsonCalls):
         if not (yield from text.has(form.kind)):
             return False
         written = yield from text.up_to(NOT_NAME, MAX_NAME_CHARS)
-        name = _NUMBER.sub("", written.removeprefix(FUNCTIONS)) if form.numbered else written
+        name = _NUMBER.sub("", written.removeprefix(NAME_PREFIX)) if form.numbered else written
         yield from text.past_space()
         if not NAME.fullmatch(name) or not (yield from text.has(form.separator)):
             return False

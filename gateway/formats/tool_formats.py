@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pillion.gateway.formats.answer_parts import AnswerParts, CallReader, PendingText
-from pillion.gateway.formats.harmony import CALL, CHANNEL, FUNCTIONS, HARMONY_MARKS, HarmonyAnswer
+from pillion.gateway.formats.harmony import CALL, CHANNEL, HARMONY_MARKS, NAME_PREFIX, HarmonyAnswer
 from pillion.gateway.formats.json_calls import (
     ApertusCalls,
     CohereCalls,
@@ -153,7 +153,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         (("<|action_start|>",),),
         ("<|action_start|>", "<|plugin|>", "<|action_end|>"),
     ),
-    OPENAI: ToolFormat(CHANNEL, CALL, HarmonyAnswer, ((CHANNEL, FUNCTIONS),), HARMONY_MARKS, inner=HARMONY_MARKS),
+    OPENAI: ToolFormat(CHANNEL, CALL, HarmonyAnswer, ((CHANNEL, NAME_PREFIX),), HARMONY_MARKS, inner=HARMONY_MARKS),
     GENERIC: ToolFormat(TOOL_CALL, END_TOOL_CALL, _HERMES),
 }
 TOOL_ALIASES = {

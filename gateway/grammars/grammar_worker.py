@@ -168,14 +168,14 @@ class Search:
             if own:
                 return self._own(root, base, path, own, frozenset())
             children = list(_children(node))
-            guilty = self._guilty(root, path, children)
+            guilty = self._bisect(root, path, children)
             if guilty is None:
                 kept = frozenset(children)
                 return self._own(root, base, path, self.fault(_pruned(root, path, kept)), kept)
             path += guilty
         return base + path, ""
 
-    def _guilty(self, root: Any, path: Path, suspects: list[Path]) -> Path | None:
+    def _bisect(self, root: Any, path: Path, suspects: list[Path]) -> Path | None:
         """Return the subschema that llguidance refuses by itself; None if it only refuses several together."""
         while suspects and time.process_time() < self._until_s:
             if len(suspects) == 1:

@@ -16,7 +16,7 @@ from typing import Any
 
 from pillion.errors import InvalidRequest, SchemaViolation
 from pillion.gateway.formats.answer_reader import OutputFormat
-from pillion.gateway.formats.harmony import ANALYSIS, CHANNEL, CONSTRAIN, END, FUNCTIONS, MESSAGE, START
+from pillion.gateway.formats.harmony import ANALYSIS, CHANNEL, CONSTRAIN, END, MESSAGE, NAME_PREFIX, START
 from pillion.gateway.formats.literal_calls import LITERAL_FORMS, LiteralForm
 from pillion.gateway.formats.model_formats import ModelFormats, schema_of
 from pillion.gateway.formats.named_calls import DEEPSEEK_SEPARATOR, END_FENCE, FENCE, NAMED_FORMS
@@ -497,7 +497,7 @@ class _NamedWriter(_TaggedWriter):
         form, term = NAMED_FORMS[self.asked.formats.tool_parser], self.asked.term
         begin, end, arguments = term(form.begin), term(form.end), self.arguments(tool, number)
         if form.numbered:
-            name = f"{literal(f'{FUNCTIONS}{tool.name}:')} /[0-9]{{1,3}}/"
+            name = f"{literal(f'{NAME_PREFIX}{tool.name}:')} /[0-9]{{1,3}}/"
             return f"{begin} {name} {term(form.separator)} {arguments} {end}"
         if form.fenced:
             head = f'"function" {term(DEEPSEEK_SEPARATOR)} {literal(f"{tool.name}{chr(10)}{FENCE}{chr(10)}")}'
@@ -669,7 +669,7 @@ class _HarmonyWriter(_Writer):
 
     def one(self, tool: Tool, number: int) -> str:
         channel, constrain, message = map(self.asked.term, (CHANNEL, CONSTRAIN, MESSAGE))
-        head = literal(f"commentary to={FUNCTIONS}{tool.name} ")
+        head = literal(f"commentary to={NAME_PREFIX}{tool.name} ")
         return f'{channel} {head} {constrain} "json" {message} {self.arguments(tool, number)}'
 
     def all(self) -> str:

@@ -99,7 +99,7 @@ class ErrorForm:
     waiting: bytes = b": waiting\n\n"
 
 
-def _openai(error: ApiError, request_id: str) -> tuple[int, bytes]:
+def _openai_error(error: ApiError, request_id: str) -> tuple[int, bytes]:
     """Encode an error as ``{"error": {"message", "type", "param", "code"}}``, OpenAI's format."""
     text = error.message[:MAX_MESSAGE_CHARS]
     said = {"message": text, "type": error.kind, "param": error.param, "code": error.code}
@@ -107,7 +107,7 @@ def _openai(error: ApiError, request_id: str) -> tuple[int, bytes]:
 
 
 OPENAI_ERRORS = ErrorForm(
-    _openai,
+    _openai_error,
     "Error",
     {
         "type": "object",

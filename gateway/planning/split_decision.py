@@ -152,7 +152,7 @@ def choose(
         nodes: live nodes that did not fail this request.
     """
     models, hits = Models(decodes, prefills), snapshot.hits
-    weighed = _least(snapshot, models, decodes)[:MAX_WEIGHED]
+    weighed = _by_finish_time(snapshot, models, decodes)[:MAX_WEIGHED]
     best = _prefill_sides(snapshot, models, prefills, weighed)
     held = {name: min(blocks, snapshot.limit_blocks) for name, blocks in hits.items() if name in nodes}
     routes = [_route(snapshot, component, models.of(component), best, held) for component in weighed]
@@ -182,7 +182,9 @@ def _why(snapshot: ClusterSnapshot, chosen: Route, decodes: list[ComponentRecord
     return f"{component.component_id} is soonest of {len(decodes)}{passed}"
 
 
-def _least(snapshot: ClusterSnapshot, models: Models, components: list[ComponentRecord]) -> list[ComponentRecord]:
+def _by_finish_time(
+    snapshot: ClusterSnapshot, models: Models, components: list[ComponentRecord]
+) -> list[ComponentRecord]:
     """Sort components by the estimated time until the request would be done there. Ties rotate by ``spread``."""
     turn = snapshot.spread % len(components) if components else 0
     sent, hits, size, streams = snapshot.sent_tokens, snapshot.hits, snapshot.block_size, snapshot.sent_load
@@ -205,7 +207,7 @@ def _prefill_sides(
     sent, chunk, tokens = snapshot.sent_tokens, snapshot.chunk_tokens, snapshot.prompt_tokens
     near = {component.node_id for component in decodes}
     best: dict[str, ComponentRecord] = {}
-    for component in _least(snapshot, models, prefills):
+    for component in _by_finish_time(snapshot, models, prefills):
         best.setdefault(component.node_id if component.node_id in near else "", component)
     sides = [
         PrefillSide.of(one, models.of(one), chunk, sent.get(one.component_id, 0), snapshot.adapter_wait_s(one))

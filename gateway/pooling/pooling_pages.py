@@ -18,8 +18,8 @@ from pillion.gateway.pooling.rerank_forms import (
     PairsRequest,
     RerankBody,
     ScoreBody,
+    parse_score,
     read_rerank,
-    read_score,
     write_cohere,
     write_rerank,
     write_score,
@@ -96,7 +96,7 @@ class PoolingApi:
     @reads_body
     async def score(self, call: HttpCall, raw: bytes) -> None:
         """Score pairs of texts, in vLLM's format."""
-        await self._score(call, raw, read_score, partial(write_score, f"score-{call.answer_id}"))
+        await self._score(call, raw, parse_score, partial(write_score, f"score-{call.answer_id}"))
 
     async def _score(
         self,

@@ -112,7 +112,7 @@ def read_rerank(raw: bytes, request_id: str) -> PairsRequest:
     return PairsRequest(body, pairs, body.shared(request_id), names)
 
 
-def read_score(raw: bytes, request_id: str) -> PairsRequest:
+def parse_score(raw: bytes, request_id: str) -> PairsRequest:
     """Parse the body of a call that scores pairs. Raises ApiError."""
     body = _read(raw, ScoreBody)
     sent = {name for pair in SCORED_FIELDS for name in pair if getattr(body, name) is not None}
