@@ -64,7 +64,7 @@ class ModelShard:
         whole_experts: True if a mixture is sharded by whole experts.
         heads: query heads of the process.
         model_heads: query heads of the model.
-        state_keys, state_heads: state heads of the process, and the keys, or groups, that these share.
+        state_keys, state_heads: key heads, or groups, of states of the process, and the state heads that share them.
     """
 
     kv_heads: range
@@ -136,14 +136,6 @@ class ModelShard:
         """Return the process's KV heads in a layer with ``count`` of them."""
         group = self.model_heads // count
         return range(self.heads.start // group, -(-self.heads.stop // group))
-
-    def state_heads_of(self, count: int) -> range:
-        """Return the process's state heads."""
-        return self.state_heads
-
-    def state_keys_of(self, count: int) -> range:
-        """Return this rank's key heads, or groups, of states."""
-        return self.state_keys
 
     def channels(self, parts: Sequence[Entries]) -> Channels:
         """Return the process's channels of a convolution over these parts of a row."""

@@ -96,9 +96,9 @@ def own_pieces(pieces: LayerPieces, operation: StateOperation, shard: ModelShard
         case ShortConvolution():
             return LayerPieces(inputs, ())
         case SelectiveScan(heads=heads):
-            return LayerPieces(inputs, _of_heads(pieces, shard.state_heads_of(heads), heads))
+            return LayerPieces(inputs, _of_heads(pieces, shard.state_heads, heads))
         case DeltaRule(heads=heads, key_heads=keys) | StateSpace(heads=heads, groups=keys):
-            mine, shared = shard.state_heads_of(heads), shard.state_keys_of(keys)
+            mine, shared = shard.state_heads, shard.state_keys
             memory = _of_heads(pieces, mine, heads)
             if not pieces.sides:
                 return LayerPieces(inputs, memory)

@@ -173,29 +173,23 @@ class LayerEmitter:
         """Yield the kernels of a gated delta net, which also write its state into the pool."""
         yield from StateEmitter(self._builder, self._index).delta_rule(operation, self._rows)
         self._after_mixer()
-        yield from self._continue_with(
-            lambda builder: gated(builder, self._state_heads(operation) * operation.head_dim)
-        )
+        yield from self._continue_with(lambda builder: gated(builder, self._state_heads() * operation.head_dim))
 
     def state_space(self, operation: StateSpace, _: LayerOperation | None) -> Iterator[Operation]:
         """Yield the kernels of a state space, which also write its state into the pool."""
         yield from StateEmitter(self._builder, self._index).state_space(operation, self._rows)
         self._after_mixer()
-        yield from self._continue_with(
-            lambda builder: gated(builder, self._state_heads(operation) * operation.head_dim)
-        )
+        yield from self._continue_with(lambda builder: gated(builder, self._state_heads() * operation.head_dim))
 
     def selective_scan(self, operation: SelectiveScan, _: LayerOperation | None) -> Iterator[Operation]:
         """Yield the kernels of a selective scan, which also write its state into the pool."""
         yield from StateEmitter(self._builder, self._index).selective_scan(operation, self._rows)
         self._after_mixer()
-        yield from self._continue_with(
-            lambda builder: gated(builder, self._state_heads(operation) * operation.head_dim)
-        )
+        yield from self._continue_with(lambda builder: gated(builder, self._state_heads() * operation.head_dim))
 
-    def _state_heads(self, operation: DeltaRule | StateSpace | SelectiveScan) -> int:
+    def _state_heads(self) -> int:
         """Return the number of the layer's heads with a matrix in this process."""
-        return len(self._builder.shard.state_heads_of(operation.heads))
+        return len(self._builder.shard.state_heads)
 
     def keep_gate(self, operation: KeepGate, _: LayerOperation | None) -> None:
         """Record that the rows before attention begin with gates of its results."""

@@ -96,7 +96,7 @@ class StateEmitter:
     def delta_rule(self, operation: DeltaRule, x: Buffer) -> Iterator[Operation]:
         """Yield the gated delta rule's kernels from normed ``x`` to :func:`gated`."""
         builder, prefix = self._builder, self._prefix
-        heads, keys = self._own_heads(operation.heads, operation.key_heads)
+        heads, keys = self._own_heads()
         channels, values = self._shard.channels(operation.taps.rows), heads * operation.head_dim
         count = len(channels.numbers)
         made = inputs_of(builder, prefix + operation.inputs.name, count, 0)
@@ -153,7 +153,7 @@ class StateEmitter:
     def state_space(self, operation: StateSpace, x: Buffer) -> Iterator[Operation]:
         """Yield Mamba-2's kernels from normed ``x`` to :func:`gated`."""
         builder, prefix, tensors = self._builder, self._prefix, self._builder.weights.tensors
-        heads, groups = self._own_heads(operation.heads, operation.groups)
+        heads, groups = self._own_heads()
         channels, values = self._shard.channels(operation.taps.rows), heads * operation.head_dim
         count = len(channels.numbers)
         # Time steps, which come last, are read in whole vectors; the excess is less than a piece's channels.
@@ -194,7 +194,7 @@ class StateEmitter:
         """Yield the kernels from normed rows ``x`` to :func:`gated`. Each process has whole pieces of the convolution's
         channels."""
         builder, prefix, tensors = self._builder, self._prefix, self._builder.weights.tensors
-        heads, columns = len(self._shard.state_heads_of(operation.heads)), operation.state_dim
+        heads, columns = len(self._shard.state_heads), operation.state_dim
         values = heads * operation.head_dim
         made = inputs_of(builder, prefix + operation.inputs.name, values, 0)
         yield from builder.gemm(prefix + operation.inputs.name, x, made, "store")
@@ -239,7 +239,7 @@ class StateEmitter:
 
     def _normed_groups(self, operation: StateSpace, values: int) -> NormGroups:
         """Return the groups in which this process's ``values`` values of a row are normed."""
-        mine, every = self._shard.state_keys_of(operation.groups), operation.groups
+        mine, every = self._shard.state_keys, operation.groups
         count = 1 if operation.norm is None else len(mine)
         shared = None
         if operation.norm is not None and self._shard.size > every:
@@ -296,9 +296,9 @@ class StateEmitter:
         found = self._builder.weights.tensors[self._prefix + decay.name].exp() * -LOG2E
         return found[:heads].repeat_interleave(rows) if rows else found
 
-    def _own_heads(self, heads: int, keys: int) -> tuple[int, int]:
+    def _own_heads(self) -> tuple[int, int]:
         """Return the number of the layer's heads, and of the key heads that they share, in this process."""
-        return len(self._shard.state_heads_of(heads)), len(self._shard.state_keys_of(keys))
+        return len(self._shard.state_heads), len(self._shard.state_keys)
 
     def _own_pieces(self, operation: StateOperation) -> LayerPieces:
         """Return the places of the pieces of this process's channels and heads."""
