@@ -399,7 +399,7 @@ def test_a_pods_node_and_workers_share_a_gpu() -> None:
         ({"pools": {"decode": {"replica": 3}}}, "replica"),
         ({"pools": {"idle": {"replicas": 1}}}, "neither prefill nor decode"),
         ({"pools": {"gateway": {"decode": 1}}}, "gateway"),
-        ({"pools": {"both": {"decode": 1, "autoscaling": {"enabled": True}}}}, "say what it scales on"),
+        ({"pools": {"both": {"decode": 1, "autoscaling": {"enabled": True}}}}, "no target is set"),
         ({"gateway": {"tls": {"clientCertificates": True}}}, "needs gateway.tls.existingSecret"),
         ({"redis": {"minimal": False}}, "redis.existingSecret"),
         ({"adapters": {"modules": ["sql=/adapters/sql"]}}, "enabled is false"),

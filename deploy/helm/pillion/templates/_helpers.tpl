@@ -10,7 +10,7 @@
 {{- end -}}
 {{- end }}
 
-{{/* What finds the pods of this release. */}}
+{{/* Labels that select this release's pods. */}}
 {{- define "pillion.selector" -}}
 app.kubernetes.io/name: pillion
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -23,7 +23,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end }}
 
-{{/* OpenShift gives each namespace ids of its own, and refuses pods that ask for others. */}}
+{{/* OpenShift assigns each namespace a range of ids and rejects pods with others. */}}
 {{- define "pillion.ids" -}}
 {{- if not (.root.Capabilities.APIVersions.Has "security.openshift.io/v1") }}
 {{- range $name, $id := .ids }}
@@ -49,7 +49,7 @@ capabilities:
   drop: [ALL]
 {{- end }}
 
-{{/* One list of environment variables out of a map; later maps win. */}}
+{{/* A map as a list of environment variables. */}}
 {{- define "pillion.envList" -}}
 {{- range $name, $value := . }}
 - name: {{ $name }}
@@ -57,7 +57,7 @@ capabilities:
 {{- end }}
 {{- end }}
 
-{{/* What every part is told. A Secret's URL may hold a password, so it is no argument. */}}
+{{/* An environment variable, not an argument, since the URL may include a password. */}}
 {{- define "pillion.redisEnv" -}}
 - name: PILLION_REDIS_URL
 {{- if .Values.redis.existingSecret }}
@@ -68,7 +68,7 @@ capabilities:
 {{- end }}
 {{- end }}
 
-{{/* A map, as YAML, so that others can be merged over it. */}}
+{{/* Environment common to all components, as a YAML map for merging. */}}
 {{- define "pillion.env" -}}
 PILLION_MODEL: {{ .Values.model.name | quote }}
 PILLION_SERVED_MODEL_NAME: {{ .Values.model.servedName | quote }}
@@ -85,7 +85,7 @@ PILLION_ENABLE_LORA: "true"
 PILLION_MAX_LORAS: {{ .Values.adapters.maxLoras | int | toString | quote }}
 PILLION_MAX_LORA_RANK: {{ .Values.adapters.maxLoraRank | int | toString | quote }}
 {{- end }}
-{{- /* Both families: a cluster may have either, or both. */}}
+{{- /* Clusters may be IPv4, IPv6 or dual-stack. */}}
 PILLION_METRICS_HOST: "::"
 PILLION_INSECURE_INTERNAL: {{ empty .Values.internalTls.existingSecret | toString | quote }}
 {{- if .Values.internalTls.existingSecret }}
@@ -127,22 +127,21 @@ OTEL_TRACES_SAMPLER_ARG: {{ .Values.tracing.samplerArg | quote }}
 {{- end }}
 {{- end }}
 
-{{/* How a part is asked: the kubelet reads a page of its metrics port, which is plain HTTP whatever TLS the other ports
-     speak, and nothing is started in the container for it. */}}
+{{/* A probe of the metrics port, which is plain HTTP even with TLS on other ports. */}}
 {{- define "pillion.asked" -}}
 httpGet: {path: {{ .path }}, port: {{ .port }}}
 timeoutSeconds: 5
 {{- end }}
 
-{{/* Who does not answer for a minute hangs: a fenced worker that does not come back must be killed by somebody. Kubernetes
-     asks nothing of a pod that it has told to stop, so a drain is not cut short. */}}
+{{/* Liveness fails after a minute without an answer, which also ends fenced workers that hang. It never cuts a
+     drain short: Kubernetes does not probe terminating pods. */}}
 {{- define "pillion.probes" -}}
 startupProbe:
   {{- include "pillion.asked" (dict "path" "/alive" "port" .port) | nindent 2 }}
   periodSeconds: 2
-  # Weights may have to be read from far away, and a gateway may have to fetch the model for its tokenizer.
+  # 30 minutes: storage may be slow, and gateways may download the model for its tokenizer.
   failureThreshold: 900
-# A gateway is ready once a decode worker of the model lives; what drains is not ready any more.
+# A gateway is ready once the model has a live decode worker; draining components are not ready.
 readinessProbe:
   {{- include "pillion.asked" (dict "path" "/health" "port" .port) | nindent 2 }}
   periodSeconds: 5
