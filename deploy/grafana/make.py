@@ -1,9 +1,9 @@
-"""Writes dashboards/*.json, which Grafana reads: ``python -m deploy.grafana.make``, or ``make dashboards``.
+"""Generate Grafana's dashboards/*.json: ``python -m deploy.grafana.make``, or ``make dashboards``.
 
-    the dashboards below --build--> Grafana's JSON --render--> text --main--> a file each
+    dashboards below --build--> Grafana's JSON --render--> text --main--> files
 
-The same input gives the same bytes. A test compares the files, and checks every query against the metrics that exist.
-Change dashboards in this file: Grafana is configured not to save changes.
+The output is deterministic. Tests compare the files and check the queries' metrics, labels and values. Edit dashboards
+here: Grafana is configured not to save changes.
 """
 
 from __future__ import annotations
@@ -16,35 +16,32 @@ from deploy.grafana.model import Dashboard, Panel, Query, Variable, build
 FOLDER = pathlib.Path(__file__).resolve().parent / "dashboards"
 MODEL = 'gen_ai_request_model=~"$model"'
 TOKENS_PER_S = "suffix: tokens/s"
-# A series of a worker or node gets its component's name from that component's pillion_build_info.
+# Adds the component's name to a series.
 OWNER = '* on (job, instance) group_left (component) pillion_build_info{component=~"$component"}'
 EVERY_OWNER = "* on (job, instance) group_left (component) pillion_build_info"
 _QUANTILES = ((0.5, "p50"), (0.99, "p99"))
 
 
-# Queries of several panels.
-
-
 def rate(metric: str, where: str = "") -> str:
-    """Returns a counter's rate per second."""
+    """Return a counter's rate per second."""
     chosen = f"{{{where}}}" if where else ""
     return f"rate({metric}{chosen}[$__rate_interval])"
 
 
 def rate_by(metric: str, by: str, where: str = "") -> str:
-    """Returns a counter's rate per second, summed over all labels but ``by``."""
+    """Return a counter's rate per second, summed over all labels but ``by``."""
     return f"sum by ({by}) ({rate(metric, where)})"
 
 
 def latency(title: str, metric: str, text: str, where: str = MODEL) -> Panel:
-    """Returns a panel of p50 and p99 of a histogram in seconds."""
+    """Return a panel of p50 and p99 of a histogram in seconds."""
     inside = rate_by(f"{metric}_bucket", "le", where)
     queries = tuple(Query(f"histogram_quantile({quantile}, {inside})", name) for quantile, name in _QUANTILES)
     return Panel(title, "s", queries, text)
 
 
 def latency_by_component(title: str, metric: str, text: str) -> Panel:
-    """Returns a panel of p50 and p99 of a histogram in seconds, for each component."""
+    """Return a panel of p50 and p99 of a histogram in seconds, by component."""
     inside = f"sum by (le, component) ({rate(f'{metric}_bucket')} {OWNER})"
     queries = tuple(
         Query(f"histogram_quantile({quantile}, {inside})", f"{name} {{{{component}}}}") for quantile, name in _QUANTILES
@@ -53,17 +50,17 @@ def latency_by_component(title: str, metric: str, text: str) -> Panel:
 
 
 def by_component(metric: str) -> str:
-    """Returns a gauge of each component."""
+    """Return a gauge by component."""
     return f"sum by (component) ({metric} {OWNER})"
 
 
 def rate_by_component(metric: str, *labels: str) -> str:
-    """Returns a counter's rate by component, or by other given labels."""
+    """Return a counter's rate by component or by ``labels``."""
     return f"sum by ({', '.join(labels or ('component',))}) ({rate(metric)} {OWNER})"
 
 
 def mean(metric: str, where: str) -> str:
-    """Returns the mean of a histogram."""
+    """Return the mean of a histogram."""
     return f"sum({rate(f'{metric}_sum', where)}) / sum({rate(f'{metric}_count', where)})"
 
 
@@ -74,31 +71,33 @@ def _service() -> Dashboard:
         latency(
             "Time to first token",
             "gen_ai_server_time_to_first_token_seconds",
-            "Queue time, computing the prompt, and one step. It rises first when prefill workers are too few.",
+            "Queue time, prefill and one decode step. The first latency to rise when prefill workers are too few.",
         ),
         latency(
             "Inter-token latency",
             "pillion_inter_token_latency_seconds",
-            "The pauses that a reader of a stream notices. It rises with decodes per worker and with the token budget.",
+            "Time between tokens of a stream. Rises with decodes per worker and with the token budget.",
         ),
         latency(
             "Time per output token",
             "gen_ai_server_time_per_output_token_seconds",
-            "An answer's mean after its first token; a pause in a long answer hardly changes it.",
+            "Mean per answer after the first token. Hides single pauses in long answers.",
         ),
         latency(
-            "Whole request", "gen_ai_server_request_duration_seconds", "From arrival to end, failed requests included."
+            "Whole request",
+            "gen_ai_server_request_duration_seconds",
+            "From arrival to completion, failed requests included.",
         ),
         latency(
             "Queue time",
             "pillion_request_queue_time_seconds",
-            "Time in the gateway's tenant queue, waiting for KV memory, and in the decode worker's queue.",
+            "Time in the gateway's tenant queue, in the queue for KV memory, and in the decode worker's queue.",
         ),
         Panel(
             "Requests now",
             "short",
             (Query("sum by (state) (pillion_requests_now)", "{{state}}"),),
-            "Waiting requests are in the gateways' tenant queues.",
+            "Current requests. waiting: in the gateways' tenant queues.",
             stacked=True,
         ),
         Panel(
@@ -109,7 +108,7 @@ def _service() -> Dashboard:
                     f"max by (component) (pillion_event_loop_longest_callback_seconds {EVERY_OWNER})", "{{component}}"
                 ),
             ),
-            "The longest callback of the last minute or two: so long a component's streams and heartbeats stood still.",
+            "Longest callback in the last one or two minutes, which blocked the component's streams and heartbeats.",
         ),
     )
     traffic = (
@@ -120,20 +119,20 @@ def _service() -> Dashboard:
                 Query(f"sum({rate(sources, MODEL)})", "in"),
                 Query(f"sum({rate('pillion_generated_tokens_total', MODEL)})", "out"),
             ),
-            "Prompt tokens, cached ones included, are counted at a request's end; generated tokens as they come.",
+            "Prompt tokens include cached ones and are counted at the end of a request; generated tokens live.",
         ),
         Panel(
             "Requests by outcome",
             "reqps",
             (Query(rate_by("pillion_requests_total", "outcome", MODEL), "{{outcome}}"),),
-            "stop, length and cancelled are normal; every other outcome is an error's name.",
+            "stop, length and cancelled are normal; other outcomes are names of errors.",
             stacked=True,
         ),
         Panel(
             "Refusals by reason",
             "reqps",
             (Query(rate_by("pillion_rejected_requests_total", "reason"), "{{reason}}"),),
-            "Requests that the gateway refused, by the bound or quota that they met.",
+            "Requests rejected by gateways, by the limit or quota exceeded.",
             stacked=True,
         ),
         Panel(
@@ -143,26 +142,26 @@ def _service() -> Dashboard:
                 Query(rate_by("pillion_batch_lines_total", "outcome"), "{{outcome}} per second"),
                 Query("sum by (state) (pillion_batch_lines_now)", "{{state}}"),
             ),
-            "Lines of batches: how many end or are sent again, and how many run or are queued.",
+            "Lines of batches: completed or retried per second, and running or queued.",
         ),
         Panel(
             "Records",
             "reqps",
             (Query(rate_by("pillion_recorded_requests_total", "reason"), "{{reason}}"),),
-            "Requests whose bundles were written, by why, and those whose bundles were lost.",
+            "Requests whose bundles were written, by reason, or lost.",
             stacked=True,
         ),
         Panel(
             "Tokens by tenant",
             TOKENS_PER_S,
             (Query(rate_by("pillion_tenant_tokens_total", "tenant, kind"), "{{tenant}} {{kind}}"),),
-            "Counted at the ends of requests. Beyond 64 tenants of a gateway the others are together.",
+            "Counted at the end of requests. Per gateway, tenants beyond 64 are aggregated.",
         ),
         Panel(
             "KV by tenant",
             "bytes",
             (Query(rate_by("pillion_tenant_kv_byte_seconds_total", "tenant, tier"), "{{tenant}} {{tier}}"),),
-            "The KV that ended requests held in pools on the average, by where it came from.",
+            "Mean KV memory of completed requests, by the tier it came from.",
         ),
     )
     workers = (
@@ -170,15 +169,14 @@ def _service() -> Dashboard:
             "Workers",
             "short",
             (
-                Query('count by (role) (pillion_build_info{role=~"prefill|decode"})', "{{role}}, there"),
+                Query('count by (role) (pillion_build_info{role=~"prefill|decode"})', "{{role}}"),
                 Query(
                     f"sum by (role) ({rate('pillion_step_duration_seconds_sum')} * on (job, instance)"
                     " group_left (role) pillion_build_info)",
-                    "{{role}}, whose steps run",
+                    "{{role}}, busy",
                 ),
             ),
-            "How many workers there are, and how many of them compute on the average; prefill workers are scaled by it"
-            " (docs/kubernetes.md).",
+            "Workers, and the mean number of busy ones, by which prefill workers are scaled (docs/kubernetes.md).",
         ),
     )
     prompts = (
@@ -186,7 +184,7 @@ def _service() -> Dashboard:
             "Prompt tokens by source",
             "percentunit",
             (Query(share, "{{source}}"),),
-            "pool, fetched, restored and bucket are cache hits; prefill and tail tokens were computed.",
+            "Cache hits: pool, fetched, restored and bucket. Computed: prefill and tail.",
             stacked=True,
             maximum=1,
         ),
@@ -194,14 +192,14 @@ def _service() -> Dashboard:
             "Split fraction",
             "percentunit",
             (Query(mean("pillion_request_split_fraction", MODEL), "mean"),),
-            "The share of computed prompt tokens that prefill workers computed; decode workers computed the rest.",
+            "Share of computed prompt tokens that were computed by prefill workers, not by decode workers.",
             maximum=1,
         ),
         Panel(
             "Replays",
             "ops",
             (Query(rate_by("pillion_replays_total", "gen_ai_request_model", MODEL), "{{gen_ai_request_model}}"),),
-            "Answers that continued on another worker after a component was lost.",
+            "Answers continued on another worker after the loss of a component.",
         ),
     )
     lengths = {
@@ -217,13 +215,13 @@ def _service() -> Dashboard:
             "Phases of requests",
             "s",
             tuple(Query(mean(f"pillion_request_{phase}_time_seconds", MODEL), phase) for phase in phases),
-            "Means: prefill is from the end of waiting to the first token, decode from there to the last one.",
+            "Means. prefill: from the end of queueing to the first token; decode: from the first to the last token.",
         ),
         Panel(
             "Lengths of requests",
             "short",
             tuple(Query(mean(metric, MODEL), name) for name, metric in lengths.items()),
-            "Mean tokens of prompts, answers, longest answers and limits, and answers per request.",
+            "Mean tokens per prompt, answer, longest answer and max_tokens, and answers per request.",
         ),
         Panel(
             "Requests by model",
@@ -234,7 +232,7 @@ def _service() -> Dashboard:
                     "{{gen_ai_request_model}} {{state}}",
                 ),
             ),
-            "Of those that wait, some are in the gateways' lines and some in decode workers'.",
+            "Running and waiting requests, in the queues of gateways or decode workers.",
             stacked=True,
         ),
         Panel(
@@ -246,7 +244,7 @@ def _service() -> Dashboard:
                     "{{gen_ai_request_model}}",
                 ),
             ),
-            "The share of the pools of a model's workers that a new prompt cannot have.",
+            "Share of the pools of a model's workers that is unavailable to new prompts.",
             maximum=1,
         ),
         Panel(
@@ -256,7 +254,7 @@ def _service() -> Dashboard:
                 Query(f"sum({rate('pillion_request_preemptions_total', MODEL)})", "preemptions"),
                 Query(rate_by("pillion_draft_tokens_total", "outcome", MODEL), "draft tokens, {{outcome}}"),
             ),
-            "Counted at the ends of requests.",
+            "Counted at the end of requests.",
         ),
     )
     models = "label_values(pillion_inter_token_latency_seconds_count, gen_ai_request_model)"
@@ -282,18 +280,18 @@ def _grammars() -> tuple[Panel, ...]:
             "Forced tokens",
             TOKENS_PER_S,
             (Query(forced, "{{component}}"),),
-            "Tokens of answers that a grammar left no choice of. They cost no step of their own.",
+            "Tokens with only one choice under a grammar, which need no step of their own.",
         ),
         Panel(
             "Late masks",
             "ops",
             (Query(late, "{{component}}"),),
-            "Answers that sat out a step because their grammar's mask was not there. Other answers went on.",
+            "Answers that skipped a step because their grammar's mask was not ready. Other answers are not delayed.",
         ),
         latency_by_component(
             "Compiling grammars",
             "pillion_grammar_compile_duration_seconds",
-            "A worker compiles a grammar once and keeps it. Streams that run do not wait for it.",
+            "Compilation time. Compiled grammars are cached; running streams do not wait for it.",
         ),
     )
 
@@ -304,7 +302,7 @@ def _adapters() -> tuple[Panel, ...]:
             "Load as planners see it",
             "short",
             (Query(f"sum by (component, figure) (pillion_load {OWNER})", "{{component}} {{figure}}"),),
-            "Figures of the workers' load that no other panel has.",
+            "Load figures of workers that other panels do not show.",
         ),
         Panel(
             "Adapters",
@@ -313,7 +311,7 @@ def _adapters() -> tuple[Panel, ...]:
                 Query(by_component("pillion_adapters"), "{{component}} ready"),
                 Query(by_component("pillion_adapter_waits"), "{{component}} waiting sequences"),
             ),
-            "Sequences wait while their adapter loads, or for a slot that others hold (--max-loras).",
+            "Loaded adapters, and sequences waiting for an adapter to load or for a slot (--max-loras).",
         ),
         Panel(
             "Requests by adapter",
@@ -322,7 +320,7 @@ def _adapters() -> tuple[Panel, ...]:
                 Query("sum by (adapter) (pillion_adapter_requests_now)", "{{adapter}}"),
                 Query("max(pillion_adapter_slots)", "--max-loras"),
             ),
-            "Requests that run, by the name of their adapter. More adapters than --max-loras take turns on a worker.",
+            "Running requests by adapter. More adapters than --max-loras take turns on a worker.",
         ),
         Panel(
             "Adapter loads",
@@ -335,10 +333,12 @@ def _adapters() -> tuple[Panel, ...]:
                 Query(rate_by_component("pillion_adapter_evictions_total"), "{{component}} evicted"),
                 Query(rate_by_component("pillion_adapter_transfers_total"), "{{component}} from other machines"),
             ),
-            "Many evictions: more adapters are in use than --max-loras, and take turns.",
+            "Many evictions: more adapters than --max-loras are in use.",
         ),
         latency_by_component(
-            "Adapter loading", "pillion_adapter_load_duration_seconds", "Reading and packing, beside the steps."
+            "Adapter loading",
+            "pillion_adapter_load_duration_seconds",
+            "Time to read and pack an adapter, in parallel to steps.",
         ),
     )
 
@@ -358,27 +358,27 @@ def _engine() -> Dashboard:
         latency_by_component(
             "Step duration",
             "pillion_step_duration_seconds",
-            "Forward pass and sampling. A decode worker's step is the inter-token latency of all its sequences.",
+            "Forward pass and sampling. On a decode worker, a step is the inter-token latency of all its sequences.",
         ),
         Panel(
             "Ranks",
             "short",
             (
                 Query(by_component("pillion_ranks"), "{{component}} processes"),
-                Query(rate_by_component("pillion_rank_wait_seconds_total"), "{{component}} share of time that waits"),
+                Query(rate_by_component("pillion_rank_wait_seconds_total"), "{{component}} share of time waiting"),
                 Query(
                     f"{waits} / ({waits} + {rate_by_component('pillion_stage_work_seconds_total', *stage)})",
-                    "{{component}} stage {{stage}}: idle share while steps are under way",
+                    "{{component}} stage {{stage}}: bubbles",
                 ),
             ),
-            "Processes of a worker (--tensor-parallel-size, --pipeline-parallel-size), how long its first one waits for"
-            " the others' answers, and the bubbles of each stage.",
+            "Processes per worker (--tensor-parallel-size, --pipeline-parallel-size), rank 0's share of time waiting"
+            " for the others, and bubbles: each stage's idle share during steps.",
         ),
         Panel(
             "Step budget by use",
             "percentunit",
             (Query(f"{budget} / ignoring (use) group_left () sum({by_use})", "{{use}}"),),
-            "Decodes go first, prompt tails fill the rest. Much idle beside a long queue: memory or slots are short.",
+            "Decodes first, then prompt tails. Much idle despite a long queue: memory or slots are short.",
             stacked=True,
             maximum=1,
         ),
@@ -386,34 +386,34 @@ def _engine() -> Dashboard:
             "Tokens by use",
             TOKENS_PER_S,
             (Query(f"sum by (use) ({worked} {OWNER})", "{{use}}"),),
-            "Tokens by use without the idle budget, which is large where a prefill worker has little to do.",
+            "Without the idle budget, which is large on idle prefill workers.",
             stacked=True,
         ),
         Panel(
             "Steps",
             "ops",
             (Query(rate_by_component("pillion_steps_total", "component", "outcome"), "{{component}} {{outcome}}"),),
-            "failed: the backend raised, and the step's streams are replayed elsewhere.",
+            "failed: the backend raised an exception; the step's streams are replayed elsewhere.",
         ),
         Panel(
             "Accepted speculative tokens",
             "percentunit",
             (Query(share, "{{component}}"),),
-            "Share of speculative tokens. Where few are right, --speculative-config gains little.",
+            "Acceptance rate of draft tokens. If low, --speculative-config gains little.",
             maximum=1,
         ),
         Panel(
             "Accepted by position",
             "percentunit",
             (Query(f"{by_place['accepted']} / ({by_place['accepted']} + {by_place['wasted']})", "{{position}}"),),
-            "Share of the guesses at each place, from 0, that were right, those after a wrong one counted as wrong.",
+            "Acceptance rate by position in the draft, from 0. Tokens after a rejected one count as rejected.",
             maximum=1,
         ),
         Panel(
             "Preemptions",
             "ops",
             (Query(rate_by_component("pillion_preemptions_total"), "{{component}}"),),
-            "Streams that gave up their memory for a while: the pool is too small for the admitted requests.",
+            "Sequences preempted for memory: the pool is too small for the admitted requests.",
         ),
     )
     states = f"sum by (component, state) (pillion_sequences {OWNER})"
@@ -422,25 +422,25 @@ def _engine() -> Dashboard:
             "Sequences",
             "short",
             (Query(states, "{{component}} {{state}}"),),
-            "running includes decoding; the difference is prompts in progress. waiting sequences have no slot.",
+            "running includes decoding and prompts in progress. waiting: without a slot.",
         ),
         Panel(
             "Free slots",
             "short",
             (Query(by_component("pillion_free_sequences"), "{{component}}"),),
-            "Slots for running sequences. A long time at 0: add workers.",
+            "Free slots for running sequences. If 0 for long, add workers.",
         ),
         Panel(
             "Queued prompt tokens",
             "short",
             (Query(by_component("pillion_queued_tokens"), "{{component}}"),),
-            "Prompt tokens that are still to be computed. Autoscalers of prefill workers use them.",
+            "Prompt tokens yet to be computed. Used to autoscale prefill workers.",
         ),
     )
     return Dashboard(
         "pillion-engine",
         "Pillion: engine",
-        "Steps and queues of prefill and decode workers, and processor and memory of all components but KV nodes.",
+        "Steps and queues of prefill and decode workers; CPU and memory of all components except KV nodes.",
         (
             Variable(
                 "component", "Component", 'label_values(pillion_build_info{role=~"gateway|prefill|decode"}, component)'
@@ -463,9 +463,9 @@ def _processes() -> tuple[Panel, ...]:
             "Memory",
             "bytes",
             (Query(by_component("process_resident_memory_bytes"), "{{component}}"),),
-            "Resident memory. The KV pool's pages are shared and count in each process that has touched them.",
+            "Resident memory. Shared pages of the KV pool count in each process that has touched them.",
         ),
-        Panel("Processor", "short", (Query(cpu, "{{component}}"),), "Cores in use."),
+        Panel("CPU", "short", (Query(cpu, "{{component}}"),), "Cores in use."),
         Panel(
             "Open files",
             "short",
@@ -486,29 +486,31 @@ def _kv() -> Dashboard:
             "Blocks by state",
             "short",
             (Query(state_of, "{{state}}"),),
-            "The states add up to the pool. committed blocks are the prefix cache, evicted when memory is needed.",
+            "States add up to the pool. committed: the prefix cache, evicted when memory is needed.",
             stacked=True,
         ),
         Panel(
             "Usage",
             "percentunit",
             (Query(by_component("pillion_kv_usage_ratio"), "{{component}}"),),
-            "The share of the pool that a new prompt cannot get. At 1 requests wait for tickets.",
+            "Share of the pool that is unavailable to new prompts. At 1, requests wait for tickets.",
             maximum=1,
         ),
         Panel(
             "Held blocks",
             "short",
             (Query(f"sum by (component, state) (pillion_kv_held_blocks {OWNER})", "{{component}} {{state}}"),),
-            "Committed blocks that are pinned, and slots that are reserved.",
+            "Pinned committed blocks, and reserved slots.",
         ),
         Panel(
             "Tickets",
             "short",
             (Query(f"sum by (component, state) (pillion_kv_tickets {OWNER})", "{{component}} {{state}}"),),
-            "waiting tickets wait for memory.",
+            "waiting: queued for memory.",
         ),
-        latency_by_component("Ticket wait", "pillion_kv_ticket_wait_seconds", "From a ticket's request to its grant."),
+        latency_by_component(
+            "Ticket wait", "pillion_kv_ticket_wait_seconds", "From the request of a ticket to its grant."
+        ),
         Panel(
             "Committed and evicted",
             "suffix: blocks/s",
@@ -516,7 +518,7 @@ def _kv() -> Dashboard:
                 Query(rate_by_component("pillion_kv_committed_blocks_total"), "committed {{component}}"),
                 Query(rate_by_component("pillion_kv_evicted_blocks_total"), "evicted {{component}}"),
             ),
-            "Evictions as fast as commits with few hits: prefixes are evicted before they are used again.",
+            "Evictions as fast as commits, with a low hit rate: prefixes are evicted before reuse.",
         ),
         Panel(
             "Users' pins",
@@ -526,7 +528,7 @@ def _kv() -> Dashboard:
                 Query(f"sum by (component) (pillion_kv_user_pins {OWNER})", "pins {{component}}"),
                 Query(rate_by_component("pillion_kv_user_pin_hits_total"), "hits/s {{component}}"),
             ),
-            "Blocks of the prefixes that users have pinned, the pins, and prompts a second that found all of one.",
+            "Users' prefix pins, their blocks, and prompts per second that hit a whole pinned prefix.",
         ),
     )
     moves = (
@@ -534,29 +536,29 @@ def _kv() -> Dashboard:
             "Moved blocks",
             "suffix: blocks/s",
             (Query(rate_by_component("pillion_kv_moved_blocks_total", "component", "way"), "{{component}} {{way}}"),),
-            "fetched and served: between nodes; restored and spilled: between pool and lower tiers; bucket: from one.",
+            "fetched, served: between nodes; restored, spilled: between pool and lower tiers; bucket: from a bucket.",
         ),
         Panel(
             "Fetched bytes",
             "Bps",
             (Query(rate_by_component("pillion_kv_fetched_bytes_total", "source"), "{{source}}"),),
-            "Bytes from other nodes, from host memory or disk, and from a bucket.",
+            "Bytes from other nodes, host memory or disk, or a bucket.",
             stacked=True,
         ),
         latency_by_component(
-            "Fetch time", "pillion_kv_fetch_time_seconds", "Duration of all fetches, complete or not."
+            "Fetch time", "pillion_kv_fetch_time_seconds", "Duration of fetches, including incomplete ones."
         ),
         Panel(
             "Short fetches",
             "ops",
             (Query(rate_by_component("pillion_kv_short_fetches_total"), "{{component}}"),),
-            "Fetches of less than requested; the rest is computed again. Some are normal, since the index is a hint.",
+            "Incomplete fetches; the rest is recomputed. Some are normal, since the index is a hint.",
         ),
         Panel(
             "Corrupt blocks",
             "suffix: blocks/s",
             (Query(rate_by_component("pillion_kv_corrupt_blocks_total"), "{{component}}"),),
-            "Blocks with a wrong checksum, which were dropped. Any means that memory, disk or network is faulty.",
+            "Blocks dropped for a wrong checksum. Any indicates faulty memory, disk or network.",
         ),
         Panel(
             "On disk and in the bucket",
@@ -566,7 +568,7 @@ def _kv() -> Dashboard:
                 Query(short_bytes, "{{component}}: disk, no room"),
                 Query(object_bytes, "{{component}}: bucket"),
             ),
-            "The disk tier's blocks, what others have taken of its room, and blocks known to be in the bucket.",
+            "The disk tier's blocks, its capacity used by other programs, and blocks known to be in the bucket.",
         ),
         Panel(
             "Kept slots",
@@ -575,8 +577,8 @@ def _kv() -> Dashboard:
                 Query(by_component("pillion_kv_late_blocks"), "{{component}}: late reads"),
                 Query(by_component("pillion_partial_blocks"), "{{component}}: partial blocks"),
             ),
-            "Slots that stay leased without a request: of reads that outlived their fetch, as a disk or a node does"
-            " not answer, and of the partial blocks that decode workers keep for next turns.",
+            "Slots leased without a request: for reads that outlived their fetch, when a disk or node hangs, and for"
+            " partial blocks that decode workers cache for next turns.",
         ),
         Panel(
             "Followers",
@@ -585,29 +587,29 @@ def _kv() -> Dashboard:
                 Query(by_component("pillion_kv_followers"), "{{component}}"),
                 Query(rate_by_component("pillion_kv_dropped_followers_total"), "{{component}} dropped/s"),
             ),
-            "Routers that follow the pool's blocks. A dropped one was too slow; it follows again with a snapshot.",
+            "Routers that follow the pool's blocks. Slow ones are dropped and resume from a snapshot.",
         ),
     )
     health = (
         Panel(
-            "Index answers",
+            "Index available",
             "bool_yes_no",
             (Query("min(pillion_index_available)", "every gateway"),),
-            "No: no prefix is found, every prompt is computed, and requests are served.",
+            "No: requests are served without cache hits.",
             maximum=1,
         ),
         Panel(
-            "Registry takes heartbeats",
+            "Registry writable",
             "bool_yes_no",
             (Query("min(pillion_registry_writable)", "every gateway"),),
-            "No: components that are known serve on, and new ones are not found.",
+            "No: known components keep serving; new ones are not discovered.",
             maximum=1,
         ),
         Panel(
-            "Components that are down",
+            "Components down",
             "short",
             (Query("max by (component) (pillion_component_down)", "{{component}}"),),
-            "They die again and again, and their supervisor starts them ever more rarely.",
+            "Crash loops: the supervisor restarts them with growing delays.",
         ),
         Panel(
             "Components by version",
@@ -618,13 +620,13 @@ def _kv() -> Dashboard:
                     "{{version}}, protocol {{protocol}}, used: {{used}}",
                 ),
             ),
-            "More than one line: an upgrade is under way. 0.2.0 does not say its version.",
+            "More than one line: an upgrade is in progress. 0.2.0 does not announce its version.",
         ),
         Panel(
             "Fenced components",
             "short",
             (Query(by_component("pillion_kv_fenced_components"), "{{component}}"),),
-            "Workers without heartbeats; their slots are in quarantine until they drain or end.",
+            "Workers without heartbeats; their slots are quarantined until they drain or exit.",
         ),
     )
     return Dashboard(
@@ -640,12 +642,12 @@ DASHBOARDS = (_service(), _engine(), _kv())
 
 
 def render() -> dict[str, str]:
-    """Returns each file's text by its name."""
+    """Return the files' texts by name."""
     return {f"{each.uid}.json": json.dumps(build(each), indent=2) + "\n" for each in DASHBOARDS}
 
 
 def main() -> None:
-    """Writes all files, and delete those of former dashboards."""
+    """Write all files, and delete those of removed dashboards."""
     FOLDER.mkdir(exist_ok=True)
     files = render()
     for old in FOLDER.glob("*.json"):

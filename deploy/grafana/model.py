@@ -1,4 +1,4 @@
-"""Dashboards as values, and their JSON for Grafana.
+"""Dashboards and their JSON for Grafana.
 
 Dashboard(rows of Panels with Queries) --build--> Grafana's model
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-# The schema version of Grafana 12's JSON.
+# Of Grafana 12.
 SCHEMA_VERSION = 41
 GRID_WIDTH, PANEL_HEIGHT = 24, 8
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -17,7 +17,7 @@ SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 @dataclass(frozen=True)
 class Query:
-    """One or several lines of a panel; ``legend`` names them by their labels, ``{{label}}``."""
+    """A PromQL query of a panel, and the legend of its series, with labels as ``{{label}}``."""
 
     expr: str
     legend: str
@@ -25,7 +25,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart. ``text`` explains it, ``width`` counts of 24 columns, and the lines of a ``stacked`` chart add up."""
+    """A chart: ``text`` is its description, ``width`` is in columns of 24."""
 
     title: str
     unit: str
@@ -38,7 +38,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Variable:
-    """A choice at the top of a dashboard: all values of a label."""
+    """A selector at the top of a dashboard, with all values of a label."""
 
     name: str
     label: str
@@ -47,7 +47,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class Dashboard:
-    """A dashboard of ``rows``: a heading and its panels, by default three abreast."""
+    """A dashboard. ``rows`` are headings with panels, three abreast by default."""
 
     uid: str
     title: str
@@ -57,7 +57,7 @@ class Dashboard:
 
 
 def build(dashboard: Dashboard) -> dict[str, Any]:
-    """Returns Grafana's JSON model of a dashboard."""
+    """Return a dashboard's JSON model."""
     datasource = {
         "name": "datasource",
         "label": "Data source",
@@ -99,7 +99,7 @@ def _variable(variable: Variable) -> dict[str, Any]:
 
 
 def _panels(dashboard: Dashboard) -> Iterator[dict[str, Any]]:
-    """Yields the panels, rows from top to bottom and panels from left to right."""
+    """Yield panels and row headings in reading order."""
     number, x, y = 1, 0, 0
     for heading, panels in dashboard.rows:
         place = {"x": 0, "y": y, "w": GRID_WIDTH, "h": 1}
