@@ -4,12 +4,13 @@ isort:skip_file
 Vocabulary shared by the public and the internal services of Pillion.
 
 Rule for version skew. A rolling upgrade runs two versions side by side, so:
-  * every hello carries `protocol`, an integer that grows when a message changes meaning; a component speaks with
+  * every hello carries `protocol`, an integer that is incremented when a message changes meaning; a component
+accepts
     peers whose number is its own or one less, and refuses others with FAILED_PRECONDITION, naming both numbers;
-  * fields are only ever added, never renumbered or reused; a reader keeps fields it does not know;
-  * zero always means "not set", so a message of an older peer reads as its defaults.
+  * fields are only ever added, never renumbered or reused; a reader preserves unknown fields;
+  * zero always means "not set", so fields that an older peer does not send have their defaults.
 
-Rule for names. A quantity ends in its unit: _ms, _tokens, _blocks, _bytes.
+Rule for names. The name of a quantity ends in its unit: _ms, _tokens, _blocks, _bytes.
 """
 
 from collections import abc as _abc
@@ -40,7 +41,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_tokens or the model's context length was reached."""
     FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 3
-    """The answer ends with calls of tools, whose results the client sends with its next request."""
+    """The answer ends with tool calls, whose results the client sends with its next request."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a stream ended."""
@@ -51,7 +52,7 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens or the model's context length was reached."""
 FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 3
-"""The answer ends with calls of tools, whose results the client sends with its next request."""
+"""The answer ends with tool calls, whose results the client sends with its next request."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -64,11 +65,11 @@ class Hello(_message.Message):
     COMPONENT_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
-    """Protocol number of the speaker (see the rule above). 0 is refused."""
+    """Protocol number of the sender (see the rule above). 0 is refused."""
     component_id: _builtins.str
-    """Name of the speaking component, unique in the cluster, e.g. "decode-0"."""
+    """Name of the sending component, unique in the cluster, e.g. "decode-0"."""
     version: _builtins.str
-    """Release of the speaking program, for logs."""
+    """Release of the sending program, for logs."""
     def __init__(
         self,
         *,
@@ -87,9 +88,8 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 @_typing.final
 class SamplingParams(_message.Message):
     """How tokens are chosen. Fields are `optional` so that "not set" differs from zero; numbers are signed so that a
-    negative one is refused rather than wrapped around. The defaults of
-    temperature, top_p, top_k, min_p and the penalties are the model's own (Model.sampling); where it recommends none, they
-    are those that are given here.
+    negative one is refused rather than wrapped around. The defaults of temperature, top_p, top_k, min_p and the
+    penalties are the model's own (Model.sampling), or those below if the model recommends none.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -144,56 +144,58 @@ class SamplingParams(_message.Message):
     """0 is greedy. Default 1.0. Range [0, 100]."""
     top_p: _builtins.float
     """Nucleus sampling: the smallest set of tokens whose probability reaches top_p. Default 1.0. Range (0, 1];
-    a gateway takes 0 for the likeliest token.
+    a gateway treats 0 as greedy.
     """
     top_k: _builtins.int
     """Only the top_k most likely tokens. Default 0 (or -1): all."""
     seed: _builtins.int
-    """Any 64-bit number. The gateway draws one when it is not given (I6)."""
+    """Any 64-bit number. Default: drawn by the gateway (I6)."""
     max_tokens: _builtins.int
-    """Most tokens to generate. Default: what the model's context has left.
-    0: none; the prompt alone is computed, for prompt_logprobs or for the cache.
+    """Max tokens to generate. Default: the rest of the model's context.
+    0: only the prompt is computed, for prompt_logprobs or for the cache.
     """
     ignore_eos: _builtins.bool
-    """Go on past the model's end-of-text token."""
+    """Continue past the model's end-of-text token."""
     min_p: _builtins.float
     """Only tokens at least min_p times as likely as the most likely one. Default 0: all. Range [0, 1]."""
     repetition_penalty: _builtins.float
-    """Divides positive logits of tokens in prompt or answer, and multiplies negative ones. Default 1. Range (0, 10]."""
+    """Divides positive logits of tokens that occur in the prompt or the answer, and multiplies negative ones. Default 1.
+    Range (0, 10].
+    """
     presence_penalty: _builtins.float
-    """Subtracted from the logits of tokens in the answer, once. Default 0. Range [-2, 2]."""
+    """Subtracted once from the logits of tokens that occur in the answer. Default 0. Range [-2, 2]."""
     frequency_penalty: _builtins.float
-    """Subtracted from the logits of tokens in the answer, as often as they occur. Default 0. Range [-2, 2]."""
+    """Subtracted from the logits of tokens in the answer, once per occurrence. Default 0. Range [-2, 2]."""
     min_tokens: _builtins.int
-    """Neither a stop id nor a stop string ends the answer before so many tokens. Default 0."""
+    """Min tokens of the answer before a stop token or a stop string may end it. Default 0."""
     logprobs: _builtins.int
     """Report the log probability of each token of the answer, and of this many most likely alternatives. Default: none.
-    Log probabilities are those of the model's own distribution, before temperature, penalties and bias; of an answer
-    with a grammar or with allowed_token_ids, those of the tokens that may be chosen.
+    Log probabilities are those of the model's own distribution, before temperature, penalties and bias. With a grammar
+    or allowed_token_ids, they are normalized over the allowed tokens.
     """
     n: _builtins.int
-    """Number of answers to the one prompt, each with its own seed. Default 1."""
+    """Number of answers to the prompt, each with its own seed. Default 1."""
     best_of: _builtins.int
-    """Generate so many answers and return the n with the highest mean log probability. Default n."""
+    """Number of answers to generate; the n with the highest mean log probability are returned. Default n."""
     prompt_logprobs: _builtins.int
-    """Report the log probability of each token of the prompt but the first, given those before it, and of this many most
+    """Report the log probability of each prompt token except the first, given those before it, and of this many most
     likely alternatives. Such a prompt uses no cached prefix. Default: none.
     """
     skip_special_tokens: _builtins.bool
-    """False: the texts of special tokens are part of the answer's text. Default true."""
+    """False: include special tokens in the answer's text. Default true."""
     include_stop_str_in_output: _builtins.bool
-    """The stop string, or the text of the stop token, that ends the answer is part of its text."""
+    """Include the stop string, or the text of the stop token, that ended the answer in its text."""
     detokenize: _builtins.bool
-    """False: the answer has tokens and no text. Default true."""
+    """False: return token ids without text. Default true."""
     truncate_prompt_tokens: _builtins.int
-    """The prompt is cut to so many tokens; -1: to what the model's context leaves for it. Default: a prompt that is too long
-    is refused.
+    """Truncate the prompt to this many tokens; -1: to the room that the model's context leaves. Default: a prompt that is
+    too long is refused.
     """
     truncation_side: _builtins.str
-    """"left" cuts the beginning of the prompt, the default, and "right" cuts its end."""
+    """"left" (the default) drops the beginning of the prompt, "right" drops its end."""
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Texts that end the stream; they are not part of the answer."""
+        """Strings that end the stream; they are not part of the answer."""
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -205,18 +207,18 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def structured_outputs(self) -> Global___StructuredOutputs:
-        """The structure that every answer must have. Default: none."""
+        """Structure that constrains every answer. Default: none."""
 
     @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Only these tokens are chosen; log probabilities are those among them. An end token is one of them or is never chosen.
-        Where the structure of the answer leaves none of them, the structure decides. Empty: all.
+        """Choose only these tokens; log probabilities are normalized over them. An end token that is not listed is never
+        chosen. If the structure of the answer permits none of them, the structure takes precedence. Empty: all.
         """
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Texts that the answer's tokens never spell: of their tokens, with and without a space before them, the last one is not
-        chosen where it would complete them. A structure that leaves no other token decides.
+        """Texts whose tokens, with or without a leading space, never occur in the answer: the last token of a text is not
+        chosen after the others. A structure that permits no other token takes precedence.
         """
 
     def __init__(
@@ -326,7 +328,9 @@ Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
 class StructuredOutputs(_message.Message):
-    """The structure of an answer. An answer that ends by itself has it; one that max_tokens cuts has the beginning of it."""
+    """The structure of an answer. An answer that ends by itself conforms to it; one truncated by max_tokens is a prefix of
+    a conforming one.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -339,13 +343,13 @@ class StructuredOutputs(_message.Message):
     json: _builtins.str
     """A JSON schema, as JSON text."""
     json_object: _builtins.bool
-    """Any JSON object; false is as if nothing were set."""
+    """Any JSON object; false is the same as not set."""
     regex: _builtins.str
-    """A regular expression, which the whole answer matches."""
+    """A regular expression that the whole answer matches."""
     grammar: _builtins.str
-    """A grammar in Lark's notation, or in GBNF's."""
+    """A grammar in Lark or GBNF notation."""
     structural_tag: _builtins.str
-    """Free text with parts of a given structure between given marks: JSON text, as vLLM reads it."""
+    """Free text with structured parts between given tags: JSON text in vLLM's format."""
     @_builtins.property
     def choice(self) -> Global___Choices:
         """One of these texts."""
@@ -392,7 +396,7 @@ Global___Choices: _TypeAlias = Choices  # noqa: Y015
 
 @_typing.final
 class TokenLogprob(_message.Message):
-    """A token of an answer or a prompt and how likely the model found it: natural logarithms."""
+    """A token of an answer or a prompt, with its log probability (natural logarithm)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -404,10 +408,10 @@ class TokenLogprob(_message.Message):
     token_id: _builtins.int
     logprob: _builtins.float
     rank: _builtins.int
-    """Of a prompt's token: 1 if no token was likelier, 2 if one was, and so on."""
+    """For prompt tokens: rank of the token by probability, 1 for the most likely one."""
     @_builtins.property
     def top_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The most likely tokens at this position, in falling order, as many as requested. token_id may be among them."""
+        """The most likely tokens at this position, in descending order, as many as requested. token_id may be among them."""
 
     @_builtins.property
     def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
@@ -430,15 +434,15 @@ Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015
 
 @_typing.final
 class Queued(_message.Message):
-    """A sign of life of work that waits or whose prompt is being computed. It is sent while a worker's steps go on, so only
-    a worker that hangs is silent.
+    """Keep-alive for work that is queued or whose prompt is being computed. It is sent as long as the worker runs steps, so
+    only a hanging worker is silent.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     POSITION_FIELD_NUMBER: _builtins.int
     position: _builtins.int
-    """Place in the worker's line, from 1. 0: its prompt is being computed, or it waits at the KV node for memory."""
+    """Position in the worker's queue, from 1. 0: its prompt is being computed, or it waits for memory at the KV node."""
     def __init__(
         self,
         *,
@@ -454,7 +458,7 @@ Global___Queued: _TypeAlias = Queued  # noqa: Y015
 
 @_typing.final
 class Flow(_message.Message):
-    """Whose a request is among all that a worker has, without saying who that is: requests of one flow share its part of the
+    """Anonymous identity of a request's tenant, for fair scheduling: requests of one flow share the flow's part of the
     worker.
     """
 
@@ -463,9 +467,9 @@ class Flow(_message.Message):
     KEY_FIELD_NUMBER: _builtins.int
     WEIGHT_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
-    """The same for all requests of a tenant. Empty: tenants are not told apart. At most 32 bytes."""
+    """The same for all requests of a tenant. Empty: tenants are not distinguished. At most 32 bytes."""
     weight: _builtins.float
-    """Where several flows wait, one of weight 2 gets twice what one of 1 gets. 0: 1."""
+    """Share relative to other waiting flows: weight 2 gets twice as much as weight 1. 0: 1."""
     def __init__(
         self,
         *,
@@ -482,7 +486,7 @@ Global___Flow: _TypeAlias = Flow  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
-    """What a request used. Arrives with the last message of a stream."""
+    """Usage of a request. Sent with the last message of a stream."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -503,10 +507,10 @@ class Usage(_message.Message):
     KV_BUCKET_BYTE_SECONDS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
-    """Part of the prompt whose KV was found, never computed for this request. At most prompt_tokens - 1."""
+    """Prompt tokens whose KV was found rather than computed for this request. At most prompt_tokens - 1."""
     completion_tokens: _builtins.int
     reasoning_tokens: _builtins.int
-    """Those of completion_tokens that were the model's reasoning, where the gateway tells it from the answer."""
+    """Part of completion_tokens that is the model's reasoning, if the gateway separates it from the answer."""
     guessed_tokens: _builtins.int
     """As in Timings."""
     accepted_tokens: _builtins.int
@@ -514,12 +518,12 @@ class Usage(_message.Message):
     restored_tokens: _builtins.int
     bucket_tokens: _builtins.int
     computed_tokens: _builtins.int
-    """The receipt, in the last message. Tokens that were computed before the next new one: of the prompt, and after a loss
-    of the answer so far, those included that were computed again.
+    """This and the following fields are set in the last message only. Tokens prefilled: those of the prompt and, after a
+    loss, those of the answer so far; tokens that were recomputed count each time.
     """
     kv_computed_byte_seconds: _builtins.int
-    """The KV that the request held in the pools of its decode workers' nodes, in bytes times seconds, by where it came
-    from: computed for it, or found in the pool, on other nodes, in the node's lower tiers, or in a bucket.
+    """KV that the request held in the pools of its decode workers' nodes, in bytes times seconds, by source: computed for
+    it, or found in the pool, on other nodes, in the node's lower tiers, or in a bucket.
     """
     kv_pool_byte_seconds: _builtins.int
     kv_fetched_byte_seconds: _builtins.int
@@ -554,7 +558,7 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Timings(_message.Message):
-    """How a request's time and its prompt were spent. cached + prefilled + tail tokens = prompt tokens."""
+    """How a request's time was spent and how its prompt was computed. cached + prefilled + tail tokens = prompt tokens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -584,41 +588,40 @@ class Timings(_message.Message):
     """Tokens that prefill workers computed, in `prefill_chunks` chunks."""
     prefill_chunks: _builtins.int
     tail_tokens: _builtins.int
-    """Tokens that the decode worker computed in `tail_steps` steps, beside decodes of other requests. Those of a partial
-    block that it had kept, less than a block's, are among them.
+    """Tokens that the decode worker computed in `tail_steps` steps, together with decodes of other requests. They include
+    the tokens, fewer than a block, that it reused from a partial block.
     """
     tail_steps: _builtins.int
     admission_ms: _builtins.float
-    """From the request's arrival to its admission by the KV node (tokenizing, look-up, planning, waiting for memory)."""
+    """From the request's arrival to its admission by the KV node (tokenization, lookup, planning, waiting for memory)."""
     prefill_ms: _builtins.float
     """From the dispatch of the prefill range to the last chunk's acknowledgement."""
     decode_queue_ms: _builtins.float
-    """From hand-off to the first prompt tail step."""
+    """From the hand-off to the first step of the prompt tail."""
     time_to_first_token_ms: _builtins.float
     """From arrival to the first token."""
     total_ms: _builtins.float
     """From arrival to the end."""
     replays: _builtins.int
-    """Times the request was moved after a component was lost. 0 is the normal case."""
+    """Number of times the request was moved because a component was lost. Normally 0."""
     preemptions: _builtins.int
-    """Times the decode worker preempted the request and resumed it."""
+    """Number of times the decode worker preempted and resumed the request."""
     prefill_worker: _builtins.str
     decode_worker: _builtins.str
     plan_reason: _builtins.str
-    """Why the planner split the prompt there, as text for people."""
+    """Human-readable reason for the planner's split of the prompt."""
     guessed_tokens: _builtins.int
-    """Tokens that decode workers guessed (--speculative-config) for all answers, and those of them that were right. Of
-    guesses that run past an answer's end or its stop string, all are counted; of a worker that was lost, those that it
-    had told of.
+    """Draft tokens of all answers (--speculative-config), and how many of them were accepted. Drafts beyond an answer's
+    end or its stop string count too; of a lost worker, only those that it had reported.
     """
     accepted_tokens: _builtins.int
     system_fingerprint: _builtins.str
-    """Names the weights that computed the answer, and the content of its adapter: "fp_", the beginning of the model's
-    fingerprint and, with an adapter, "_" and the beginning of its digest.
+    """Identifies the weights and the adapter that computed the answer: "fp_", a prefix of the model's fingerprint and,
+    with an adapter, "_" and a prefix of its digest.
     """
     fetched_tokens: _builtins.int
-    """Of cached_tokens: those that came from other nodes, from the node's own lower tiers (host memory, disk), and from a
-    bucket. The others were in the pool.
+    """Parts of cached_tokens that came from other nodes, from the node's own lower tiers (host memory, disk), and from a
+    bucket. The rest were in the pool.
     """
     restored_tokens: _builtins.int
     bucket_tokens: _builtins.int

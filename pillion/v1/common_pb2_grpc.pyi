@@ -4,12 +4,13 @@ isort:skip_file
 Vocabulary shared by the public and the internal services of Pillion.
 
 Rule for version skew. A rolling upgrade runs two versions side by side, so:
-  * every hello carries `protocol`, an integer that grows when a message changes meaning; a component speaks with
+  * every hello carries `protocol`, an integer that is incremented when a message changes meaning; a component
+accepts
     peers whose number is its own or one less, and refuses others with FAILED_PRECONDITION, naming both numbers;
-  * fields are only ever added, never renumbered or reused; a reader keeps fields it does not know;
-  * zero always means "not set", so a message of an older peer reads as its defaults.
+  * fields are only ever added, never renumbered or reused; a reader preserves unknown fields;
+  * zero always means "not set", so fields that an older peer does not send have their defaults.
 
-Rule for names. A quantity ends in its unit: _ms, _tokens, _blocks, _bytes.
+Rule for names. The name of a quantity ends in its unit: _ms, _tokens, _blocks, _bytes.
 """
 
 from collections import abc as _abc

@@ -47,8 +47,8 @@ class DecodeServicer(object):
     """
 
     def Connect(self, request_iterator, context):
-        """One connection per gateway carries all its streams in both directions: the worker answers once per step with one
-        batch, however many streams had a token. When the connection ends, everything submitted on it is cancelled (I8).
+        """One connection per gateway carries all its streams in both directions: the worker sends one batch per step for all
+        streams that have a token. When the connection ends, everything submitted on it is cancelled (I8).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class GatewayStub(object):
-    """Everything a client can ask for.
+    """All calls that clients can make.
     """
 
     def __init__(self, channel):
@@ -88,15 +88,15 @@ class GatewayStub(object):
 
 
 class GatewayServicer(object):
-    """Everything a client can ask for.
+    """All calls that clients can make.
     """
 
     def Generate(self, request, context):
-        """Streams a completion. Cancelling the call, or letting its deadline pass, frees everything that worked for it.
+        """Streams a completion. When the call is cancelled or its deadline passes, all resources of the request are freed.
 
-        INVALID_ARGUMENT    with google.rpc.BadRequest field violations: the request itself is wrong.
-        RESOURCE_EXHAUSTED  with google.rpc.RetryInfo: too much is in flight.
-        UNAVAILABLE         no live worker can serve the request; the message names the missing one.
+        INVALID_ARGUMENT    with google.rpc.BadRequest field violations: the request is invalid.
+        RESOURCE_EXHAUSTED  with google.rpc.RetryInfo: too many requests or tokens are in flight.
+        UNAVAILABLE         no live component can serve the request; the message names the missing one.
         DEADLINE_EXCEEDED   the call's own deadline passed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -104,16 +104,16 @@ class GatewayServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """Models that live workers serve, and their adapters.
+        """Lists the models that live workers serve, and their adapters.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Gives a name to the LoRA adapter of a folder, for requests that come from now on, at all gateways.
+        """Loads the LoRA adapter in a folder under a name, for subsequent requests at all gateways.
 
-        PERMISSION_DENIED    the caller is no operator, the gateway's names are fixed, or the folder is not an allowed one.
+        PERMISSION_DENIED    the caller is not an operator, runtime loading is disabled, or the folder is not allowed.
         INVALID_ARGUMENT     the adapter cannot be served; the message says why.
         FAILED_PRECONDITION  the name belongs to a model.
         """
@@ -122,54 +122,54 @@ class GatewayServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Takes the name of an adapter away; what runs with it goes on. NOT_FOUND where there is no such name.
+        """Unloads an adapter's name; running requests with it continue. NOT_FOUND if there is no such name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WarmPrefix(self, request, context):
-        """Computes the KV of a prompt and generates nothing, after all other requests; perhaps pins it.
+        """Computes the KV of a prompt without generating, at the lowest priority, and optionally pins it.
 
-        RESOURCE_EXHAUSTED  too much is in flight, or the pin would be beyond a quota; the KV is computed then.
+        RESOURCE_EXHAUSTED  too much is in flight, or the pin would exceed a quota; in the latter case the KV is computed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListPrefixes(self, request, context):
-        """The caller's own pins.
+        """Lists the caller's own pins.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DropPrefix(self, request, context):
-        """Ends one of the caller's own pins. NOT_FOUND where there is no such name.
+        """Removes one of the caller's own pins. NOT_FOUND if there is no such name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Vectors of texts (embeddings), as the checkpoint makes them. The texts are requests of their own, and all of them are
-        read before the first one is computed.
+        """Computes embeddings of texts as the checkpoint specifies. Each text is scheduled as a separate request; all of them
+        are validated before the first one is computed.
 
-        INVALID_ARGUMENT  a wrong text is named by its place: inputs[3].
+        INVALID_ARGUMENT  names an invalid text by its index: inputs[3].
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """Scores of pairs of texts, as the checkpoint makes them: a cosine of vectors, or a probability.
+        """Computes scores of pairs of texts as the checkpoint specifies: cosine similarities or probabilities.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """Components with their load and pool use, and the gateway's counters.
+        """Returns the components with their load and pool usage, and the gateway's counters.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -237,7 +237,7 @@ def add_GatewayServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Gateway(object):
-    """Everything a client can ask for.
+    """All calls that clients can make.
     """
 
     @staticmethod

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class KVNodeStub(object):
-    """Slots, tickets and commits of one pool; every call is batched and none moves a tensor.
+    """Slots, tickets and commits of one pool. Every call is batched, and none transfers tensors between processes.
     """
 
     def __init__(self, channel):
@@ -143,20 +143,20 @@ class KVNodeStub(object):
 
 
 class KVNodeServicer(object):
-    """Slots, tickets and commits of one pool; every call is batched and none moves a tensor.
+    """Slots, tickets and commits of one pool. Every call is batched, and none transfers tensors between processes.
     """
 
     def OpenSession(self, request, context):
-        """Makes a gateway a holder. The first event names its epoch; when the stream ends, the node releases what the epoch
-        held.
+        """Makes a gateway a holder. The first event has its epoch; when the stream ends, the node releases everything that
+        the epoch held.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenTicket(self, request, context):
-        """Pins the longest prefix that the node really has and reserves slots for the rest of the prompt. Waits in a queue,
-        oldest first, while memory is short, until the call's deadline.
+        """Pins the longest prefix that the node actually has, and reserves slots for the rest of the prompt. Queues, oldest
+        first, while memory is short, until the call's deadline.
 
         RESOURCE_EXHAUSTED  the prompt can never fit, or the queue is full.
         UNAVAILABLE         no worker has attached yet, so the pool has no shape.
@@ -181,24 +181,24 @@ class KVNodeServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AwaitChain(self, request, context):
-        """Waits until a ticket's chain has so many blocks, and answers with the chain. The call changes nothing, so it may be
-        cancelled at any time. When the time is over, the answer is the chain as far as it goes then.
+        """Waits until a ticket's chain has the given number of blocks, and returns the chain. The call changes nothing, so it
+        may be cancelled at any time. On timeout it returns the chain as it is.
         NOT_FOUND: no such ticket, or the caller does not hold it.
-        RESOURCE_EXHAUSTED: too many calls wait here already.
+        RESOURCE_EXHAUSTED: too many calls are already waiting here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LeaseSlots(self, request, context):
-        """Leases free slots for generated text, evicting what nobody pins; may give fewer than asked.
+        """Leases free slots for generated text, evicting unpinned blocks if needed; may return fewer than requested.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReturnSlots(self, request, context):
-        """Gives leased slots back unwritten, or after a lost commit race.
+        """Returns leased slots that are unwritten or lost a commit race.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -213,8 +213,8 @@ class KVNodeServicer(object):
 
     def Prefetch(self, request, context):
         """Copies blocks of a ticket's prompt into the pool, from this node's lower tiers and from other nodes, and pins them
-        to the ticket. The call ends at the given time or bytes and reports how far the chain reaches then; missing
-        blocks are computed again (I1). Several calls for one block share one transfer.
+        to the ticket. The call ends at the given time or number of bytes and returns the chain's length then; missing
+        blocks are recomputed (I1). Concurrent calls for a block share one transfer.
         NOT_FOUND: no such ticket, or the caller does not hold it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -222,17 +222,18 @@ class KVNodeServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FindBlocks(self, request, context):
-        """Counts the blocks of a chain that this node's lower tiers probably have from a given one on. A tier that others
-        write to as well (a bucket) is asked how far the chain goes there; what it does not answer in time does not count.
+        """Counts the blocks of a chain, from a given one on, that this node's lower tiers probably have. A tier that others
+        also write to (a bucket) is queried; blocks that it does not confirm in time do not count.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PinPrefix(self, request, context):
-        """Pins a chain for a tenant: its blocks are evicted after all that are not prefix-pinned, until the time is over. What
-        the pool lacks of the chain is pinned when it comes. A name that the tenant has used already gets the new chain.
-        RESOURCE_EXHAUSTED: a quota of the tenant, or of the node, is met; nothing has changed.
+        """Pins a chain for a tenant: until the pin expires, its blocks are evicted after all blocks without a prefix pin.
+        Blocks that the pool lacks are pinned when they arrive. A name that the tenant already uses is moved to the new
+        chain.
+        RESOURCE_EXHAUSTED: a quota of the tenant or of the node is exhausted; nothing has changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -246,72 +247,73 @@ class KVNodeServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListPrefixPins(self, request, context):
-        """A tenant's prefix pins at this node, the oldest first.
+        """Lists a tenant's prefix pins at this node, oldest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadAdapter(self, request, context):
-        """Streams the files of an adapter (LoRA) out of the model cache of the node's machine, or of another node's machine
-        that has them. Nobody but the reader verifies them: their digest is what it asked for.
-        NOT_FOUND: no node that was asked has the adapter.
-        RESOURCE_EXHAUSTED: too many adapters are read here already.
+        """Streams the files of an adapter (LoRA) from the model cache of the node's machine, or of another node's machine.
+        The reader must verify them against the digest that it requested.
+        NOT_FOUND: none of the queried nodes has the adapter.
+        RESOURCE_EXHAUSTED: too many adapters are being read here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FindAdapters(self, request, context):
-        """Says which of some adapters the node's machine lacks, and counts the others as used.
+        """Returns which of the given adapters the node's machine lacks, and marks the others as used.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def KeepAdapter(self, request_iterator, context):
-        """Keeps the files of an adapter in the model cache of the node's machine.
-        RESOURCE_EXHAUSTED: there is no room for them, or too many adapters are read or kept already.
+        """Stores the files of an adapter in the model cache of the node's machine.
+        RESOURCE_EXHAUSTED: there is no room for them, or too many adapters are being read or stored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Shows that a worker lives. An epoch without a heartbeat for heartbeat_timeout_ms is fenced.
+        """Reports that a worker is alive. An epoch without a heartbeat for heartbeat_timeout_ms is fenced.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Reattach(self, request, context):
-        """Reports that no step of a worker uses anything of its epoch any more, because it was fenced or cannot know what became
-        of a call: the node releases what the epoch held and gives the worker a new epoch under the same attachment.
-        FAILED_PRECONDITION: the epoch is a session's.
+        """Reports that no step of a worker uses anything of its epoch any more. A worker calls it after it was fenced, or
+        when the outcome of a call is unknown. The node releases everything that the epoch held, and returns a new epoch
+        under the same attachment.
+        FAILED_PRECONDITION: the epoch belongs to a session.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FollowBlocks(self, request, context):
-        """Streams the blocks that the pool stores and removes, for routers outside of the cluster. A follower that says where
-        it stands gets what it missed; where the node has forgotten that, or lives anew, it gets a snapshot, which stands for
-        a number, and what came after it. The first message comes at once.
-        RESOURCE_EXHAUSTED: too many follow already, or this follower was too slow; it may follow again from where it stands.
+        """Streams the blocks that the pool stores and removes, for routers outside the cluster. A follower that sends its
+        position gets the changes that it missed. If the node no longer has them, or has restarted, the follower gets a
+        snapshot with its position, and the changes after it. The first message is sent at once.
+        RESOURCE_EXHAUSTED: too many followers, or this follower was too slow; it may resume from its position.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetNodeStatus(self, request, context):
-        """Slots by state, pins, reservations and counters.
+        """Returns slots by state, pins, reservations and counters.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CheckIntegrity(self, request, context):
-        """Proves that slot states and pins add up (I4). FAILED_PRECONDITION names what does not.
+        """Checks that slot states and pins are consistent (I4). FAILED_PRECONDITION names the inconsistency.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -434,7 +436,7 @@ def add_KVNodeServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KVNode(object):
-    """Slots, tickets and commits of one pool; every call is batched and none moves a tensor.
+    """Slots, tickets and commits of one pool. Every call is batched, and none transfers tensors between processes.
     """
 
     @staticmethod

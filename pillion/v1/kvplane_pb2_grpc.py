@@ -58,21 +58,21 @@ class KVPlaneServicer(object):
 
     def Meet(self, request, context):
         """Describes this node's pool to a reader before its first read.
-        UNAVAILABLE: no worker has attached here yet. FAILED_PRECONDITION: the pools do not fit each other.
+        UNAVAILABLE: no worker has attached here yet. FAILED_PRECONDITION: the pools are not compatible.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PinBlocks(self, request, context):
-        """Pins the longest prefix of a chain that this node has, its lower tiers included.
+        """Pins the longest prefix of a chain that this node has, including its lower tiers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadBlocks(self, request, context):
-        """The portable data plane: pinned blocks as a stream of pieces, in the order asked for.
+        """The portable data plane: streams pinned blocks as pieces, in the requested order.
         INVALID_ARGUMENT: a slot does not belong to the ticket's chain.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

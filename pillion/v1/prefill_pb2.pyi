@@ -48,8 +48,8 @@ class RunPrefillRequest(_message.Message):
     priority: _builtins.int
     """See GenerateRequest.priority."""
     text_tokens: _builtins.int
-    """Most tokens of the request's prompt and answer together: some models have rotary frequencies of their own for texts
-    within their original length. The request's root says the same.
+    """Max tokens of the request's prompt and answer together: some models use other rotary frequencies for texts within
+    their original length. The request's root hash covers it.
     """
     adapter: _builtins.str
     """See Submit.adapter."""
@@ -110,13 +110,13 @@ class ChunkAck(_message.Message):
     end_tokens: _builtins.int
     """Every token before this position is committed now."""
     queue_ms: _builtins.float
-    """Time from the prefill range's arrival (or the chunk before) to the chunk's first step."""
+    """Time from the arrival of the prefill range, or the end of the previous chunk, to the chunk's first step."""
     compute_ms: _builtins.float
-    """Time of the chunk's steps."""
+    """Duration of the chunk's steps."""
     @_builtins.property
     def queued(self) -> _common_pb2.Queued:
-        """Set in a message that acknowledges nothing, which is sent again and again while a chunk is not done, and, with
-        position 0, when the prefill range's first step begins. Its end_tokens are those of the last acknowledgement.
+        """Set in a message that acknowledges nothing, which is sent repeatedly until a chunk is done and, with position 0,
+        when the prefill range's first step begins. Its end_tokens are those of the last acknowledgement.
         """
 
     def __init__(

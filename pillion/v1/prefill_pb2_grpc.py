@@ -47,10 +47,10 @@ class PrefillServicer(object):
     """
 
     def RunPrefill(self, request, context):
-        """Runs one prefill range, chunk by chunk, and acknowledges every chunk once its blocks are committed under the ticket.
-        Cancelling the call stops the work at the next step; chunks already acknowledged stand.
+        """Runs one prefill range, chunk by chunk, and acknowledges every chunk once its blocks are committed under the
+        ticket. Cancelling the call stops the work at the next step; acknowledged chunks stay committed.
 
-        NOT_FOUND           the ticket is unknown to the KV node (expired, or the node restarted): plan again.
+        NOT_FOUND           the KV node does not know the ticket (it expired, or the node restarted): plan again.
         RESOURCE_EXHAUSTED  the worker's queue is full.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -34,10 +34,10 @@ class PrefillStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PrefillAsyncStub: ...
     RunPrefill: _grpc.UnaryStreamMultiCallable[_prefill_pb2.RunPrefillRequest, _prefill_pb2.ChunkAck]
-    """Runs one prefill range, chunk by chunk, and acknowledges every chunk once its blocks are committed under the ticket.
-    Cancelling the call stops the work at the next step; chunks already acknowledged stand.
+    """Runs one prefill range, chunk by chunk, and acknowledges every chunk once its blocks are committed under the
+    ticket. Cancelling the call stops the work at the next step; acknowledged chunks stay committed.
 
-    NOT_FOUND           the ticket is unknown to the KV node (expired, or the node restarted): plan again.
+    NOT_FOUND           the KV node does not know the ticket (it expired, or the node restarted): plan again.
     RESOURCE_EXHAUSTED  the worker's queue is full.
     """
 
@@ -47,10 +47,10 @@ class PrefillAsyncStub(PrefillStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     RunPrefill: _aio.UnaryStreamMultiCallable[_prefill_pb2.RunPrefillRequest, _prefill_pb2.ChunkAck]  # type: ignore[assignment]
-    """Runs one prefill range, chunk by chunk, and acknowledges every chunk once its blocks are committed under the ticket.
-    Cancelling the call stops the work at the next step; chunks already acknowledged stand.
+    """Runs one prefill range, chunk by chunk, and acknowledges every chunk once its blocks are committed under the
+    ticket. Cancelling the call stops the work at the next step; acknowledged chunks stay committed.
 
-    NOT_FOUND           the ticket is unknown to the KV node (expired, or the node restarted): plan again.
+    NOT_FOUND           the KV node does not know the ticket (it expired, or the node restarted): plan again.
     RESOURCE_EXHAUSTED  the worker's queue is full.
     """
 
@@ -63,10 +63,10 @@ class PrefillServicer(metaclass=_abc_1.ABCMeta):
         request: _prefill_pb2.RunPrefillRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_prefill_pb2.ChunkAck], _abc.AsyncIterator[_prefill_pb2.ChunkAck]]:
-        """Runs one prefill range, chunk by chunk, and acknowledges every chunk once its blocks are committed under the ticket.
-        Cancelling the call stops the work at the next step; chunks already acknowledged stand.
+        """Runs one prefill range, chunk by chunk, and acknowledges every chunk once its blocks are committed under the
+        ticket. Cancelling the call stops the work at the next step; acknowledged chunks stay committed.
 
-        NOT_FOUND           the ticket is unknown to the KV node (expired, or the node restarted): plan again.
+        NOT_FOUND           the KV node does not know the ticket (it expired, or the node restarted): plan again.
         RESOURCE_EXHAUSTED  the worker's queue is full.
         """
 
