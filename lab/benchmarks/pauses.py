@@ -62,7 +62,7 @@ def milestones(log: str, role: str, at_s: float) -> dict[str, float]:
     worker = "decode" if role == "kvnode" else role
     signs = {
         "noticed": ("lost with", "is fenced by", "session at KV node"),
-        "begun": ("starting it again",),
+        "begun": ("restarting it",),
         "attached": (f"({worker}) attached",),
         "serving": (f"{worker}-0 serves at",),
     }

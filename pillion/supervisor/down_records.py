@@ -29,7 +29,7 @@ async def tell_down(down: Callable[[], Iterable[Down]], redis_url: str, flags: A
         while True:
             await asyncio.sleep(flags.heartbeat_ms / 1000)
             for one in down():
-                trouble = f"{one.why}; it is started again in {one.left_s:.0f} s"
+                trouble = f"{one.why}; restarting in {one.left_s:.0f} s"
                 record = ComponentRecord(component_id=one.component_id, role=DOWN, address="", trouble=trouble)
                 with contextlib.suppress(PillionError):
                     await registry.heartbeat(record)

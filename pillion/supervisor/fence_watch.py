@@ -58,6 +58,6 @@ async def watch_fences(target: str, kill_after_s: float, kill: Callable[[str], b
                 continue
             for component_id, fenced_s in watch.overdue(status.boot_epoch, status.fenced_components, time.monotonic()):
                 if kill(component_id):
-                    notices.say(f"{component_id} has been fenced for {fenced_s:.1f} s and is killed", "bold yellow")
+                    notices.say(f"{component_id} has been fenced for {fenced_s:.1f} s; killing it", "bold yellow")
     finally:
         await node.aclose()

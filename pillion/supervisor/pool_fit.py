@@ -59,8 +59,8 @@ def fit_pool(
         # The reserve grows with the pool, so the minimum pool solves total * (1 - reserve) = request + stock.
         least = -(-(needed + stock) * 100 // (100 - reserve_percent)) + 1
         raise ConfigError(
-            f"--kv-pool-bytes {human_bytes(kv_pool_bytes)} holds {total} blocks, one request of {max_model_len_tokens} "
-            f"tokens needs {needed} beside {kept} kept for decodes: "
+            f"--kv-pool-bytes {human_bytes(kv_pool_bytes)} holds {total} blocks, but one request of "
+            f"{max_model_len_tokens} tokens needs {needed} in addition to {kept} reserved for decodes: "
             f"give at least {least * block_bytes} bytes or lower --max-model-len"
         )
     machine = machine_bytes()

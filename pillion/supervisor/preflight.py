@@ -138,7 +138,7 @@ def _check_folder(field: str, path: str) -> None:
     except OSError as error:
         raise ConfigError(f"{option_name(field)} {path}: {error.strerror}") from None
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ConfigError(f"{option_name(field)} {path}: this user may not write to it")
+        raise ConfigError(f"{option_name(field)} {path} is not writable by this user")
 
 
 def bind_port(host: str, host_field: str, field: str, port: int) -> socket.socket:

@@ -74,7 +74,7 @@ class RestartPolicy:
         if exit_code == EXIT_CONFIG:
             restart = self._flaps(past, f"{component_id} cannot work as configured")
         elif past.flaps:
-            restart = self._flaps(past, f"{component_id} keeps on dying")
+            restart = self._flaps(past, f"{component_id} keeps dying")
         elif len(deaths) >= self.max_deaths:
             restart = self._flaps(past, f"{component_id} died {len(deaths)} times within {self.window_s:g} s")
         else:

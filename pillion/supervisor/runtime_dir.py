@@ -86,5 +86,5 @@ def is_supervised(path: Path) -> bool:
 def _lock_of(path: Path) -> IO[bytes]:
     """Open the lock file of one of this user's directories. Raises OSError for any other."""
     if path.is_symlink() or path.stat().st_uid != os.getuid():
-        raise PermissionError(f"{path} is not this user's")
+        raise PermissionError(f"{path} belongs to another user")
     return open(path / LOCK, "rb")

@@ -35,8 +35,8 @@ def tell_model(
     called = f"{prepared.name} (or {', '.join(prepared.aliases)})" if prepared.aliases else prepared.name
     template = chat_template_of(prepared.folder, flags.chat_template)
     tools, reasoning = parser_names(flags, template)
-    parsers = f"parsers of tool calls: {tools}, of reasoning: {reasoning}"
-    notices.fact("model", f"{called}, prompt and answer of up to {prepared.max_model_len:,} tokens; {parsers}")
+    parsers = f"tool call parser: {tools}, reasoning parser: {reasoning}"
+    notices.fact("model", f"{called}, up to {prepared.max_model_len:,} tokens of prompt and answer; {parsers}")
     quantization = load_config(prepared.folder).quantization
     weights = f"; weights: {quantization.words}" if quantization is not None else ""
     kv = f", KV in {flags.kv_cache_dtype}" if flags.kv_cache_dtype != "auto" else ""
@@ -72,7 +72,7 @@ def _steps(flags: ServeFlags, fit: PoolFit | None) -> str:
         return ""
     words = ", ".join(f"{tokens:,} ({role})" for role, tokens in budgets)
     taken = f", which take up to {human_bytes(fit.step_bytes)}" if fit is not None and fit.step_bytes else ""
-    return f"; most tokens of a step: {words}{taken}"
+    return f"; max tokens per step: {words}{taken}"
 
 
 def _cpu_kernels(flags: ServeFlags, prepared: Any, sizes: Collection[int]) -> tuple[str, int]:
@@ -96,7 +96,7 @@ def tell_addresses(notices: Notices, flags: ServeFlags, seconds: float) -> None:
     their user knows."""
     host = reachable_host(flags.host)
     url = f"{'https' if flags.tls_cert else 'http'}://{host}:{flags.http_port}"
-    page = f", page for people {url}/ui" if flags.ui else ""
+    page = f", web page {url}/ui" if flags.ui else ""
     notices.fact("ready", f"after {seconds:.1f} s: gRPC {host}:{flags.grpc_port}, HTTP {url}{page}", "bold green")
     notices.command(" ".join(_curl(flags, url)))
     notices.command(" ".join(_chat(flags, host)))

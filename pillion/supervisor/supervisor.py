@@ -226,9 +226,7 @@ class Supervisor:
                 task = asyncio.current_task()
                 name = component.spec.component_id if task is None else task.get_name()
                 log.exception("the supervisor's task for %s failed", name)
-                self._notices.say(
-                    f"a defect in the supervisor, whose task for {name} starts again: {error!r}", "bold red"
-                )
+                self._notices.say(f"bug in the supervisor; its task for {name} restarts: {error!r}", "bold red")
                 await asyncio.sleep(DEFECT_DELAY_S)
 
     async def _tend(self, component: _SupervisedProcess) -> None:
@@ -250,14 +248,14 @@ class Supervisor:
             self._end_dependents(name)
             if lost := self._lost_need(component):
                 # The component could not continue without what it needs, so its death does not count.
-                self._notices.say(f"{ended}; starting it again after {lost}", "bold yellow")
+                self._notices.say(f"{ended}; restarting it after {lost}", "bold yellow")
                 continue
             decision = self._policy.died(name, code, time.monotonic())
             component.flapping, component.begins_s = decision.flapping, time.monotonic() + decision.delay_s
             if decision.flapping and self._ends_service(component.spec):
                 return self._fail(decision.flapping)
             when = f"in {decision.delay_s:g} s" if decision.delay_s else "at once"
-            self._notices.say(f"{decision.flapping or ended}; starting it again {when}", "bold yellow")
+            self._notices.say(f"{decision.flapping or ended}; restarting it {when}", "bold yellow")
             await asyncio.sleep(decision.delay_s)
         return None
 
@@ -370,7 +368,7 @@ class Supervisor:
         component.unaided = ""
         waits = await at_most(self._start_timeout_s, successor.ready())
         if waits is False and component.successor is successor:
-            self._notices.say(f"{spec.component_id} has no standby, it ended:", "bold yellow")
+            self._notices.say(f"{spec.component_id} has no standby; it ended:", "bold yellow")
             for line in successor.output():
                 self._notices.component(spec.component_id, line)
 

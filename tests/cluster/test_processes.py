@@ -463,7 +463,7 @@ def check_streams_move(
         log = cluster.log.read_text()
         serves = len(re.findall(r"(?:prefill|decode)-\d serves at", log))
         known = [one for one in client.status().components if one.role in ("prefill", "decode")]
-        return len(known) == 4 and serves == 4 + log.count("; starting it again")
+        return len(known) == 4 and serves == 4 + log.count("; restarting it")
 
     def moved(ids: list[int], salt: str) -> tuple[tuple[int, ...], bool]:
         got: list[int] = []

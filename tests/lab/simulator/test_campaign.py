@@ -152,7 +152,7 @@ def test_workers_end_with_their_node() -> None:
     result = run_schedule(SimSchedule(3, shape, (request,), (SimFault(0.5, FaultKind.KILL, "kvnode-0"),)), told=True)
     assert result.findings == []
     assert result.endings == ["whole"]
-    ended = [line for line in result.history if "starting it again after kvnode-0" in line]
+    ended = [line for line in result.history if "restarting it after kvnode-0" in line]
     assert {name for name in ("decode-0", "prefill-0") if any(name in line for line in ended)} == {
         "decode-0",
         "prefill-0",

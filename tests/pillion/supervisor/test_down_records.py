@@ -29,7 +29,7 @@ async def test_a_gateway_lists_down_components_and_serves_with_the_others() -> N
                 components = (await fakes.client.status()).components
                 return next((one.trouble for one in components if one.component_id == "decode-9"), "")
 
-            assert await until("it to be shown", shown) == f"{WHY}; it is started again in 40 s"
+            assert await until("it to be shown", shown) == f"{WHY}; restarting in 40 s"
             status = await fakes.client.status()
             [down] = [one for one in status.components if one.role == DOWN]
             assert state_of(down, ()) == "down"

@@ -98,7 +98,7 @@ async def test_a_stopped_component_is_killed_and_started_again(
         attached.close()
         assert not process.is_running()
         assert [line for line in notices.lines if line.startswith("pillion: w has been fenced for ")]
-        assert "pillion: w was ended by SIGKILL; starting it again at once" in notices.lines
+        assert "pillion: w was ended by SIGKILL; restarting it at once" in notices.lines
         assert not supervisor.kill_component("nobody")
         second = pid_of(supervisor, "w")
         await patience_is_over()

@@ -31,8 +31,8 @@ def test_too_many_deaths_within_the_window_are_flapping() -> None:
     assert policy.died("a", -9, 1.0).flapping == ""
     assert policy.died("a", 1, 2.0) == Restart(8.0, "a died 3 times within 10 s")
     # However long it waits, that is no time in which it lived.
-    assert policy.died("a", 1, 19.0) == Restart(16.0, "a keeps on dying")
-    assert policy.died("a", 1, 44.9) == Restart(20.0, "a keeps on dying")
+    assert policy.died("a", 1, 19.0) == Restart(16.0, "a keeps dying")
+    assert policy.died("a", 1, 44.9) == Restart(20.0, "a keeps dying")
     assert policy.died("a", 1, 75.0) == Restart(0.0)
 
 
@@ -105,7 +105,7 @@ def test_a_death_is_followed_by_the_rules(scenes: list[Random]) -> None:
             if exit_code == EXIT_CONFIG:
                 why = "a cannot work as configured"
             elif flaps:
-                why = "a keeps on dying"
+                why = "a keeps dying"
             elif len(deaths) >= most:
                 why = f"a died {most} times within {window_s:g} s"
             else:

@@ -72,7 +72,7 @@ def test_the_start_names_the_parsers(tmp_path: pathlib.Path) -> None:
     flags = ServeFlags(model=str(folder), dtype="float32")
     notices = RecordedNotices()
     tell_model(notices, flags, prepare(flags), None, 1)
-    assert notices.lines[0].endswith("parsers of tool calls: hermes, of reasoning: qwen3")
+    assert notices.lines[0].endswith("tool call parser: hermes, reasoning parser: qwen3")
 
 
 def test_the_start_names_the_processes_of_a_worker(tmp_path: pathlib.Path) -> None:
@@ -110,8 +110,8 @@ def test_the_start_logs_step_budgets(tmp_path: pathlib.Path, monkeypatch: pytest
     monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
     given = ServeFlags(model=str(save_model(tmp_path / "model")), device="cpu", dtype="float32", kv_pool_bytes=2**24)
     for more, words in (
-        ({}, "most tokens of a step: 512 (prefill), 256 (decode), which take up to"),
-        ({"prefill_workers": 0}, "most tokens of a step: 256 (decode), which take up to"),
+        ({}, "max tokens per step: 512 (prefill), 256 (decode), which take up to"),
+        ({"prefill_workers": 0}, "max tokens per step: 256 (decode), which take up to"),
         ({"max_num_batched_tokens": 65_536}, "512 (prefill), 65,536 (decode), which take up to"),
     ):
         flags = resolved(replace(given, **more))  # type: ignore[arg-type]

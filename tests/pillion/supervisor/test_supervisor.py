@@ -120,7 +120,7 @@ async def test_a_supervisor_bug_does_not_end_components(folder: pathlib.Path, mo
         (folder / "a").unlink()
         await kill(supervisor, "a")
         await until("a to run again", lambda: (folder / "a").exists() and pid_of(supervisor, "a"))
-        assert any("a defect in the supervisor" in line for line in notices.lines)
+        assert any("bug in the supervisor" in line for line in notices.lines)
         assert log_of(folder) == ["start a", "start a"]
     finally:
         await supervisor.stop()
@@ -137,7 +137,7 @@ async def test_a_dead_component_is_started_again(folder: pathlib.Path) -> None:
         os.kill(first, signal.SIGKILL)
         await until("a to run again", lambda: (folder / "a").exists() and pid_of(supervisor, "a"))
         assert pid_of(supervisor, "a") != first
-        assert "pillion: a was ended by SIGKILL; starting it again at once" in notices.lines
+        assert "pillion: a was ended by SIGKILL; restarting it at once" in notices.lines
         assert log_of(folder).count("start b") == 1
     finally:
         await supervisor.stop()
@@ -188,7 +188,7 @@ async def test_a_component_ends_with_the_one_that_it_needs(folder: pathlib.Path)
             await known(supervisor, "b")
             assert log_of(folder)[-2:] == ["start a", "start b"]
         assert log_of(folder).count("start c") == 1
-        assert notices.lines.count("pillion: b was ended by SIGKILL; starting it again after a") == 2
+        assert notices.lines.count("pillion: b was ended by SIGKILL; restarting it after a") == 2
     finally:
         await supervisor.stop()
 
@@ -216,7 +216,7 @@ async def test_a_component_that_is_being_started_ends_with_the_one_that_it_needs
         hold = False
         known_late.set()
         await until("b to run again", lambda: log_of(folder).count("start b") == 3)
-        assert "pillion: b was ended by SIGKILL; starting it again after a" in notices.lines
+        assert "pillion: b was ended by SIGKILL; restarting it after a" in notices.lines
     finally:
         await supervisor.stop()
 
@@ -258,7 +258,7 @@ async def test_a_flapping_component_is_dropped_if_others_serve(folder: pathlib.P
         [down] = await until("a to be down", supervisor.down)
         assert (down.component_id, down.why) == ("a", "a died 2 times within 600 s")
         assert down.left_s > 0
-        assert f"pillion: {down.why}; starting it again in 3600 s" in notices.lines
+        assert f"pillion: {down.why}; restarting it in 3600 s" in notices.lines
         # A single death of the other one is as any other.
         await kill(supervisor, "b")
         await until("b to be back", lambda: log_of(folder).count("start b") == 2)
@@ -324,7 +324,7 @@ async def test_the_end_of_one_that_survives_what_it_needs_is_no_death_of_its_own
             await kill(supervisor, "b")
             await until("b to run again", lambda starts=starts: log_of(folder).count("start b") == starts)
             await known(supervisor, "b")
-        assert notices.lines.count("pillion: b was ended by SIGKILL; starting it again after a") == 2
+        assert notices.lines.count("pillion: b was ended by SIGKILL; restarting it after a") == 2
     finally:
         await supervisor.stop()
 
@@ -382,7 +382,7 @@ async def test_a_quiet_component_is_shown_only_when_it_dies(folder: pathlib.Path
     await supervisor.start()
     assert notices.lines == []
     await kill(supervisor, "a")
-    await until("the notice", lambda: any("starting it again" in line for line in notices.lines))
+    await until("the notice", lambda: any("restarting it" in line for line in notices.lines))
     assert "a: hello from a" in notices.lines
     await supervisor.stop()
 

@@ -76,7 +76,7 @@ async def test_a_missing_standby_is_logged(folder: pathlib.Path) -> None:
     await supervisor.start()
     try:
         await until("the notice", lambda: "a: the reason" in notices.lines)
-        assert "pillion: a has no standby, it ended:" in notices.lines
+        assert "pillion: a has no standby; it ended:" in notices.lines
     finally:
         await supervisor.stop()
 
