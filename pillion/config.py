@@ -51,7 +51,8 @@ QUANTIZATION_CHOICES = ("none", "int8", "int8-dynamic", "int4")
 # With float16, alias half, a model is computed in float32, which represents its numbers exactly.
 DTYPE_CHOICES = ("auto", "bfloat16", "float16", "half", "float32", "float")
 ADVERTISE = (
-    "Address that other components connect to. Default: the listen address; for 0.0.0.0 or ::, the one towards Redis."
+    "Address that other components connect to. Default: the listen address; for 0.0.0.0 or ::, the local address used"
+    " to reach Redis."
 )
 
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
@@ -229,7 +230,7 @@ class CommonFlags:
 
     redis_url: str = flag(
         "",
-        "URL of the Redis that has index and registry: redis://, rediss://, unix://, redis+sentinel://, redis+cluster://.",
+        "URL of the Redis with index and registry: redis://, rediss://, unix://, redis+sentinel://, redis+cluster://.",
     )
     log_level: str = flag("info", "Minimum log level.", choices=("debug", "info", "warning", "error"))
     log_format: str = flag("text", "Log format: text, or a JSON object per line.", choices=("text", "json"))
@@ -471,7 +472,7 @@ class InternalServerFlags(CommonFlags):
 
     insecure_internal: bool = flag(
         False,
-        "Listen beyond loopback without TLS: whoever reaches the port can read all prompts.",
+        "Listen beyond loopback without TLS: anyone who can reach the port can read all prompts.",
         placement=True,
     )
     attach_socket: str = flag(

@@ -18,11 +18,11 @@ def adapters() -> None:
 @adapters.command("load")
 @click.argument("name")
 @click.argument("path")
-@option("--in-place", "Replace the adapter that the name has.", False, is_flag=True)
+@option("--in-place", "Replace the adapter that has this name.", False, is_flag=True)
 @option("--parent", "The adapter's model. Default: the gateway's --model.", "", metavar="MODEL")
 @talks_to_gateway
 def adapters_load(name: str, path: str, in_place: bool, parent: str, **values: Any) -> None:
-    """Give NAME to the adapter in the folder PATH of the gateway's machine, inside of one of its --lora-path."""
+    """Load the adapter in the folder PATH as NAME. PATH is on the gateway's machine, inside one of its --lora-path."""
     from pillion.client.client import Client
 
     with Client(**pop_reach(values)) as client:
@@ -34,7 +34,7 @@ def adapters_load(name: str, path: str, in_place: bool, parent: str, **values: A
 @click.argument("name")
 @talks_to_gateway
 def adapters_unload(name: str, **values: Any) -> None:
-    """Take NAME away. Answers that run with its adapter go on."""
+    """Unload the adapter NAME. Running answers that use it continue."""
     from pillion.client.client import Client
 
     with Client(**pop_reach(values)) as client:

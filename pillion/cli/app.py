@@ -111,7 +111,7 @@ def takes_model(function: F) -> F:
     def choose(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
         has_option = ctx.get_parameter_source("model") is click.core.ParameterSource.COMMANDLINE
         if value and has_option and ctx.params.get("model") != value:
-            raise click.UsageError("give the model once: MODEL or --model", ctx)
+            raise click.UsageError("give the model only once: MODEL or --model", ctx)
         return value
 
     return click.argument(MODEL_ARGUMENT, metavar="[MODEL]", required=False, callback=choose)(function)
@@ -159,10 +159,10 @@ component_command("kvnode", KVNodeFlags, "Run one KV node: the owner of this hos
 @cli.command()
 @click.argument("socket")
 def keeper(socket: str) -> None:
-    """Keep the pools of this host's KV nodes when a node dies.
+    """Preserve the pools of this host's KV nodes when a node dies.
 
-    It listens at the Unix socket SOCKET, which the nodes name with --keeper-socket. It only holds the pools' memory,
-    and ends on a signal.
+    It listens at the Unix socket SOCKET, the nodes' --keeper-socket. It only holds the pools' memory, and ends on a
+    signal.
     """
     from pillion.kvstore.pool_survival.keeper_process import run_keeper
 
@@ -173,7 +173,7 @@ def keeper(socket: str) -> None:
 @takes_model
 @flag_options(PrepareFlags)
 def prepare(**values: Any) -> None:
-    """Make MODEL ready in the cache, so that components start at once."""
+    """Prepare MODEL in the cache, so that components start faster."""
     from pillion.supervisor.component_process import PREPARED, require_server_packages
 
     require_server_packages()
@@ -246,7 +246,7 @@ def generate(prompt: str, schema: TextIO | None, **values: Any) -> None:
 
 @cli.command()
 @option("--system", "System message of the conversation.", "")
-@gone_option("history", "lines of a terminal are kept for one conversation only")
+@gone_option("history", "lines typed at a terminal are remembered for one conversation only")
 @talks_to_gateway
 @samples
 def chat(system: str, **values: Any) -> None:
@@ -254,7 +254,7 @@ def chat(system: str, **values: Any) -> None:
 
     Each line is a message, /help lists commands, Ctrl-D ends.
 
-    Where standard input is no terminal, each of its lines is a message.
+    If standard input is not a terminal, each of its lines is a message.
     """
     from pillion.cli.chat import run_chat
 
@@ -280,8 +280,8 @@ def health(address: str, ca: str | None, internal_tls_cert: str, internal_tls_ke
 
     The exit status is the answer of its gRPC health service.
 
-    ADDRESS is host:port or unix:path, and grpcs://host:port for a public port with TLS. A component that has TLS
-    between components is asked with the component's own certificate.
+    ADDRESS is host:port or unix:path, or grpcs://host:port for a public port with TLS. If components use TLS among
+    themselves, pass the component's own certificate.
     """
     import asyncio
 

@@ -26,6 +26,7 @@ from pillion.types import WarmedPrefix
 MAX_PROMPTS = 10_000
 _PROMPTS = ("text", "messages", "tokens")
 _OPTIONS = {"model": str, "adapter": str, "cache_salt": str, "tools": list, "name": str, "ttl_s": int}
+_TYPE_NAMES: dict[type, str] = {str: "a string", list: "a list", int: "an integer"}
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
@@ -81,7 +82,7 @@ def read_prompts(path: Path) -> list[FilePrompt]:
     # Not splitlines(), which also splits at characters such as U+2028, which JSON allows within a string.
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not 0 < len(lines) <= MAX_PROMPTS:
-        raise ConfigError(f"{path} has {len(lines)} prompts; from 1 to {MAX_PROMPTS} are possible")
+        raise ConfigError(f"{path} has {len(lines)} prompts; 1 to {MAX_PROMPTS} are allowed")
     return [_read_line(f"{path}:{number}", line) for number, line in lines]
 
 
@@ -89,7 +90,7 @@ def parse_duration(text: str) -> int:
     """Parse a duration such as 90s, 5m, 1h or 7d, or a number of seconds. Raises ValueError."""
     found = re.fullmatch(r"(\d{1,9})([smhd]?)", text.strip())
     if found is None:
-        raise ValueError(f"{text!r} is not a time such as 90s, 5m, 1h or 7d")
+        raise ValueError(f"{text!r} is not a duration such as 90s, 5m, 1h or 7d")
     return int(found[1]) * _UNITS_S[found[2] or "s"]
 
 
@@ -117,15 +118,15 @@ def _read_line(where: str, line: str) -> FilePrompt:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: this is not JSON: {error}") from None
+        raise ConfigError(f"{where}: invalid JSON: {error}") from None
     if not isinstance(fields, dict) or sum(name in fields for name in _PROMPTS) != 1:
-        raise ConfigError(f"{where}: an object with one of {', '.join(_PROMPTS)} is needed")
+        raise ConfigError(f"{where}: expected an object with exactly one of {', '.join(_PROMPTS)}")
     for name, value in fields.items():
         if name not in _PROMPTS and name not in _OPTIONS:
             raise ConfigError(f"{where}: unknown field {name!r}")
         wanted = _OPTIONS.get(name, str if name == "text" else list)
         if not isinstance(value, wanted) or isinstance(value, bool):
-            raise ConfigError(f"{where}: {name} is no {'text' if wanted is str else wanted.__name__}")
+            raise ConfigError(f"{where}: {name} must be {_TYPE_NAMES[wanted]}")
     options = {name: value for name, value in fields.items() if name in _OPTIONS}
     if adapter := options.pop("adapter", ""):
         options["model"] = adapter

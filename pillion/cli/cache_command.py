@@ -23,10 +23,10 @@ def parse_seconds(ctx: click.Context, param: click.Parameter, text: str) -> int:
 
 @click.group(cls=CommandGroup)
 def cache() -> None:
-    """Compute prompts ahead and pin them.
+    """Precompute prompts and pin them.
 
-    FILE is one prompt, its text, or, with the ending .jsonl, an object on each line with "text", "messages" or
-    "tokens", and perhaps with "model", "adapter", "cache_salt", "tools", "name" and "ttl_s".
+    FILE is the text of one prompt or, if it ends in .jsonl, has an object per line with "text", "messages" or
+    "tokens", and optionally "model", "adapter", "cache_salt", "tools", "name" and "ttl_s".
     """
 
 
@@ -41,7 +41,7 @@ warms = options(
 @warms
 @talks_to_gateway
 def cache_warm(file: Path, model: str, cache_salt: str, **values: Any) -> None:
-    """Compute the KV of the prompts in FILE, after all other requests. Nothing is generated."""
+    """Compute the KV of the prompts in FILE at the lowest priority, without generating."""
     from pillion.cli.cache import run_warm
 
     run_warm(pop_reach(values), file, {"model": model, "cache_salt": cache_salt})
@@ -54,7 +54,7 @@ def cache_warm(file: Path, model: str, cache_salt: str, **values: Any) -> None:
 @warms
 @talks_to_gateway
 def cache_pin(file: Path, name: str, ttl_s: int, model: str, cache_salt: str, **values: Any) -> None:
-    """Compute the prompts in FILE, and keep them in memory before everything that is not pinned."""
+    """Compute the prompts in FILE and pin them: their KV is evicted after everything unpinned."""
     from pillion.cli.cache import run_warm
 
     common = {"model": model, "cache_salt": cache_salt, "pin": True, "name": name, "ttl_s": ttl_s}
@@ -64,7 +64,7 @@ def cache_pin(file: Path, name: str, ttl_s: int, model: str, cache_salt: str, **
 @cache.command("list")
 @talks_to_gateway
 def cache_list(**values: Any) -> None:
-    """List your own pins: names, tokens, blocks, nodes, when they lapse, and how many prompts they served."""
+    """List your own pins: names, tokens, blocks, nodes, expiry, and number of prompts served."""
     from pillion.cli.cache import run_list
 
     run_list(pop_reach(values))
@@ -74,7 +74,7 @@ def cache_list(**values: Any) -> None:
 @click.argument("name")
 @talks_to_gateway
 def cache_drop(name: str, **values: Any) -> None:
-    """End your own pin NAME. Its blocks stay in memory until they have to go."""
+    """Remove your own pin NAME. Its blocks stay in memory until they are evicted."""
     from pillion.client.client import Client
 
     with Client(**pop_reach(values)) as client:

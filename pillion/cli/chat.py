@@ -26,11 +26,10 @@ HELP = """\
 /help          show this
 /clear         forget the conversation; the system message stays
 /system        show the system message; /system TEXT sets it, /system - removes it
-/save FILE     write the conversation to a new file, as JSON that the API takes
+/save FILE     write the conversation to a new file, as JSON for the API
 /exit          end, like Ctrl-D
-A line that ends with \\ goes on in the next one, and \"\"\" begins and ends a message of several lines.
-A message that begins with / is written with //. Ctrl-C ends an answer, of which the conversation keeps
-what was shown."""
+A line that ends with \\ continues on the next one, and \"\"\" begins and ends a message of several lines.
+Start a message that begins with / with //. Ctrl-C stops an answer; the conversation keeps what was shown."""
 
 
 class Conversation:
@@ -52,7 +51,7 @@ class Conversation:
             return HELP
         if name == "/clear":
             self.turns.clear()
-            return "the conversation is cleared"
+            return "conversation cleared"
         if name == "/system":
             if rest:
                 self.system = "" if rest == "-" else rest

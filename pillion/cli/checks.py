@@ -36,7 +36,7 @@ def check_flags(flags: Any) -> None:
     if 0 < values.get("max_num_batched_prefill_tokens", 0) < values.get("block_size", 0):
         raise ConfigError("--max-num-batched-prefill-tokens is smaller than one block")
     if 0 < values.get("max_num_batched_tokens", 0) < values.get("max_num_seqs", 1):
-        raise ConfigError("--max-num-batched-tokens must hold one token for each of --max-num-seqs")
+        raise ConfigError("--max-num-batched-tokens must be at least --max-num-seqs")
     parse_cores(values.get("cpu_affinity", ""))
     _check_tls(values)
     for name in ("listen", "node_listen"):
@@ -75,8 +75,8 @@ def _check_listen(name: str, values: dict[str, Any]) -> None:
     if is_local(values[name]) or values["internal_tls_cert"] or values["insecure_internal"]:
         return
     raise ConfigError(
-        f"{option_name(name)} {values[name]} can be reached from other machines, and components trust whoever "
-        "reaches them: give --internal-tls-cert, -key and -ca, or --insecure-internal where the network is trusted"
+        f"{option_name(name)} {values[name]} can be reached from other machines, and components trust all their "
+        "clients: give --internal-tls-cert, -key and -ca, or --insecure-internal if the network is trusted"
     )
 
 

@@ -40,8 +40,8 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 def drill(yes: bool, json: Path | None, metrics_file: Path | None, **values: Any) -> int:
     """Kill one component of each kind, and compare the cost to a contract.
 
-    The drill streams answers meanwhile. It refuses to begin where a kind has one component and nothing starts it again.
-    The exit status is 0 where the contract was kept, 1 where it was broken, 2 where the drill was refused.
+    The drill streams answers meanwhile. It refuses to start if a kind has a single component and nothing restarts it.
+    The exit status is 0 if the contract was kept, 1 if it was broken, and 2 if the drill was refused.
     """
     from pillion.drill.drill import choose_victims, run_drill
     from pillion.drill.report import StrikeReport, as_json, as_metrics, lines_of, table_of
@@ -79,7 +79,7 @@ def _plan_of(contract: Path | None, kill: str, start: str, supervised: bool, **v
     from pillion.drill.strikes import Striker
 
     if (start or supervised) and not kill:
-        raise ConfigError("--start and --supervised belong to --kill")
+        raise ConfigError("--start and --supervised need --kill")
     reach = {"target": DEFAULT_TARGET} | pop_reach(values)
     return DrillPlan(reach=reach, contract=read_contract(contract), striker=Striker(kill, start, supervised), **values)
 
@@ -91,4 +91,4 @@ def _ask_for_consent() -> None:
     except click.Abort:
         typed = ""
     if typed != CONSENT:
-        raise ConfigError("the drill does not start: consent is missing (--yes)")
+        raise ConfigError("the drill does not start without consent (--yes)")

@@ -21,9 +21,9 @@ def events(
 ) -> None:
     """Print the blocks that a KV node has, stores and removes.
 
-    They are lines of JSON. NODE is the node's --node-listen, host:port or unix:path, or its name. Without it the
-    gateway is asked for the cluster's only one: beside `pillion serve`, `pillion events` is enough. The command goes on
-    through lost connections and the node's restarts; Ctrl-C ends it.
+    Each event is a line of JSON. NODE is the node's --node-listen (host:port or unix:path) or its name. Default: the
+    cluster's only node, as reported by the gateway, so `pillion events` is enough with `pillion serve`. The command
+    survives lost connections and restarts of the node; Ctrl-C ends it.
     """
     from pillion.kvstore.events.event_lines import run_events
     from pillion.net import rpc, tls
@@ -42,7 +42,7 @@ def find_node(name: str, reach: dict[str, Any]) -> str:
         nodes = {one.component_id: one.address for one in client.status().components if one.role == "kvnode"}
     known = ", ".join(f"{one} ({address})" for one, address in sorted(nodes.items())) or "none"
     if name and name not in nodes:
-        raise ConfigError(f"{name!r} is no KV node of this cluster, whose KV nodes are: {known}")
+        raise ConfigError(f"{name!r} is not a KV node of this cluster; its KV nodes: {known}")
     if not name and len(nodes) != 1:
-        raise ConfigError(f"name the KV node to follow; this cluster's are: {known}")
+        raise ConfigError(f"name the KV node to follow; this cluster has: {known}")
     return nodes[name] if name else next(iter(nodes.values()))

@@ -32,7 +32,7 @@ reads_bundles = options(
 def explain(bundle: str, as_json: bool, record_path: str, record_key_file: str, redis_url: str) -> None:
     """Explain where the time of a recorded request went.
 
-    ID is a bundle's id, or the id by which the client knows the request, and is looked for in --record-path.
+    ID is a bundle's id or the client's request id, and is looked up in --record-path.
     """
     from pillion.gateway.recorder.record_store import read_named
     from pillion.records.explanation import explained, picture

@@ -40,7 +40,7 @@ OTHER_VARIABLES = {
     "PILLION_CA": "client commands: authorities",
     "PILLION_CERT": "client commands: a client's certificate",
     "PILLION_KEY": "client commands: the certificate's private key",
-    "PILLION_CHAT_HISTORY": "pillion chat: has no effect any more and will be removed in the next release",
+    "PILLION_CHAT_HISTORY": "pillion chat: no longer has an effect and will be removed in the next release",
     "PILLION_TAG": "docker-compose.yml: the image's tag",
     "PILLION_FUZZ": "tests: the number of malformed requests",
     "PILLION_VLLM": "benchmarks: vLLM's program",
@@ -49,51 +49,51 @@ OTHER_VARIABLES = {
 
 # Flags without effect, accepted for one release with a warning: the class that they belonged to, and the explanation.
 GONE: dict[str, tuple[type, str]] = {
-    "vllm_metric_names": (config.CommonFlags, "metrics have vLLM's names as well, always"),
-    "lora_file_bytes": (config.LoraFlags, "an adapter may have 8 GiB"),
-    "lora_transfer_timeout_s": (config.LoraFlags, "an adapter may take 120 s from another machine"),
+    "vllm_metric_names": (config.CommonFlags, "metrics always have vLLM's names as well"),
+    "lora_file_bytes": (config.LoraFlags, "an adapter may be up to 8 GiB"),
+    "lora_transfer_timeout_s": (config.LoraFlags, "the transfer of an adapter between machines may take 120 s"),
     "max_waiting_tickets": (config.KVNodeFlags, "1,024 new requests may wait for the memory of a KV node"),
     "kv_log_changes": (config.KVNodeFlags, "a KV node keeps the newest 65,536 changes for its followers"),
     "max_kv_followers": (config.KVNodeFlags, "a KV node has at most 16 followers"),
-    "max_tenant_pinned_percent": (config.KVNodeFlags, "prefix pins of one tenant may have a quarter of the pool"),
-    "max_message_bytes": (config.GatewayFlags, "a gateway's gRPC messages have at most 16 MiB"),
-    "cut_system_lines": (config.GatewayFlags, "Claude Code's billing line is left out of system texts, always"),
+    "max_tenant_pinned_percent": (config.KVNodeFlags, "prefix pins of one tenant may use a quarter of the pool"),
+    "max_message_bytes": (config.GatewayFlags, "a gateway's gRPC messages are at most 16 MiB"),
+    "cut_system_lines": (config.GatewayFlags, "Claude Code's billing line is always removed from system texts"),
     "max_retained_percent": (config.KVNodeFlags, "the block that rested longest is evicted first"),
     "max_tenant_retained_percent": (config.KVNodeFlags, "the block that rested longest is evicted first"),
-    "batch_tenant_percent": (config.GatewayFlags, "a tenant may have a quarter of the folder of --batch-path"),
-    "allow_credentials": (config.GatewayFlags, "pages send API keys, and neither cookies nor certificates"),
-    "verify_blocks": (config.KVNodeFlags, "the checksum of every block that comes from elsewhere is checked"),
-    "log_file": (config.ServeFlags, "send standard error to a file: 2>FILE"),
-    "keep_pool": (config.ServeFlags, "a pool in host memory outlives its KV node, always"),
+    "batch_tenant_percent": (config.GatewayFlags, "a tenant may use a quarter of the space of --batch-path"),
+    "allow_credentials": (config.GatewayFlags, "web pages send API keys, not cookies or certificates"),
+    "verify_blocks": (config.KVNodeFlags, "the checksum of every received block is verified"),
+    "log_file": (config.ServeFlags, "redirect standard error to a file: 2>FILE"),
+    "keep_pool": (config.ServeFlags, "a pool in host memory always outlives its KV node"),
     "max_waiting_seqs": (config.DecodeFlags, "1,024 sequences may wait on a decode worker"),
     "measure": (config.PrepareFlags, "`python -m lab.benchmarks.quantization` shows what quantized weights cost"),
     "max_waiting_prefills": (config.PrefillFlags, "256 prefill ranges may wait or run on a prefill worker"),
-    "fork_server": (config.ServeFlags, "components are forks of a process that has imported their packages"),
-    "standby": (config.ServeFlags, "each worker and KV node has a standby"),
-    "share_cores": (config.ServeFlags, "workers on a CPU also use the cores of idle workers"),
-    "fence_kill_after_s": (config.ServeFlags, "a worker is killed after 30 s of being fenced"),
+    "fork_server": (config.ServeFlags, "components are always forked from a process that has imported their packages"),
+    "standby": (config.ServeFlags, "each worker and KV node always has a standby"),
+    "share_cores": (config.ServeFlags, "workers on a CPU always use the cores of idle workers, too"),
+    "fence_kill_after_s": (config.ServeFlags, "a worker is killed after it has been fenced for 30 s"),
     "decode_reserve_percent": (config.PoolFlags, "prompts leave 10 % of the pool to running decodes"),
-    "max_pinned_percent": (config.KVNodeFlags, "prefix pins may have half of the pool"),
-    "state_percent": (config.KVNodeFlags, "states of hybrid models may have the whole pool"),
+    "max_pinned_percent": (config.KVNodeFlags, "prefix pins may use half of the pool"),
+    "state_percent": (config.KVNodeFlags, "states of hybrid models may use the whole pool"),
     "low_watermark_percent": (config.KVNodeFlags, "blocks are evicted ahead of need below 2 % of free slots"),
     "high_watermark_percent": (config.KVNodeFlags, "eviction ahead of need stops at 5 % of free slots"),
     "fetch_timeout_ms": (config.KVNodeFlags, "a fetch of blocks may take 2 s"),
-    "max_fetch_bytes": (config.KVNodeFlags, "a fetch of blocks may have 1 GiB"),
+    "max_fetch_bytes": (config.KVNodeFlags, "a fetch of blocks may transfer 1 GiB"),
     "hand_over_bytes_per_s": (config.KVNodeFlags, "a stopping KV node copies 64 MiB of warm blocks a second"),
     "lora_store_bytes": (config.LoraFlags, "copies of adapters may take 64 GiB of a machine"),
-    "partial_block_percent": (config.DecodeFlags, "partial blocks of answers may have 1 % of the pool"),
-    "max_running_requests": (config.GatewayFlags, "it is --max-num-seqs of all decode workers plus a quarter"),
-    "max_read_ahead": (config.GatewayFlags, "KV of 2 waiting requests is read ahead at the same time"),
+    "partial_block_percent": (config.DecodeFlags, "partial blocks of answers may use 1 % of the pool"),
+    "max_running_requests": (config.GatewayFlags, "it is --max-num-seqs of all decode workers plus 25 %"),
+    "max_read_ahead": (config.GatewayFlags, "KV of at most 2 waiting requests is read ahead at a time"),
     "max_attempts": (config.GatewayFlags, "a request fails after 4 attempts in a row without a token"),
     "timeout_keep_alive": (config.GatewayFlags, "idle HTTP connections are closed after 75 s"),
     "stream_ping_ms": (config.GatewayFlags, "streams without a token get a comment every 10 s"),
-    "batch_bytes": (config.GatewayFlags, "the folder of --batch-path may have 10 GiB"),
-    "batch_file_bytes": (config.GatewayFlags, "an uploaded file may have 200 MiB"),
+    "batch_bytes": (config.GatewayFlags, "the folder of --batch-path may use 10 GiB"),
+    "batch_file_bytes": (config.GatewayFlags, "an uploaded file may be up to 200 MiB"),
     "batch_keep_days": (config.GatewayFlags, "files and ended batches are removed after 30 days"),
-    "max_batch_requests": (config.GatewayFlags, "32 requests of batches run in a gateway at the same time"),
-    "record_bytes": (config.GatewayFlags, "bundles may have 1 GiB in a folder and 64 MiB in Redis"),
+    "max_batch_requests": (config.GatewayFlags, "a gateway runs at most 32 requests of batches at a time"),
+    "record_bytes": (config.GatewayFlags, "bundles may use 1 GiB in a folder and 64 MiB in Redis"),
     "record_days": (config.GatewayFlags, "bundles are removed after 30 days"),
-    "record_slow_ms": (config.GatewayFlags, "a request is slow that waits longer than 10 s for a token"),
+    "record_slow_ms": (config.GatewayFlags, "a request is slow if it waits longer than 10 s for a token"),
 }
 # Those that were switches: --NAME and --no-NAME, without a value.
 GONE_SWITCHES = (
@@ -104,8 +104,8 @@ GONE_SWITCHES = (
 GONE_COMMANDS = {
     "pillion demo": "`make demo` in a clone of the repository runs it",
     "pillion certs": "`python -m lab.testbed.certs` in a clone of the repository takes the same options",
-    "pillion models": "`pillion prepare OWNER/NAME` brings a model, `hf download OWNER/NAME FILE.gguf` one file of it,"
-    " and `hf cache` lists and removes them",
+    "pillion models": "`pillion prepare OWNER/NAME` downloads a model, `hf download OWNER/NAME FILE.gguf` one file of"
+    " it, and `hf cache` lists and removes them",
 }
 
 JSON_FLAGS = ("speculative_config", "override_generation_config", "default_chat_template_kwargs")
@@ -387,11 +387,11 @@ def read_config(path: str) -> dict[str, Any]:
             if isinstance(value, str) and name == "served_model_name":
                 value = [value]
             if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-                raise ConfigError(f"config file {path}: {key!r} must be a list of texts")
+                raise ConfigError(f"config file {path}: {key!r} must be a list of strings")
         elif name in JSON_FLAGS and isinstance(value, dict):
             value = json.dumps(value)
         elif not isinstance(value, str | int | float):
-            raise ConfigError(f"config file {path}: {key!r} must be a text or a number")
+            raise ConfigError(f"config file {path}: {key!r} must be a string or a number")
         values[name] = value
     return values
 

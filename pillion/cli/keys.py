@@ -26,7 +26,7 @@ def add_key(path: Path, tenant: str, operator: bool = False, models: tuple[str, 
     from pillion.gateway.admission.api_keys import hash_of, new_key, read_keys
 
     if not re.fullmatch(r"[\w.-]+", tenant, re.ASCII):
-        raise ConfigError(f"{tenant[:80]!r} is not a tenant: a name has letters, digits and . _ -")
+        raise ConfigError(f"{tenant[:80]!r} is not a valid tenant name: use letters, digits and . _ -")
     there, key = path.exists(), new_key()
     known = read_keys(str(path)).tenants if there else {}
     text = path.read_text().rstrip() if there else TITLE
@@ -35,7 +35,7 @@ def add_key(path: Path, tenant: str, operator: bool = False, models: tuple[str, 
     if models and not (own and own.models == models):
         told.append(f"models = {json.dumps(models, ensure_ascii=False)}")
     if own and told:
-        raise ConfigError(f"{path} has [tenant.{tenant}] already: write {' and '.join(told)} into it by hand")
+        raise ConfigError(f"{path} already has [tenant.{tenant}]: add {' and '.join(told)} to it by hand")
     if not own:
         text += "\n".join((f'\n\n[tenant."{tenant}"]', *told))
     text += f'\n\n[[key]]\nid = "k-{secrets.token_hex(4)}"\ntenant = "{tenant}"\nhash = "{hash_of(key)}"\n'

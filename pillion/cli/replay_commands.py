@@ -15,7 +15,7 @@ from pillion.cli.reach import pop_reach, talks_to_gateway
 from pillion.errors import ConfigError, PillionError
 
 PATH = click.Path(path_type=Path)
-MODEL = option("--model", "The target's name of the model. Default: the bundle's.", "")
+MODEL = option("--model", "Name of the model at the target. Default: the bundle's.", "")
 
 
 def decided(run: Coroutine[Any, Any, int]) -> int:
@@ -51,8 +51,8 @@ def replay(
 ) -> int:
     """Run a recorded request again, and compare the answers.
 
-    BUNDLE is a bundle's file, or its id with --record-path. The exit status is 0 where the answers are equal; 1 where
-    they differ, with the first position on the last line; and 2 where the bundle could not be replayed.
+    BUNDLE is a bundle's file, or its id with --record-path. The exit status is 0 if the answers are equal, 1 if they
+    differ (the last line has the first position), and 2 if the bundle could not be replayed.
     """
     from pillion.gateway.recorder.record_store import read_named
     from pillion.records.replay import run_replay
@@ -74,14 +74,14 @@ def replay(
     100.0,
     type=click.FloatRange(1, 1_000_000),
 )
-@option("--existing", "Replay the existing bundles and end, instead of those to come.", False, is_flag=True)
+@option("--existing", "Replay the existing bundles and exit, instead of following new ones.", False, is_flag=True)
 @option("--metrics-file", "Write the figures for Prometheus to this file.", None, type=PATH, metavar="PATH")
 @talks_to_gateway
 def canary(record_path: str, record_key_file: str, redis_url: str, rule: str, requests: int, **values: Any) -> int:
-    """Replay live requests at the next version, and decide.
+    """Judge the next version by replaying live requests on it.
 
-    It follows the bundles of gateways with --record-content full, and replays those that come at --target, after
-    all other requests. The exit status is 0 to promote, 1 to stop, and 2 where it could not decide.
+    It follows the bundles of gateways with --record-content full, and replays new ones at --target, at the lowest
+    priority. The exit status is 0 to promote, 1 to stop, and 2 if it could not decide.
     """
     from rich import box
     from rich.table import Table
@@ -92,7 +92,7 @@ def canary(record_path: str, record_key_file: str, redis_url: str, rule: str, re
     from pillion.records.canary_run import Canary, table_rows
 
     if not record_path:
-        raise ConfigError("--record-path is required: it says where the bundles are")
+        raise ConfigError("--record-path is required: the location of the bundles")
     reach, tally = pop_reach(values), CanaryTally(parse_rule(rule), requests)
     key = key_at(record_path, record_key_file)
     try:

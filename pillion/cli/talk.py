@@ -159,10 +159,10 @@ def model_line(model: ModelInfo, status: ClusterStatus) -> str:
     """Describe a served name in one line."""
     if model.parent:
         ready = ", ".join(sorted(one.component_id for one in status.components if model.adapter in one.adapters))
-        return f"{model.name}: adapter of {model.parent}, ready on {ready or 'no worker now'}"
+        return f"{model.name}: adapter of {model.parent}, ready on {ready or 'no worker'}"
     if model.alias_of:
-        return f"{model.name}: another name of {model.alias_of}"
-    return f"{model.name}: texts of up to {model.max_model_len_tokens:,} tokens; weights: {model.weights}"
+        return f"{model.name}: alias of {model.alias_of}"
+    return f"{model.name}: up to {model.max_model_len_tokens:,} tokens; weights: {model.weights}"
 
 
 def pool_use(component: ComponentStatus, block_size_tokens: int) -> str:
@@ -187,7 +187,7 @@ def version_line(status: ClusterStatus) -> str:
         groups.setdefault((one.version, one.protocol), []).append(one.component_id)
     if not any(protocol for _, protocol in groups):
         return ""
-    named = {group: f"{group[0] or 'a version that it does not say'}, protocol {group[1]}" for group in groups}
+    named = {group: f"{group[0] or 'unknown version'}, protocol {group[1]}" for group in groups}
     if len(groups) == 1:
         return f"all components: {next(iter(named.values()))}"
     parts = (f"{named[group]}: {_some(names)}" for group, names in groups.items())
@@ -202,7 +202,7 @@ def _some(names: Sequence[str]) -> str:
 def summary(status: ClusterStatus) -> str:
     """Return one line of totals since the gateway started."""
     rate = status.cached_tokens / status.prompt_tokens if status.prompt_tokens else 0.0
-    index = "" if status.index_available else "; Redis does not answer: no prefix hits"
+    index = "" if status.index_available else "; Redis is not responding: no prefix hits"
     return (
         f"{status.active_requests} active, {status.prompt_tokens:,} prompt tokens "
         f"({rate:.0%} found in the cache), {status.completion_tokens:,} generated{index}"

@@ -45,7 +45,7 @@ def test_the_only_node_of_a_cluster_is_found(monkeypatch: pytest.MonkeyPatch) ->
     nodes(monkeypatch, "kvnode-0")
     assert find_node("", {"target": "here"}) == "unix:/run/kvnode-0.sock"
     assert find_node("kvnode-0", {"target": "here"}) == "unix:/run/kvnode-0.sock"
-    with pytest.raises(ConfigError, match=r"'b' is no KV node .*: kvnode-0 \(unix:/run/kvnode-0.sock\)"):
+    with pytest.raises(ConfigError, match=r"'b' is not a KV node .*: kvnode-0 \(unix:/run/kvnode-0.sock\)"):
         find_node("b", {"target": "here"})
     nodes(monkeypatch, "a", "b")
     with pytest.raises(ConfigError, match=r"name the KV node to follow; .*: a \(unix:/run/a.sock\), b "):

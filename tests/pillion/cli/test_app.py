@@ -126,7 +126,7 @@ def test_help_lists_every_command() -> None:
     [
         (["serve", "--max-num-seqs", "many"], 2, "'many' is not a valid integer"),
         (["serve", "--block-size", "0"], 2, "--block-size 0 is less than 1"),
-        (["serve", "a", "--model", "b"], 2, "give the model once"),
+        (["serve", "a", "--model", "b"], 2, "give the model only once"),
         (["serve", "/nowhere/at/all"], 2, "/nowhere/at/all"),
         (["serve", "--config", "/nowhere.toml"], 2, "No such file"),
         (["decode", "/nowhere/at/all", "--attach-socket", "/nowhere/a.sock"], 2, "/nowhere/at/all"),
@@ -438,12 +438,12 @@ def test_status_as_a_table() -> None:
     assert pool_use(worker, 16) == ""
     assert pool_use(node, 0) == "25.0% of 100 blocks (20 cached, 5 leased)"
     assert summary(status).startswith("2 active, 200 prompt tokens (25% found in the cache), 9 generated")
-    assert "Redis does not answer" in summary(status)
+    assert "Redis is not responding" in summary(status)
     model = ModelInfo("m", 4096, "", weights="awq, 4 bits in groups of 128")
-    assert model_line(model, status) == "m: texts of up to 4,096 tokens; weights: awq, 4 bits in groups of 128"
+    assert model_line(model, status) == "m: up to 4,096 tokens; weights: awq, 4 bits in groups of 128"
     french, dutch = (ModelInfo(name, 4096, "", parent="m", adapter=digest) for name, digest in (("f", "0"), ("d", "1")))
     assert model_line(french, status) == f"f: adapter of m, ready on {worker.component_id}"
-    assert model_line(dutch, status) == "d: adapter of m, ready on no worker now"
+    assert model_line(dutch, status) == "d: adapter of m, ready on no worker"
 
 
 def test_a_component_command_is_made_of_its_flags() -> None:

@@ -36,13 +36,13 @@ def test_a_line_ends_at_a_newline_alone(inside: str, tmp_path: pathlib.Path) -> 
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{", "not JSON"),
+        ("{", "invalid JSON"),
         ("[]", "an object"),
-        ("{}", "an object with one of"),
-        ('{"text": "a", "tokens": [1]}', "an object with one of"),
+        ("{}", "an object with exactly one of"),
+        ('{"text": "a", "tokens": [1]}', "an object with exactly one of"),
         ('{"text": ""}', "empty"),
-        ('{"text": 1}', "text is no text"),
-        ('{"text": "a", "ttl_s": true}', "ttl_s is no int"),
+        ('{"text": 1}', "text must be a string"),
+        ('{"text": "a", "ttl_s": true}', "ttl_s must be an integer"),
         ('{"text": "a", "colour": 1}', "unknown field 'colour'"),
         ("", "0 prompts"),
     ],
@@ -60,6 +60,6 @@ def test_a_bad_line_is_named(line: str, words: str, tmp_path: pathlib.Path) -> N
 def test_times() -> None:
     assert [parse_duration(text) for text in ("90", "90s", "5m", "1h", "7d")] == [90, 90, 300, 3600, 7 * 86_400]
     for wrong in ("", "h", "-1s", "1w", "1.5h"):
-        with pytest.raises(ValueError, match="is not a time"):
+        with pytest.raises(ValueError, match="is not a duration"):
             parse_duration(wrong)
     assert [duration(seconds) for seconds in (5, 119, 300, 86_399, 86_400 * 7)] == ["5s", "119s", "5m", "24h", "7d"]

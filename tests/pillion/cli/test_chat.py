@@ -107,7 +107,7 @@ async def test_a_conversation_on_a_terminal(tmp_path: pathlib.Path) -> None:
                 ("/nothing\n", "unknown command /nothing"),
                 ("/save talk.json\n", "9 messages saved to talk.json"),
                 ("/save talk.json\n", "talk.json: File exists"),
-                ("/clear\n", "the conversation is cleared"),
+                ("/clear\n", "conversation cleared"),
                 ("/system\n", "system message: Be brief."),
                 ("/system -\n", "there is no system message"),
                 ("wait\n", "1: wait!"),

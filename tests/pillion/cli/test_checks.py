@@ -83,7 +83,7 @@ def test_the_defaults_are_good(cls: Any) -> None:
         (ServeFlags(prefill_workers=0, split_policy="disaggregated"), "needs --split-policy colocated or auto"),
         (ServeFlags(decode_workers=0), "--decode-workers 0 is less than 1"),
         (ServeFlags(http_port=70000), "--http-port 70000 is more than 65535"),
-        (ServeFlags(max_num_seqs=512, max_num_batched_tokens=256), "must hold one token for each"),
+        (ServeFlags(max_num_seqs=512, max_num_batched_tokens=256), "must be at least --max-num-seqs"),
         (ServeFlags(heartbeat_ms=5000), "must be longer"),
         (DecodeFlags(max_num_seqs=-1), "--max-num-seqs -1 is less than 1"),
         (PrefillFlags(max_num_batched_prefill_tokens=8), "smaller than one block"),

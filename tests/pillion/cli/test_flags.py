@@ -155,11 +155,11 @@ def test_one_file_may_serve_all_components(tmp_path: pathlib.Path) -> None:
     [
         ("max-num-sequences = 1", "unknown key 'max-num-sequences'"),
         ("max-num-seqs = 1\nmax_num_seqs = 2", "occurs twice"),
-        ("max-num-seqs = [1]", "must be a text or a number"),
+        ("max-num-seqs = [1]", "must be a string or a number"),
         ("[decode]\nmax-num-seqs = 1", "unknown key 'decode'"),
         ("max-num-seqs", "config file"),
-        ('also-model = "a=b"', "must be a list of texts"),
-        ("also-model = [1]", "must be a list of texts"),
+        ('also-model = "a=b"', "must be a list of strings"),
+        ("also-model = [1]", "must be a list of strings"),
     ],
 )
 def test_a_broken_file_is_a_one_line_error(tmp_path: pathlib.Path, text: str, complaint: str) -> None:

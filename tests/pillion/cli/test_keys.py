@@ -64,7 +64,7 @@ def test_a_new_tenant_is_limited_to_models(tmp_path: pathlib.Path) -> None:
 def test_limits_of_an_existing_tenant_are_not_changed(tmp_path: pathlib.Path, asked: dict[str, Any], line: str) -> None:
     path, text = tmp_path / "keys.toml", "[tenant.ops]\nweight = 2\n"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=rf"has \[tenant.ops\] already: write {line} into it by hand"):
+    with pytest.raises(ConfigError, match=rf"already has \[tenant.ops\]: add {line} to it by hand"):
         add_key(path, "ops", **asked)
     assert path.read_text() == text
 

@@ -26,7 +26,7 @@ def status_of(*components: tuple[str, str, int]) -> ClusterStatus:
 def test_differing_versions_are_listed_with_their_components() -> None:
     assert version_line(status_of(("a", "1.0", 8), ("b", "1.0", 8))) == "all components: 1.0, protocol 8"
     told = version_line(status_of(("b", "", 7), ("a", "1.0", 8), ("c", "1.0", 8)))
-    assert told == "versions differ: 1.0, protocol 8: a, c; a version that it does not say, protocol 7: b"
+    assert told == "versions differ: 1.0, protocol 8: a, c; unknown version, protocol 7: b"
     # Two builds of one version may speak different protocols.
     assert version_line(status_of(("a", "1.0", 7), ("b", "1.0", 8))).startswith("versions differ: ")
 

@@ -105,12 +105,12 @@ def test_consent_is_required(monkeypatch: pytest.MonkeyPatch, typed: str, begins
         assert result.return_value == 0
     else:
         assert isinstance(result.exception, ConfigError)
-        assert "consent is missing" in result.exception.message
+        assert "without consent" in result.exception.message
 
 
 @pytest.mark.parametrize(
     ("args", "said"),
-    [(["--start", "x"], "belong to --kill"), (["--json", "/no/such/r.json"], "--json: there is no folder /no/such")],
+    [(["--start", "x"], "need --kill"), (["--json", "/no/such/r.json"], "--json: there is no folder /no/such")],
 )
 def test_options_that_cannot_work(monkeypatch: pytest.MonkeyPatch, args: list[str], said: str) -> None:
     played(monkeypatch, [report()])
