@@ -66,7 +66,7 @@ async def test_chat_by_keyboard_alone(browser: Browser, components: Components) 
         await keyboard.type("plk-wrong")
         await keyboard.press("Enter")
         refusal = page.get_by_role("alert")
-        await refusal.filter(has_text="This API key is not known here").wait_for()
+        await refusal.filter(has_text="This gateway does not know this API key").wait_for()
         assert not await page.locator("#parts").is_visible()
         await keyboard.press("Control+A")
         await keyboard.type(KEYS["acme"])
@@ -94,11 +94,11 @@ async def test_chat_by_keyboard_alone(browser: Browser, components: Components) 
         answer = reply.json
         assert shown == answer["choices"][0]["message"]["content"] != ""
         prompt = answer["usage"]["prompt_tokens"]
-        assert await seen.texts(".answer .caption") == [f"Where the {prompt} tokens of the prompt went"]
+        assert await seen.texts(".answer .caption") == [f"Where the prompt’s {prompt} tokens came from"]
         legend = await page.locator(".answer .legend li:visible").all_text_contents()
         assert [line.split(" ", 1)[1] for line in legend] == [
             "computed by a prefill worker",
-            "computed by the decode worker, beside other streams",
+            "computed by the decode worker, alongside other streams",
         ]
         assert sum(int(line.split()[0]) for line in legend) == prompt
         timings = answer["timings"]
@@ -151,7 +151,7 @@ async def test_operators_see_the_cluster(browser: Browser, components: Component
         await page.locator(".figures").wait_for()
         assert await seen.complaints() == []
         await page.get_by_role("button", name="Pause").click()
-        assert await page.get_by_role("button", name="Go on").get_attribute("aria-pressed") == "true"
+        assert await page.get_by_role("button", name="Resume").get_attribute("aria-pressed") == "true"
         await page.get_by_role("button", name="Forget the key").click()
         await page.get_by_label("API key").wait_for()
         assert await page.locator(".card").count() == 0
@@ -184,7 +184,7 @@ async def test_a_worker_whose_record_expires_stays(browser: Browser, components:
 
         await cards("Decode workers").wait_for()
         await page.route("**/ui/cluster", changed)
-        card = cards("Known to a KV node alone")
+        card = cards("Known only to a KV node")
         await card.wait_for()
         assert await card.locator(".state").text_content() == "fenced"
         assert await card.locator(".line").all_text_contents() == ["–"]
@@ -219,11 +219,11 @@ async def test_the_time_of_a_recorded_request_is_drawn(browser: Browser, tmp_pat
         seen_page(browser, fakes.gateway.http_address, **NARROW) as seen,
     ):
         about, page = seen.page.locator("#records-about"), seen.page
-        await about.filter(has_text="Nothing is recorded yet").wait_for()
+        await about.filter(has_text="Nothing recorded yet").wait_for()
         async for _ in fakes.client.generate("Hello", request_id="mine"):
             pass
         await until("a bundle", lambda: bundles_in(tmp_path))
-        await page.get_by_role("button", name="Look again").click()
+        await page.get_by_role("button", name="Refresh").click()
         await page.get_by_text("mine, toy: share").click()
         await page.get_by_text("The first token came after").wait_for()
         (bundle,) = bundles_in(tmp_path)
@@ -428,7 +428,7 @@ async def test_copy_retry_and_edit(browser: Browser) -> None:
             field = page.get_by_label("Message", exact=True)
             assert await field.input_value() == "q0"
             assert await seen.complaints() == []
-            await page.get_by_role("button", name="Cancel the edit").click()
+            await page.get_by_role("button", name="Cancel editing").click()
             assert (await field.input_value(), await ended.count()) == ("", 2)
             await page.get_by_label("Edit this message").first.click()
             await seen.ask("q0, but better")
@@ -462,7 +462,7 @@ async def test_a_reload_keeps_the_chat(browser: Browser, tmp_path: pathlib.Path)
         await seen.connect(KEYS["ops"])
         assert await page.locator(".question .text").all_text_contents() == ["first", "second"]
         assert await ended.locator(".figures").count() == 1
-        await ended.nth(1).get_by_text("The page was left before the end of the answer.").wait_for()
+        await ended.nth(1).get_by_text("You left the page before the answer ended.").wait_for()
         assert (await most.input_value(), await page.locator("#system").input_value()) == ("30", SYSTEM)
         async with page.expect_request("**/v1/chat/completions") as found:
             await seen.ask("third")
@@ -549,7 +549,7 @@ async def test_an_answer_that_broke_off_can_be_continued(browser: Browser) -> No
 
         await page.route("**/v1/chat/completions", answer)
         await seen.ask("Where do rivers end?")
-        await page.get_by_role("alert").filter(has_text="The answer ended too early.").wait_for()
+        await page.get_by_role("alert").filter(has_text="The answer ended prematurely.").wait_for()
         assert await seen.complaints() == []
         await page.reload()
         await more.click()

@@ -8,7 +8,7 @@ let heard = () => {};
 export const useKey = (text) => { key = text; };
 export const keyTag = () => tagOf(key);
 
-// Sets the callback for the state of the connection: called after each call with the problem as text, or "".
+// Sets the callback for the state of the connection, called after each call with the problem as text, or "".
 export const onHeard = (told) => { heard = told; };
 
 // An error response, as text for people. `status` is 0 if the gateway is unreachable.
@@ -21,10 +21,10 @@ export class Refusal extends Error {
 
 const AWAY = "The gateway cannot be reached.";
 const SAID = {
-  401: "This API key is not known here. Check it, and enter it again.",
-  403: "This key may not do that.",
-  429: "The gateway has too much to do, or a quota of this key is used up.",
-  503: "No worker serves this model now.",
+  401: "This gateway does not know this API key. Check it and enter it again.",
+  403: "This key does not permit that.",
+  429: "The gateway is overloaded, or a quota of this key is exhausted.",
+  503: "No worker is serving this model.",
 };
 
 async function refusalOf(answer) {
@@ -36,8 +36,8 @@ async function refusalOf(answer) {
   }
   if (answer.status === 401) message = "";
   const after = answer.headers.get("retry-after");
-  const again = after && answer.status !== 401 ? ` It may be tried again in ${after} s.` : "";
-  const begin = SAID[answer.status] ?? (message ? "" : `The gateway answers with status ${answer.status}.`);
+  const again = after && answer.status !== 401 ? ` Try again in ${after} s.` : "";
+  const begin = SAID[answer.status] ?? (message ? "" : `The gateway responded with status ${answer.status}.`);
   return new Refusal([begin, message].filter(Boolean).join(" ") + again, answer.status);
 }
 
@@ -71,9 +71,9 @@ export async function* stream(path, body, signal) {
     } catch (error) {
       if (error.name === "AbortError") throw error;
       heard(AWAY);
-      throw new Refusal("The connection to the gateway broke.", 0);
+      throw new Refusal("The connection to the gateway was lost.", 0);
     }
-    if (part.done) throw new Refusal("The answer ended too early.", 0);
+    if (part.done) throw new Refusal("The answer ended prematurely.", 0);
     const events = (rest + part.value).split("\n\n");
     rest = events.pop();
     for (const event of events) {

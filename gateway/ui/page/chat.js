@@ -5,7 +5,7 @@ import { byId, make, say } from "./draw.js";
 import * as kept from "./kept.js";
 import { Turn } from "./turn.js";
 
-// Time after which the page counts as not left.
+// Time after which a leave is considered cancelled.
 const LEAVING_MS = 2000;
 const SETTINGS = ["model", "temperature", "max-tokens", "system"];
 
@@ -96,7 +96,7 @@ function list() {
   if (!restored) return;
   const found = kept.chats(keyTag());
   const focused = document.activeElement?.id;
-  say(byId("chats-now"), found.length ? `${found.length} kept in this browser` : "none yet");
+  say(byId("chats-now"), found.length ? `${found.length} stored in this browser` : "none yet");
   byId("chat-list").replaceChildren(...found.map((one) => {
     const { question } = one.turns[0];
     const title = question.length > TITLE_CHARACTERS ? `${question.slice(0, TITLE_CHARACTERS)}…` : question;
@@ -165,7 +165,7 @@ function summarize() {
   const temperature = byId("temperature").value;
   const most = byId("max-tokens").value;
   const model = byId("model").value || "no model";
-  const words = [model, temperature && `temperature ${temperature}`, most && `answers of up to ${most} tokens`];
+  const words = [model, temperature && `temperature ${temperature}`, most && `up to ${most} tokens per answer`];
   say(byId("settings-now"), words.filter(Boolean).join(", "));
 }
 
@@ -194,7 +194,7 @@ async function goOn(turn) {
   if (running || !settingsHold()) return;
   byId("log").focus();
   turn.begin();
-  await answered(turn, "The answer goes on.");
+  await answered(turn, "Continuing the answer.");
 }
 
 // Removes a turn and all later ones.
@@ -262,7 +262,7 @@ async function answer(turn, signal) {
   if (!failure) {
     say(byId("spoken"), `Answer: ${turn.text}`);
   } else if (failure.name === "AbortError") {
-    turn.end("Stopped. The figures of a prompt come at the end of an answer.");
+    turn.end("Stopped. An answer’s figures are sent only at its end.");
     say(byId("spoken"), "The answer was stopped.");
   } else {
     turn.end(failure.message, true);

@@ -38,15 +38,15 @@ const GROUPS = [
   ["kvnode", "KV nodes"],
   ["prefill", "Prefill workers"],
   ["decode", "Decode workers"],
-  ["", "Known to a KV node alone"],
+  ["", "Known only to a KV node"],
 ];
 const TILES = [
   ["generated", "tokens/s generated"],
   ["prompt", "prompt tokens/s"],
-  ["found", "of prompts found in caches"],
-  ["requests", "requests under way"],
-  ["first", "to the first token, p50 / p99"],
-  ["between", "between tokens, p50 / p99"],
+  ["found", "of prompt tokens found in caches"],
+  ["requests", "active requests"],
+  ["first", "time to first token, p50 / p99"],
+  ["between", "inter-token latency, p50 / p99"],
 ];
 
 let paused = false;
@@ -105,7 +105,7 @@ export function hide() {
 function pause(wanted) {
   paused = wanted;
   byId("pause").setAttribute("aria-pressed", String(paused));
-  say(byId("pause"), paused ? "Go on" : "Pause");
+  say(byId("pause"), paused ? "Resume" : "Pause");
 }
 
 async function poll(mine) {
@@ -121,12 +121,12 @@ async function poll(mine) {
     if (mine !== generation) return;
     if (error instanceof Refusal && (error.status === 403 || error.status === 401)) {
       notice(error.status === 403
-        ? "This key may chat. The picture of the cluster is for operators: it shows the work of all tenants."
+        ? "This key only allows chatting. The view of the cluster is for operators: it shows the work of all tenants."
         : error.message);
       return;
     }
     const silent = Math.round((performance.now() - lastGood) / 1000);
-    notice(`There has been no new picture for ${silent} s. ${error instanceof Refusal ? error.message : ""}`);
+    notice(`No update for ${silent} s. ${error instanceof Refusal ? error.message : ""}`);
     wait = RETRY_MS;
   }
   timer = setTimeout(poll, wait, mine);
@@ -150,10 +150,10 @@ function draw(picture) {
 
 function remarks(picture) {
   const found = [];
-  if (!picture.index_available) found.push("Redis does not answer: prompts have no prefix hits.");
+  if (!picture.index_available) found.push("Redis is not responding: prompts have no prefix hits.");
   const { gateways } = picture.flow;
   if (gateways > 1 && picture.rates_over_s !== null) {
-    found.push(`Rates and latencies are those of 1 of ${gateways} gateways.`);
+    found.push(`Rates and latencies cover only 1 of ${gateways} gateways.`);
   }
   return found;
 }
@@ -166,7 +166,7 @@ function drawFlow(picture) {
   say(tiles.get("prompt"), rate(flow.prompt));
   say(tiles.get("found"), flow.prompt ? percent(flow.cached / flow.prompt) : "–");
   const waiting = picture.requests_here.waiting;
-  say(tiles.get("requests"), count(picture.active_requests) + (waiting ? `, ${count(waiting)} wait` : ""));
+  say(tiles.get("requests"), count(picture.active_requests) + (waiting ? `, ${count(waiting)} waiting` : ""));
   say(tiles.get("first"), pair(flow.first_token));
   say(tiles.get("between"), pair(flow.between_tokens));
   const all = flow.sources ? Object.values(flow.sources).reduce((sum, value) => sum + value, 0) : 0;
@@ -187,7 +187,7 @@ function drawGroups(components) {
     const group = groups.get(role) ?? newGroup(role, title);
     const late = found.filter((one) => one.state !== "ok").length;
     group.root.classList.toggle("many", found.length > 1);
-    say(group.count, `${found.length}${late ? `, ${late} in trouble` : ""}`);
+    say(group.count, `${found.length}${late ? `, ${late} unhealthy` : ""}`);
     for (const one of found.slice(0, MAX_CARDS)) {
       seen.add(nameOf(one));
       const card = cards.get(nameOf(one)) ?? newCard(one, group.list);
@@ -239,7 +239,7 @@ class Card {
 
   update(one) {
     this.root.dataset.state = one.state;
-    const age = one.role && one.state !== "ok" ? `, heard ${time(one.heartbeat_age_ms / 1000)} ago` : "";
+    const age = one.role && one.state !== "ok" ? `, last heartbeat ${time(one.heartbeat_age_ms / 1000)} ago` : "";
     say(this.state, `${STATES[one.state]}${age}`);
     say(this.line, this.words(one));
   }
@@ -258,8 +258,8 @@ class WorkerCard extends Card {
     this.bar = new Bar(this.uses);
     this.strip = new Strip(this.uses.map(([kind]) => kind), COLUMNS);
     this.steps = make("p", { class: "line" });
-    this.root.append(make("p", { class: "caption" }, "What filled the steps’ token budgets"), this.bar.root,
-      make("p", { class: "caption" }, `The last ${COLUMNS} pictures`), this.strip.root, this.steps);
+    this.root.append(make("p", { class: "caption" }, "Use of the steps’ token budgets"), this.bar.root,
+      make("p", { class: "caption" }, `The last ${COLUMNS} updates`), this.strip.root, this.steps);
   }
 
   update(one) {
@@ -269,8 +269,8 @@ class WorkerCard extends Card {
     const shares = this.uses.map(([name]) => ran ? found.shares[name] : null);
     this.bar.update(shares, percent);
     const said = this.uses.map(([, label], n) => `${label} ${ran ? percent(shares[n]) : "–"}`).join(", ");
-    this.strip.add(shares.map((share) => share ?? 0), `Step budget of ${this.name}, last ${COLUMNS} pictures; now: ${said}`);
-    say(this.steps, found === null ? "–" : !ran ? "No step ran." : `${rate(found.per_second)} steps/s of ${time(found.mean_s)},`
+    this.strip.add(shares.map((share) => share ?? 0), `Step budget of ${this.name}, last ${COLUMNS} updates; now: ${said}`);
+    say(this.steps, found === null ? "–" : !ran ? "No steps." : `${rate(found.per_second)} steps/s of ${time(found.mean_s)},`
       + ` ${percent(found.busy)} busy`);
   }
 
@@ -287,7 +287,7 @@ class NodeCard extends Card {
   constructor(name) {
     super(name);
     this.bar = new Bar(SLOTS);
-    this.root.append(make("p", { class: "caption" }, "Blocks of the pool"), this.bar.root);
+    this.root.append(make("p", { class: "caption" }, "Blocks in the pool"), this.bar.root);
   }
 
   update(one) {
@@ -299,7 +299,7 @@ class NodeCard extends Card {
   words(one) {
     const used = one.pool.total ? percent(1 - one.pool.free / one.pool.total) : "–";
     const parts = [`${count(one.pool.total)} blocks, ${used} used`, some(one.running_requests, "ticket")];
-    if (one.waiting_requests) parts.push(`${count(one.waiting_requests)} wait for memory`);
+    if (one.waiting_requests) parts.push(`${count(one.waiting_requests)} waiting for memory`);
     if (one.pool.disk) parts.push(`${count(one.pool.disk)} on disk`);
     return parts.join(" · ");
   }

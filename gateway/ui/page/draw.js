@@ -25,7 +25,7 @@ async function copy(text) {
     field.select();
     const done = document.execCommand("copy");
     field.remove();
-    if (!done) throw new Error("The browser does not let this page copy.");
+    if (!done) throw new Error("The browser does not permit this page to copy.");
   }
 }
 

@@ -1,7 +1,7 @@
 // The page: login, and its parts.
 //
-//   open --gateway takes calls without a key--> chat, picture
-//     '--401--> the form for a key --good key--> chat, picture --"Forget the key"--> the form
+//   open --gateway needs no key--> chat, picture
+//     '--401--> the form for a key --valid key--> chat, picture --"Forget the key"--> the form
 
 import { Refusal, onHeard, useKey } from "./api.js";
 import * as chat from "./chat.js";
@@ -21,7 +21,7 @@ let models = 0;
 // Shows whether the gateway answers; `problem` is "" after a successful call.
 function tell(problem) {
   if (!connected) return;
-  const words = models ? "Connected" : "Connected; no model is served now";
+  const words = models ? "Connected" : "Connected; no model is being served";
   say(byId("connection"), problem ? `Not connected. ${problem}` : words);
   byId("connection").classList.toggle("away", Boolean(problem));
 }
@@ -35,7 +35,7 @@ async function watch() {
     tell("");
   } catch (error) {
     // The call itself reports failures.
-    if (error.name === "AbortError") tell("The gateway does not answer.");
+    if (error.name === "AbortError") tell("The gateway is not responding.");
   } finally {
     clearTimeout(timer);
   }
@@ -72,7 +72,7 @@ byId("key-form").addEventListener("submit", async (event) => {
   const key = byId("key").value.trim();
   say(byId("key-error"), "");
   if (!KEY.test(key)) {
-    askForKey("A key has letters, digits and signs alone, and no spaces.");
+    askForKey("A key consists of letters, digits and symbols, without spaces.");
     return;
   }
   try {

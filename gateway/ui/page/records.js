@@ -29,8 +29,8 @@ export async function look() {
   }
   if (mine !== generation) return;
   byId("records").hidden = false;
-  say(byId("records-about"), stories.length ? `${some(stories.length, "bundle")}, the newest first`
-    : "Nothing is recorded yet.");
+  say(byId("records-about"), stories.length ? `${some(stories.length, "bundle")}, newest first`
+    : "Nothing recorded yet.");
   byId("stories").replaceChildren(...stories.map(drawn));
 }
 

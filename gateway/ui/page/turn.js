@@ -3,15 +3,15 @@
 import { Bar, byId, copyButton, count, make, say, some, time } from "./draw.js";
 import { MarkdownView } from "./markdown.js";
 
-const WENT = [
+const CAME_FROM = [
   ["pool", "found in the pool"],
   ["fetched", "fetched from other nodes"],
   ["restored", "restored from lower tiers"],
   ["bucket", "fetched from a bucket"],
   ["prefill", "computed by a prefill worker"],
-  ["tail", "computed by the decode worker, beside other streams"],
+  ["tail", "computed by the decode worker, alongside other streams"],
 ];
-const ENDED = { stop: "the model ended it", length: "at the most tokens", tool_calls: "with a call of a tool" };
+const ENDED = { stop: "the model ended it", length: "max tokens reached", tool_calls: "with a tool call" };
 // Distance from the end in pixels beyond which new text does not scroll the log, since the reader is further up.
 const NEAR_END_PX = 80;
 
@@ -79,7 +79,7 @@ export class Turn {
     const { usage, timings, id } = accounts;
     const brought = [timings.fetched_tokens, timings.restored_tokens, timings.bucket_tokens];
     const pool = brought.reduce((left, tokens) => left - tokens, timings.cached_tokens);
-    const bar = new Bar(WENT, { always: false });
+    const bar = new Bar(CAME_FROM, { always: false });
     bar.update([pool, ...brought, timings.prefilled_tokens, timings.tail_tokens], count);
     const afterMs = timings.total_ms - timings.time_to_first_token_ms;
     const speed = usage.completion_tokens > 1 && afterMs > 0 ? (usage.completion_tokens - 1) * 1000 / afterMs : null;
@@ -96,8 +96,8 @@ export class Turn {
         && `${timings.prefill_worker}, ${some(timings.prefill_chunks, "chunk")} in ${ms(timings.prefill_ms)}`],
       ["decode worker", `${timings.decode_worker}, prompt tail in ${some(timings.tail_steps, "step")}`],
       ["waited", `${ms(timings.admission_ms)} until admitted, ${ms(timings.decode_queue_ms)} at the decode worker`],
-      ["guessed tokens", timings.guessed_tokens
-        && `${count(timings.accepted_tokens)} of ${count(timings.guessed_tokens)} were right`],
+      ["draft tokens", timings.guessed_tokens
+        && `${count(timings.accepted_tokens)} of ${count(timings.guessed_tokens)} accepted`],
       ["moved", (timings.replays || timings.preemptions)
         && `${some(timings.replays, "time")} to another worker, ${some(timings.preemptions, "time")} preempted`],
       ["request", id],
@@ -106,8 +106,8 @@ export class Turn {
       ...pairs.filter(([, value]) => value).map(([name, value]) =>
         make("div", {}, make("dt", {}, name), make("dd", {}, value))));
     this.below.replaceChildren(
-      make("p", { class: "caption" }, `Where the ${some(usage.prompt_tokens, "token")} of the prompt went`), bar.root,
-      list(figures, "figures"), make("details", {}, make("summary", {}, "More of this request"), list(more, "more")));
+      make("p", { class: "caption" }, `Where the prompt’s ${some(usage.prompt_tokens, "token")} came from`), bar.root,
+      list(figures, "figures"), make("details", {}, make("summary", {}, "More details"), list(more, "more")));
   }
 
   // Shows why the answer has no figures.
@@ -135,7 +135,7 @@ export class Turn {
     this.shown.show(this.text);
     // Stopped, interrupted, or truncated at the max tokens.
     this.more.hidden = !this.text || !(this.words || this.reason === "length");
-    if (!this.text && !this.failed) say(this.shown.root, "(The answer is empty.)");
+    if (!this.text && !this.failed) say(this.shown.root, "(Empty answer)");
     if (follows) log.scrollTop = log.scrollHeight;
   }
 
@@ -146,7 +146,7 @@ export class Turn {
 
   // State to restore after a reload. A running answer counts as ended by the reload.
   state() {
-    const words = this.root.classList.contains("busy") ? "The page was left before the end of the answer." : this.words;
+    const words = this.root.classList.contains("busy") ? "You left the page before the answer ended." : this.words;
     const { question, model, text, thoughts, reason, accounts, failed } = this;
     return { question, model, text, thoughts, reason, accounts, words, failed };
   }
