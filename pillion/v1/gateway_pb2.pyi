@@ -732,7 +732,7 @@ class PinnedPrefix(_message.Message):
     present_blocks: _builtins.int
     expires_in_s: _builtins.int
     hits: _builtins.int
-    """Number of prompts since then that began with it and found all of it in the pool when they were admitted."""
+    """Since it was pinned: number of prompts that began with it and found all of it in the pool when they were admitted."""
     node_id: _builtins.str
     ephemeral: _builtins.bool
     """Created by cache_control of the Messages API."""
