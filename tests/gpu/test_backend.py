@@ -423,7 +423,7 @@ def graphs_of_ranks(monkeypatch, agree, run) -> StepGraphs:
         raise BackendLost("another rank has ended")
 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    ranks = SimpleNamespace(agree=agree, alone=contextlib.nullcontext, wait=wait)
+    ranks = SimpleNamespace(agree=agree, no_collectives=contextlib.nullcontext, wait=wait)
     return StepGraphs(run, 4, 4, torch.device("cuda"), eager=False, ranks=ranks)
 
 
