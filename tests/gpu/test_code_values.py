@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pillion.kernels.gpu.products.code_values import _assembly, _nf4_lookup, _nf4_table
-from pillion.kernels.gpu.products.gpu_packing import COLUMNS, ZERO_BASE, PackedKind, _columns, _joined, pack
+from pillion.kernels.gpu.products.gpu_packing import COLUMNS, ZERO_BASE, PackedKind, _pack_columns, _join_bits, pack
 from pillion.kernels.gpu.products.packed_tiles import _byte_of
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 
@@ -114,7 +114,7 @@ def scales_of(kind: str, subtracted: torch.Tensor | None) -> tuple[list[int], li
         factors = torch.exp2(numbers.double() - 253)
     else:
         factors = (1 + numbers % 8 / 8).double() * torch.exp2((numbers // 8).double() - 29)
-    return [int(_joined(list(numbers), 8))] * 2, list(factors)
+    return [int(_join_bits(list(numbers), 8))] * 2, list(factors)
 
 
 @pytest.mark.parametrize(("coding", "scale", "zeros"), KINDS)
@@ -125,7 +125,7 @@ def test_instructions_make_the_weights_of_codes(coding, scale, zeros):
     for _ in range(8):
         codes = known[torch.randint(len(known), (kind.per_word, 2))].int()
         stored = codes ^ 0x80 if coding == "int8" else codes
-        words = [int(word) & 0xFFFFFFFF for word in _columns(list(stored), kind)]
+        words = [int(word) & 0xFFFFFFFF for word in _pack_columns(list(stored), kind)]
         subtracted = torch.randint(16, (2,)).double() * zeros
         more, factors = [register(-ZERO_BASE - subtracted)], [torch.ones(2)]
         if scale != "float32":
@@ -176,7 +176,7 @@ def test_instructions_look_up_weights_of_nf4(half, dtype):
         # Each word of the table is given for both weights, of which the first is read.
         operands = {f"${3 + 2 * at}": table[f"${at}"] for at in range(8)}
         codes = torch.randint(16, (kind.per_word, 2)).int()
-        words = [int(word) & 0xFFFFFFFF for word in _columns(list(codes), kind)]
+        words = [int(word) & 0xFFFFFFFF for word in _pack_columns(list(codes), kind)]
         for place in range(kind.per_word):
             found = results_of(_nf4_lookup(place), {**operands, "$1": words[0], "$2": words[1]})["$0"]
             wanted = (CODINGS["nf4"][codes[place].long()] * torch.tensor(scale)).to(dtype).view(torch.int16)

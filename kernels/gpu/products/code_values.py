@@ -5,7 +5,7 @@ There are two ways, chosen by the matrix and the rows' type, never by the number
 *Exact* weights, for rows of bfloat16: integers, less their zero, and floats of 4 or 8 bits, times a scale of a byte,
 have at most 8 significant bits, so they are bfloat16 without rounding. Scales and factors of float32 multiply sums of a
 group's products, or of all products. Integers times scales of bfloat16 or float16 are made the same way, and rounded
-once. Signed numbers, for other scales and offsets, are off by little more (gpu_packing._signed).
+once. Signed numbers, for other scales and offsets, are off by little more (gpu_packing._pack_signed).
 
 *Rounded* weights, for everything else: value * scale + offset in float32, rounded once to the rows' type. NF4's are
 rounded before they are looked up, for the codes of a group have 16 weights in total.
@@ -70,7 +70,7 @@ def _assembly(coding, place, shift, scale, byte, half=0):
     half, inner = divmod(place, 16 // bits)
     lines = [f"prmt.b32 w, $1, $2, {0x7632 if half else 0x5410};"]
     # Left shifts (negative: right shifts) that bring the bits of floats to their places, and masks of these, for both
-    # halves of a register, inverse to gpu_packing._half.
+    # halves of a register, inverse to gpu_packing._pack_half_word.
     parts = {
         "fp4_e2m1": (
             ((0, 0x81C0),),
@@ -119,7 +119,7 @@ def _assembly(coding, place, shift, scale, byte, half=0):
 
 @triton.constexpr_function
 def _scaled(zeros, scale, byte):
-    """Return the end of the PTX of integers with scales in halves of $3 and $4 (gpu_packing._scales_in_halves): v is
+    """Return the end of the PTX of integers with scales in halves of $3 and $4 (gpu_packing._half_word_scales): v is
     the number to which c is added, or a zero, and then $0 is the product with the scale. f contains ones."""
     lines, parts = [], ("$3", "$4")
     if zeros:
@@ -139,7 +139,7 @@ def _scaled(zeros, scale, byte):
 @triton.constexpr_function
 def _signed_assembly(coding, place, offsets, upper):
     """Return the PTX of :func:`_assembly` for signed numbers, whose bits are a bfloat16's in place, or a shift or a
-    byte swap away (gpu_packing._half). Offsets are in the upper or the lower halves of $5 and $6."""
+    byte swap away (gpu_packing._pack_half_word). Offsets are in the upper or the lower halves of $5 and $6."""
     if coding == "signed8":
         # Each code is twice in its half, above for its sign and below for its magnitude.
         lines = [f"prmt.b32 v, $1, $2, {0x4400 + 0x1111 * place};", f"and.b32 v, v, {0x807F807F};"]
@@ -269,7 +269,7 @@ def _interpreted(
 
 @triton.jit
 def _signed_values(words, PLACE: tl.constexpr, CODING: tl.constexpr):
-    """Return the signed numbers at one place of each word, float32, the inverse of gpu_packing._half."""
+    """Return the signed numbers at one place of each word, float32, the inverse of gpu_packing._pack_half_word."""
     if CODING == "signed8":
         bits = words >> (8 * PLACE)
         sign, size = bits & 0x80, bits & 0x7F
@@ -284,7 +284,7 @@ def _signed_values(words, PLACE: tl.constexpr, CODING: tl.constexpr):
 
 @triton.jit
 def _float_code(words, PLACE: tl.constexpr, CODING: tl.constexpr):
-    """Return the code of a float at one place of each word as int32, the inverse of gpu_packing._half."""
+    """Return the code of a float at one place of each word as int32, the inverse of gpu_packing._pack_half_word."""
     if CODING == "fp8_e4m3":
         half = words >> (16 * (PLACE // 2))
         if PLACE % 2 == 0:

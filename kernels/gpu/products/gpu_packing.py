@@ -11,11 +11,12 @@ tile belongs to COLUMNS consecutive inputs. If inputs are no whole number of uni
 column, and several columns share a word. Outputs are padded to multiples of OUTPUTS, and inputs as far as words need
 it, with codes and scales of 0.
 
-The bits of float codes are arranged in a word so that kernels extract a float by few instructions (``_half``). 8-bit
-scales stay in 8 bits: powers of two (MXFP4) and floats (NVFP4), each times its output's factor. Scales of small groups
-of integers stay in 16 bits, if a checkpoint has them in bfloat16. If it has zeros or float16 scales, a group has a word
-(``_scales_in_halves``). For rows of bfloat16 other small groups of integers, and all with arbitrary offsets, are signed
-numbers with a word for each scale and half a word for each offset (``_signed``).
+The bits of float codes are arranged in a word so that kernels extract a float by few instructions
+(``_pack_half_word``). 8-bit scales stay in 8 bits: powers of two (MXFP4) and floats (NVFP4), each times its output's
+factor. Scales of small groups of integers stay in 16 bits, if a checkpoint has them in bfloat16. If it has zeros or
+float16 scales, a group has a word (``_half_word_scales``). For rows of bfloat16 other small groups of integers, and all
+with arbitrary offsets, are signed numbers with a word for each scale and half a word for each offset
+(``_pack_signed``).
 """
 
 from __future__ import annotations
@@ -161,10 +162,10 @@ def pack(matrix: QuantizedMatrix, dtype: torch.dtype, *, least: int = 0) -> Pack
     assert can_pack(matrix)
     group = matrix.group if matrix.group % COLUMNS == 0 else MIN_GROUP
     group = 0 if matrix.group >= matrix.shape[1] else group
-    found = _exact(matrix, group) if least < 1 else None
+    found = _pack_exact(matrix, group) if least < 1 else None
     if found is None and least < 2 and dtype == torch.bfloat16:
-        found = _signed(matrix, group)
-    return found or _wide(matrix, group)
+        found = _pack_signed(matrix, group)
+    return found or _pack_in_float32(matrix, group)
 
 
 def pack_alike(matrices: Sequence[QuantizedMatrix], dtype: torch.dtype) -> list[PackedMatrix]:
@@ -177,44 +178,49 @@ def pack_alike(matrices: Sequence[QuantizedMatrix], dtype: torch.dtype) -> list[
     return found
 
 
-def _exact(matrix: QuantizedMatrix, group: int) -> PackedMatrix | None:
+def _pack_exact(matrix: QuantizedMatrix, group: int) -> PackedMatrix | None:
+    """Pack a matrix whose scales fit in a byte or half a word, or have groups so large that sums are scaled; None for
+    others, and for offsets that are no integer zeros."""
     outputs, inputs = matrix.shape
-    small = _small_scales(matrix) if group else None
+    small = _byte_scales(matrix) if group else None
     if small is not None:
         scale, numbers, factors = small
         kind = PackedKind(matrix.coding, outputs, inputs, min(group, COLUMNS), scale)
         # Scales of a byte have no 0, so codes become 0 instead.
-        codes = torch.where(_spread(matrix.scales == 0, matrix.group, inputs), 0, matrix.codes)
-        scales = _scale_words(numbers, matrix.group, kind, kind.per_scale_word)
-        return _packed(matrix, codes, kind, scales, factors=factors)
-    zeros = None if matrix.offsets is None else _zeros(matrix.coding, matrix.scales, matrix.offsets)
+        codes = torch.where(_repeat_groups(matrix.scales == 0, matrix.group, inputs), 0, matrix.codes)
+        scales = _pack_scales(numbers, matrix.group, kind, kind.per_scale_word)
+        return _assemble(matrix, codes, kind, scales, factors=factors)
+    zeros = None if matrix.offsets is None else _integer_zeros(matrix.coding, matrix.scales, matrix.offsets)
     if matrix.offsets is not None and zeros is None:
         return None
-    scale, halves = _scales_in_halves(matrix, group, zeros)
+    scale, halves = _half_word_scales(matrix, group, zeros)
     if 0 < group < MIN_SUM and halves is None:
         return None
     kind = PackedKind(matrix.coding, outputs, inputs, group, scale, "none" if zeros is None else "zeros")
     if halves is not None:
-        return _packed(matrix, matrix.codes, kind, _scale_words(halves, matrix.group, kind, kind.per_scale_word))
-    return _in_float32(matrix, kind, None if zeros is None else -ZERO_BASE - zeros)
+        return _assemble(matrix, matrix.codes, kind, _pack_scales(halves, matrix.group, kind, kind.per_scale_word))
+    return _with_float32_scales(matrix, kind, None if zeros is None else -ZERO_BASE - zeros)
 
 
-def _wide(matrix: QuantizedMatrix, group: int) -> PackedMatrix:
+def _pack_in_float32(matrix: QuantizedMatrix, group: int) -> PackedMatrix:
+    """Pack any matrix, with scales and offsets of float32."""
     outputs, inputs = matrix.shape
     shift = "none" if matrix.offsets is None else "offsets"
-    return _in_float32(matrix, PackedKind(matrix.coding, outputs, inputs, group, "float32", shift), matrix.offsets)
+    return _with_float32_scales(
+        matrix, PackedKind(matrix.coding, outputs, inputs, group, "float32", shift), matrix.offsets
+    )
 
 
-def _in_float32(matrix: QuantizedMatrix, kind: PackedKind, offsets: torch.Tensor | None) -> PackedMatrix:
+def _with_float32_scales(matrix: QuantizedMatrix, kind: PackedKind, offsets: torch.Tensor | None) -> PackedMatrix:
     scales, offsets = (
-        None if values is None else _grouped(values, matrix.group, kind).T.contiguous()
+        None if values is None else _regroup(values, matrix.group, kind).T.contiguous()
         for values in (matrix.scales, offsets)
     )
     assert scales is not None
-    return _packed(matrix, matrix.codes, kind, scales, offsets)
+    return _assemble(matrix, matrix.codes, kind, scales, offsets)
 
 
-def _packed(
+def _assemble(
     matrix: QuantizedMatrix,
     codes: torch.Tensor,
     kind: PackedKind,
@@ -228,14 +234,15 @@ def _packed(
         codes = codes ^ 0x80
     factors = None if factors is None else pad(factors, (0, kind.padded - kind.outputs))
     order = None if matrix.order is None else matrix.order.int()
-    return PackedMatrix(kind, _packed_codes(codes, kind), scales, offsets, factors, order)
+    return PackedMatrix(kind, _pack_codes(codes, kind), scales, offsets, factors, order)
 
 
-def _spread(values: torch.Tensor, group: int, inputs: int) -> torch.Tensor:
+def _repeat_groups(values: torch.Tensor, group: int, inputs: int) -> torch.Tensor:
+    """Turn values [outputs, G] of groups into [outputs, inputs]."""
     return values.repeat_interleave(min(group, inputs), 1)[:, :inputs]
 
 
-def _grouped(values: torch.Tensor, group: int, kind: PackedKind) -> torch.Tensor:
+def _regroup(values: torch.Tensor, group: int, kind: PackedKind) -> torch.Tensor:
     """Turn values [outputs, G] of groups of a matrix into [padded outputs, groups of ``kind``], with groups for the
     padding of the inputs."""
     groups = 1
@@ -245,7 +252,7 @@ def _grouped(values: torch.Tensor, group: int, kind: PackedKind) -> torch.Tensor
     return pad(values, (0, groups - values.shape[1], 0, kind.padded - kind.outputs))
 
 
-def _small_scales(matrix: QuantizedMatrix) -> tuple[str, torch.Tensor, torch.Tensor] | None:
+def _byte_scales(matrix: QuantizedMatrix) -> tuple[str, torch.Tensor, torch.Tensor] | None:
     """Return one of SCALES, scales as one-byte numbers, uint8 [outputs, G], and the outputs' factors; None if they
     cannot be stored so. Products of these scales with codes of other codings would have to be rounded."""
     scales = matrix.scales
@@ -266,7 +273,7 @@ def _small_scales(matrix: QuantizedMatrix) -> tuple[str, torch.Tensor, torch.Ten
     return "e5m3", numbers.clamp(min=0).to(torch.uint8), matrix.factors * 2.0**_E4M3_SHIFT
 
 
-def _scales_in_halves(
+def _half_word_scales(
     matrix: QuantizedMatrix, group: int, zeros: torch.Tensor | None
 ) -> tuple[str, torch.Tensor | None]:
     """Return one of SCALES, and scales of small groups of integers in halves of words, int32 [outputs, G]: each in 16
@@ -284,26 +291,26 @@ def _scales_in_halves(
     lower = rest.to(torch.bfloat16)
     wide = group >= COLUMNS
     if not bool(rest.any()) and (wide or zeros is None):
-        halves = _half_bits(upper)
-        return "bfloat16", halves if zeros is None else halves << 16 | _half_bits(-ZERO_BASE - zeros)
-    whole = torch.equal(lower.float(), rest) and not bool((_half_bits(lower) & FREE_BITS).any())
+        halves = _bfloat16_bits(upper)
+        return "bfloat16", halves if zeros is None else halves << 16 | _bfloat16_bits(-ZERO_BASE - zeros)
+    whole = torch.equal(lower.float(), rest) and not bool((_bfloat16_bits(lower) & FREE_BITS).any())
     if not (whole and wide and matrix.coding != "int8"):
         return "float32", None
-    return "float16", _half_bits(upper) << 16 | _half_bits(lower) | (0 if zeros is None else zeros.int())
+    return "float16", _bfloat16_bits(upper) << 16 | _bfloat16_bits(lower) | (0 if zeros is None else zeros.int())
 
 
-def _half_bits(values: torch.Tensor) -> torch.Tensor:
+def _bfloat16_bits(values: torch.Tensor) -> torch.Tensor:
     """Return the bits of bfloat16 numbers, int32."""
     return values.to(torch.bfloat16).view(torch.int16).int() & 0xFFFF
 
 
-def _scale_words(numbers: torch.Tensor, group: int, kind: PackedKind, per_word: int) -> torch.Tensor:
+def _pack_scales(numbers: torch.Tensor, group: int, kind: PackedKind, per_word: int) -> torch.Tensor:
     """Join numbers [outputs, G] of groups of ``group`` inputs into words int32 [units, words, padded outputs]."""
-    parts = _grouped(numbers, group, kind).view(kind.padded, kind.units, -1, per_word)
-    return _joined(parts.unbind(-1), 32 // per_word).permute(1, 2, 0).contiguous()
+    parts = _regroup(numbers, group, kind).view(kind.padded, kind.units, -1, per_word)
+    return _join_bits(parts.unbind(-1), 32 // per_word).permute(1, 2, 0).contiguous()
 
 
-def _signed(matrix: QuantizedMatrix, group: int) -> PackedMatrix | None:
+def _pack_signed(matrix: QuantizedMatrix, group: int) -> PackedMatrix | None:
     """Pack integers as signed numbers, whose bits are those of a bfloat16, sign and all; None for other numbers, and if
     8 bits do not suffice.
 
@@ -316,7 +323,7 @@ def _signed(matrix: QuantizedMatrix, group: int) -> PackedMatrix | None:
     scales = matrix.scales.double()
     offsets = torch.zeros_like(scales) if matrix.offsets is None else matrix.offsets.double()
     if matrix.coding == "int8":
-        coding, moved = "signed8", _moved(matrix, scales, offsets)
+        coding, moved = "signed8", _center_codes(matrix, scales, offsets)
         if moved is None:
             return None
         codes, middles = moved
@@ -338,20 +345,21 @@ def _signed(matrix: QuantizedMatrix, group: int) -> PackedMatrix | None:
     spread = matrix.group if group else kind.units * kind.unit
     scales = torch.ldexp(scales, _MAX_POWER - power[:, None])
     upper = scales.to(torch.bfloat16)
-    words = _half_bits(upper) << 16 | _half_bits(scales - upper.double())
+    words = _bfloat16_bits(upper) << 16 | _bfloat16_bits(scales - upper.double())
     power += _SIZE_POWERS[coding]
     rest = None
     if shift == "offsets":
-        rest = _scale_words(_half_bits(torch.ldexp(offsets, -power[:, None])), spread, kind, 2)
+        rest = _pack_scales(_bfloat16_bits(torch.ldexp(offsets, -power[:, None])), spread, kind, 2)
     factors = torch.ldexp(torch.ones(outputs), power)
-    return _packed(matrix, codes, kind, _scale_words(words, spread, kind, 1), rest, factors)
+    return _assemble(matrix, codes, kind, _pack_scales(words, spread, kind, 1), rest, factors)
 
 
-def _moved(
+def _center_codes(
     matrix: QuantizedMatrix, scales: torch.Tensor, offsets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return codes of int8, less an integer per group, as signed numbers, and these integers, float64; None if there
-    are none. Those of a matrix without offsets are 0."""
+    """Subtract an integer from the int8 codes of each group, near its offset, so that 8 bits with a sign suffice.
+    Returns sign-magnitude codes, uint8, and the integers, float64, which are 0 without offsets; None if there are no
+    such integers."""
     inputs = matrix.shape[1]
     size = min(matrix.group, inputs)
     numbers = matrix.codes.view(torch.int8).short()
@@ -361,43 +369,51 @@ def _moved(
         return None
     middles = torch.where(scales == 0, 0.0, -offsets / scales).round().clamp(least.double(), most.double())
     if matrix.offsets is not None:
-        numbers = numbers - _spread(middles.short(), size, inputs)
+        numbers = numbers - _repeat_groups(middles.short(), size, inputs)
     return (numbers.abs() | (numbers < 0) << 7).to(torch.uint8), middles
 
 
-def _zeros(coding: str, scales: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor | None:
-    """Return the integers that offsets subtract from codes, float32; None if there are none."""
+def _integer_zeros(coding: str, scales: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor | None:
+    """Return the zero points, float32 integers that offsets subtract from codes; None if offsets are others."""
     if coding != "uint4":
         return None
     zeros = torch.where(scales == 0, 0.0, -offsets / scales).round().clamp(0, _MAX_ZERO)
     return zeros if torch.equal(-scales * zeros, offsets + 0.0) else None
 
 
-def _packed_codes(codes: torch.Tensor, kind: PackedKind) -> torch.Tensor:
+def _pack_codes(codes: torch.Tensor, kind: PackedKind) -> torch.Tensor:
     """Pack codes uint8 [outputs, inputs] into consecutive int32 words."""
     whole = kind.inputs // kind.unit
     codes = pad(codes, (0, whole * kind.unit + kind.tail * COLUMNS - kind.inputs, 0, kind.padded - kind.outputs))
     units = codes[:, : whole * kind.unit].reshape(kind.padded, whole, kind.per_word, COLUMNS).transpose(0, 1)
-    words = _columns(units.unbind(2), kind).flatten()
+    words = _pack_columns(units.unbind(2), kind).flatten()
     if not kind.tail:
         return words
-    rest = _columns(codes[:, whole * kind.unit :].reshape(kind.padded, kind.tail, COLUMNS).unbind(1), kind)
+    rest = _pack_columns(codes[:, whole * kind.unit :].reshape(kind.padded, kind.tail, COLUMNS).unbind(1), kind)
     bits = kind.tail * BITS[kind.coding]
-    return torch.cat((words, _joined(rest.view(kind.padded, -1, 32 // bits).unbind(-1), bits).flatten()))
+    return torch.cat((words, _join_bits(rest.view(kind.padded, -1, 32 // bits).unbind(-1), bits).flatten()))
 
 
-def _columns(places: Sequence[torch.Tensor], kind: PackedKind) -> torch.Tensor:
-    """Join the codes of each column: two of them in order, or half a word or a word of them by :func:`_half`."""
+def _pack_columns(places: Sequence[torch.Tensor], kind: PackedKind) -> torch.Tensor:
+    """Join the codes of each column: two of them in order, half a word or a word by :func:`_pack_half_word`."""
     half = kind.per_word // 2
     if len(places) < half:
-        return _joined(places, BITS[kind.coding])
+        return _join_bits(places, BITS[kind.coding])
     halves = [places[begin : begin + half] for begin in range(0, len(places), half)]
-    return _joined([_half(each, kind.coding) for each in halves], 16)
+    return _join_bits([_pack_half_word(each, kind.coding) for each in halves], 16)
 
 
-def _half(places: Sequence[torch.Tensor], coding: str) -> torch.Tensor:
-    """Join the codes of half a word. The first float has its sign at bit 15 and its other bits as in a bfloat16, up to
-    its exponent's bias; the others fill the rest, so that few shifts move them there."""
+def _pack_half_word(places: Sequence[torch.Tensor], coding: str) -> torch.Tensor:
+    """Join the codes a, b, ... of half a word. ``s``: sign. ``a`` has the sign and the bits of a bfloat16, but for the
+    exponent's bias; few shifts move the others there.
+
+        bit        15  14 13 12  11  10  9  8   7   6  5  4   3   2  1  0
+        fp8_e4m3   as  b6 b5 b4  bs  a6 a5 a4  a3  a2 a1 a0  b3  b2 b1 b0
+        fp4_e2m1   as  d2 d1 bs  ds  d0 cs a2  a1  a0 b2 b1  b0  c2 c1 c0
+        signed4    as  c2 c1 c0  bs  d2 d1 d0  cs  a2 a1 a0  ds  b2 b1 b0
+
+    Integers are in order, ``a`` lowest.
+    """
     if coding == "fp8_e4m3":
         first, second = (place.int() for place in places)
         found = (first & 0x80) << 8 | (first & 0x7F) << 4
@@ -410,15 +426,15 @@ def _half(places: Sequence[torch.Tensor], coding: str) -> torch.Tensor:
     if coding == "signed4":
         first, second, third, fourth = ((place.int() & 8) << 12 | (place.int() & 7) << 4 for place in places)
         # A left shift, a byte swap, or both away from the bfloat16's bits.
-        return first | second >> 4 | _exchanged(third) | _exchanged(fourth >> 4)
-    return _joined(places, BITS[coding])
+        return first | second >> 4 | _swap_bytes(third) | _swap_bytes(fourth >> 4)
+    return _join_bits(places, BITS[coding])
 
 
-def _exchanged(halves: torch.Tensor) -> torch.Tensor:
+def _swap_bytes(halves: torch.Tensor) -> torch.Tensor:
     return halves << 8 & 0xFF00 | halves >> 8
 
 
-def _joined(parts: Sequence[torch.Tensor], bits: int) -> torch.Tensor:
+def _join_bits(parts: Sequence[torch.Tensor], bits: int) -> torch.Tensor:
     """Join ``bits``-bit numbers to int32, the first one lowest."""
     found = parts[0].int()
     for place, part in enumerate(parts[1:], 1):
