@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pillion.kernels.gpu.products.code_values import _assembly, _nf4_lookup, _nf4_table
-from pillion.kernels.gpu.products.gpu_packing import COLUMNS, ZERO_BASE, PackedKind, _pack_columns, _join_bits, pack
+from pillion.kernels.gpu.products.gpu_packing import COLUMNS, ZERO_BASE, PackedKind, _join_bits, _pack_columns, pack
 from pillion.kernels.gpu.products.packed_tiles import _byte_of
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 
