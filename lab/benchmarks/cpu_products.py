@@ -169,6 +169,8 @@ def _chosen(kernels: str, codes: str) -> Isa:
     isa = choose_isa(kernels, host_features())
     if isa is None:
         raise ConfigError("there are no kernels for this processor")
+    if codes == "rounded" and not isa.matrix_tiles:
+        raise ConfigError(f"{isa.name} has no matrix tiles, in which codes are rounded")
     return isa if codes == "auto" else replace(isa, rounds_codes=codes == "rounded")
 
 

@@ -302,9 +302,8 @@ class GemmBody:
                 self.finish(begin + first + row, panel, totals, out, constants)
 
         lines = replace(panels, weights=panels.weights + self.panels.before_bytes)
-        many.multiply(
-            self.x + begin * self.x_stride, self.x_stride, rows, lines, Epilogue(prefetch, prefetch_rows, finish)
-        )
+        epilogue = Epilogue(prefetch, prefetch_rows, finish)
+        many.multiply(self.x + begin * self.x_stride, self.x_stride, rows, lines, epilogue)
 
     def _tiles(self, rows: Int) -> Int:
         """Return the number of tiles for ``rows`` rows."""

@@ -42,17 +42,15 @@ class TileKind:
     Attributes:
         weights: the kind of the packed weights.
         rows: the type of the rows: "bf16", "fp32" (required by float32 weights), or "int8" (for weights of that kind).
-        adds: whether products are added to the sums in memory.
     """
 
     weights: str
     rows: str
-    adds: bool = False
 
     @property
     def name(self) -> str:
         """Part of the names of the tiles' functions."""
-        return f"{self.weights}_{self.rows}{'_adds' * self.adds}"
+        return f"{self.weights}_{self.rows}"
 
     @property
     def inputs(self) -> int:
@@ -90,7 +88,7 @@ class TileArgs:
         steps: number of steps in the depth.
         ahead: memory to prefetch, for instance the next panel.
         ahead_step: bytes to prefetch per step.
-        sums: float32 [rows, 32], the result, or int32 for rows of int8; a tile that ``adds`` adds to its content.
+        sums: float32 [rows, 32], the result, or int32 for rows of int8.
     """
 
     x: Ptr
@@ -157,7 +155,8 @@ class _Tile:
 
     def write(self) -> None:
         k, args = self.k, self.args
-        sums = [[k.variable(self._first(row, half)) for half in range(self.width)] for row in range(self.rows)]
+        zero = Quads(k, int_lanes(0)) if self.kind.rows == "int8" else k.vector(0.0)
+        sums = [[k.variable(zero) for _ in range(self.width)] for _ in range(self.rows)]
         rows = [args.x + args.x_stride * row for row in range(self.rows)]
         with k.range(args.steps, step=_STEPS_PER_ITERATION) as first:
             for step in range(_STEPS_PER_ITERATION):
@@ -172,13 +171,6 @@ class _Tile:
         for number, totals in enumerate(sums):
             for half, total in enumerate(totals):
                 k.write(args.sums + (number * TOTALS_BYTES + half * VECTOR_BYTES), total.value.ir, 4)
-
-    def _first(self, row: int, half: int) -> Any:
-        """Return the initial value of a sum."""
-        k, place = self.k, self.args.sums + (row * TOTALS_BYTES + half * VECTOR_BYTES)
-        if self.kind.rows == "int8":
-            return k.load_quads(place) if self.kind.adds else Quads(k, int_lanes(0))
-        return k.load(place) if self.kind.adds else k.vector(0.0)
 
     def _weights(self, line: Ptr) -> Iterator[tuple[int, list[Any]]]:
         """Yield the weights of a step, in the order of multiplication, each with its offset in a row's step."""
@@ -244,8 +236,6 @@ class MatrixTile:
         whole = args.steps // TILE_STEPS
         rest = args.steps - whole * TILE_STEPS
         self.shape(TILE_STEPS)
-        if self.kind.adds:
-            self.move(tiles.load)
         with k.range(whole) as number:
             self.multiply(number)
         # Tiles of another shape start zeroed, so the sums go through memory.

@@ -27,7 +27,7 @@ from pillion.kernels.cpu.products.tiles import TOTALS_BYTES
 from pillion.kernels.cpu.quantized.codes import UNIT_INPUTS, load_constants, unit_parts
 from pillion.kernels.cpu.quantized.quantized_tiles import CodedProduct
 
-TILE = TileKind("bf16", "bf16", adds=True)
+TILE = TileKind("bf16", "bf16")
 # Units of a widened block of few rows: whole instructions.
 _BLOCK_UNITS = 16
 UNIT_STEPS = UNIT_INPUTS // TILE.inputs

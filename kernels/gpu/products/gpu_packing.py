@@ -180,7 +180,7 @@ def pack_alike(matrices: Sequence[QuantizedMatrix], dtype: torch.dtype) -> list[
 
 def _pack_exact(matrix: QuantizedMatrix, group: int) -> PackedMatrix | None:
     """Pack a matrix whose scales fit in a byte or half a word, or have groups so large that sums are scaled; None for
-    others, and for offsets that are no integer zeros."""
+    others, and for offsets that are not integer zero points."""
     outputs, inputs = matrix.shape
     small = _byte_scales(matrix) if group else None
     if small is not None:
@@ -206,9 +206,8 @@ def _pack_in_float32(matrix: QuantizedMatrix, group: int) -> PackedMatrix:
     """Pack any matrix, with scales and offsets of float32."""
     outputs, inputs = matrix.shape
     shift = "none" if matrix.offsets is None else "offsets"
-    return _with_float32_scales(
-        matrix, PackedKind(matrix.coding, outputs, inputs, group, "float32", shift), matrix.offsets
-    )
+    kind = PackedKind(matrix.coding, outputs, inputs, group, "float32", shift)
+    return _with_float32_scales(matrix, kind, matrix.offsets)
 
 
 def _with_float32_scales(matrix: QuantizedMatrix, kind: PackedKind, offsets: torch.Tensor | None) -> PackedMatrix:
@@ -374,7 +373,7 @@ def _center_codes(
 
 
 def _integer_zeros(coding: str, scales: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor | None:
-    """Return the zero points, float32 integers that offsets subtract from codes; None if offsets are others."""
+    """Return the zero points, float32 integers that offsets subtract from codes; None if they subtract others."""
     if coding != "uint4":
         return None
     zeros = torch.where(scales == 0, 0.0, -offsets / scales).round().clamp(0, _MAX_ZERO)
