@@ -103,7 +103,7 @@ def test_the_files_of_a_model_are_fetched(tmp_path: pathlib.Path) -> None:
             done = pillion("prepare", *words)
             assert (done.returncode, complaint in done.stderr) == (2, True), done.stderr
         gone = pillion("models", "pull", "some/model")
-        assert (gone.returncode, "`pillion prepare OWNER/NAME` brings a model" in gone.stderr) == (2, True)
+        assert (gone.returncode, "`pillion prepare OWNER/NAME` downloads a model" in gone.stderr) == (2, True)
 
 
 def test_a_repository_of_one_gguf_model_is_read(tmp_path: pathlib.Path) -> None:

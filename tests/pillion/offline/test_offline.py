@@ -247,7 +247,7 @@ def test_options_are_flags() -> None:
 def test_a_start_that_fails_leaves_nothing(folder: pathlib.Path) -> None:
     for options, complaint in [
         ({"kv_pool_bytes": "64KiB"}, "one request of"),
-        ({"max_num_batched_tokens": 8, "max_num_seqs": 16}, "--max-num-batched-tokens must hold"),
+        ({"max_num_batched_tokens": 8, "max_num_seqs": 16}, "--max-num-batched-tokens must be"),
         ({"block_size": 0}, "--block-size 0 is less than 1"),
     ]:
         with pytest.raises(ConfigError, match=complaint):
