@@ -1,6 +1,7 @@
 """The gateway behind its two ports: checks, tokenizes, admits and runs requests. Independent of client protocols.
 
-generate: check fields -> enter (limits) -> tokenize -> weigh (prompt tokens) -> quotas -> turn -> RequestRunner.start
+generate: check fields -> enter (limits) -> quota of requests -> tokenize -> weigh (prompt tokens) -> quota of tokens
+  -> turn -> RequestRunner.start
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
     every decode worker, with the better of: its own node's best prefill worker, the best one elsewhere, none
       --> minimize predicted time to first token + running streams' excess over their target latency
-          + additional wait of later requests
       --> its decision: a prefill worker computes all uncached whole blocks, or none; again when the ticket shows
           what is really pinned
 

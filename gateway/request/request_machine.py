@@ -119,7 +119,7 @@ class RequestMachine:
     emitted: list[int] = field(default_factory=list)
     plan: RequestPlan | None = None
     hold: TicketHold | None = None
-    # Attempts since the last one with tokens or chunks. Only these are limited, because a stream that makes progress
+    # Attempts since the last one with tokens or scores. Only these are limited, because a stream that makes progress
     # must not fail however often it moves. Attempts that failed because a component was away do not count.
     _fruitless: int = 1
     _losses: int = 0
