@@ -52,7 +52,9 @@ TESTS = {
         "test_answer_times.py",
         "test_fairness.py",
         "test_giving_way.py",
+        "test_prediction_bounds.py",
         "test_prediction_rules.py",
+        "test_turn_records.py",
         "test_turn_rules.py",
     ),
     "gateway/request": (
