@@ -257,8 +257,8 @@ def _head_order(piece: Entries) -> torch.Tensor:
     entries = torch.arange(piece.size)
     if not piece.rotated:
         return entries
-    order = partial_order(piece.head - piece.still, piece.rotated, piece.interleaved) + piece.still
-    return entries.view(-1, piece.head)[:, torch.cat((torch.arange(piece.still), order))].reshape(-1)
+    order = partial_order(piece.head - piece.rotated_start, piece.rotated, piece.interleaved) + piece.rotated_start
+    return entries.view(-1, piece.head)[:, torch.cat((torch.arange(piece.rotated_start), order))].reshape(-1)
 
 
 def _placed(pieces: Sequence[Entries]) -> Iterator[tuple[Entries, int]]:

@@ -12,17 +12,19 @@ from typing import Any
 
 from pillion.errors import ConfigError
 
-# Published models have at most 126 layers and 512 experts. Lists of this length are made before weights are read, so a
-# mistake or an attack must not fill the memory.
+# Published models have at most 126 layers and 512 experts. Limited, since lists of these lengths are allocated before
+# weights are read.
 MAX_LAYERS, MAX_EXPERTS = 4096, 16_384
-# Keys of the number of experts in different families, by precedence.
+# Keys of the number of experts in different families; the first one present wins.
 EXPERT_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_MOST = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(EXPERT_COUNT_KEYS, MAX_EXPERTS)}
+_MAX_VALUES = {"num_hidden_layers": MAX_LAYERS, **dict.fromkeys(EXPERT_COUNT_KEYS, MAX_EXPERTS)}
+# Limits on the length of a list of token ids, and on an id.
 MAX_IDS, MAX_TOKENS = 1024, 2**24
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises ConfigError for a missing file or another content."""
+    """Return the JSON object in a file. Raises ConfigError for a missing file, and for content that is not a JSON
+    object."""
     try:
         content = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
@@ -40,17 +42,17 @@ def token_ids(value: Any) -> tuple[int, ...]:
     return tuple(item for item in items if isinstance(item, int) and not isinstance(item, bool))
 
 
-def vocabulary_ids(raw: Mapping[str, Any], key: str, vocab_size: int, place: str = "config.json") -> tuple[int, ...]:
-    """Return the token ids in a value such as ``eos_token_id``; () for null and a missing key. Ids beyond the
-    vocabulary, such as transformers' defaults for larger ones, are dropped. Raises ConfigError, with ``place``, for
+def vocabulary_ids(raw: Mapping[str, Any], key: str, vocab_size: int, source: str = "config.json") -> tuple[int, ...]:
+    """Return the token ids in a value such as ``eos_token_id``; () for null and a missing key. Ids outside of the
+    vocabulary are dropped: transformers' defaults may be. Raises ConfigError, with the name ``source`` of the file, for
     invalid ids, and for more than MAX_IDS."""
     value = raw.get(key)
     items = value if isinstance(value, list) else [] if value is None else [value]
     if len(items) > MAX_IDS:
-        raise ConfigError(f"{place}: {key} has {len(items)} ids; the limit is {MAX_IDS}")
+        raise ConfigError(f"{source}: {key} has {len(items)} ids; the limit is {MAX_IDS}")
     for item in items:
         if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < MAX_TOKENS:
-            raise ConfigError(f"{place}: {key} must name tokens of the vocabulary, from 0 on, not {item!r}")
+            raise ConfigError(f"{source}: {key} must name tokens of the vocabulary, from 0 on, not {item!r}")
     return tuple(item for item in items if item < vocab_size)
 
 
@@ -64,8 +66,8 @@ def size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = _value(raw, key, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"config.json: {key} must be a whole number above 0, not {value!r}")
-    if value > _MOST.get(key, value):
-        raise ConfigError(f"config.json: {key} must be at most {_MOST[key]}, not {value}")
+    if value > _MAX_VALUES.get(key, value):
+        raise ConfigError(f"config.json: {key} must be at most {_MAX_VALUES[key]}, not {value}")
     return value
 
 
@@ -75,12 +77,12 @@ def number(raw: Mapping[str, Any], key: str, default: float) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ConfigError(f"config.json: {key} must be a number, not {value!r}")
     try:
-        found = float(value)
+        result = float(value)
     except OverflowError:
         raise ConfigError(f"config.json: {key} is too large a number") from None
-    if not math.isfinite(found):
+    if not math.isfinite(result):
         raise ConfigError(f"config.json: {key} must be a finite number, not {value!r}")
-    return found
+    return result
 
 
 def above_zero(raw: Mapping[str, Any], key: str, default: float) -> float:

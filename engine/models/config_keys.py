@@ -20,6 +20,7 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+# Keys read for every family.
 _READ = words(
     """
     model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads
@@ -28,8 +29,8 @@ _READ = words(
     quantization_config compression_config quantization
     """
 )
-# Without effect on the forward pass: transformers' own, those of training and conversion tools, and sampling, which
-# requests decide.
+# Keys without effect on the forward pass: transformers' own, those of training and conversion tools, and sampling
+# values, which requests set.
 BOOKKEEPING = words(
     """
     architectures auto_map dtype torch_dtype transformers_version name_or_path attn_implementation
@@ -79,8 +80,7 @@ BOOKKEEPING = words(
     version
     """
 )
-_TRAINING_WORDS = words("dropout epoch epochs loss optimizer train trained training")
-# Name parts of keys that may be about arithmetic, so that their text values are not labels.
+# Words in names of keys that may change the arithmetic; a text under such a key is not a mere label.
 _ARITHMETIC_WORDS = words(
     """
     act activation activations arch architecture attention attn backbone bias block blocks conv cross decay delta
@@ -91,7 +91,7 @@ _ARITHMETIC_WORDS = words(
     window
     """
 )
-# Values without effect of options that most families lack. Other options are off if null, false, 0 or empty.
+# Values that switch an option off. Options that are not listed are off if null, false, 0 or empty.
 _NEUTRAL = {
     "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0,
@@ -105,7 +105,7 @@ _NEUTRAL = {
     "is_causal": True,
     "causal": True,
 }
-# Keys of a multimodal config around the text model's, about vision and audio.
+# Keys of a multimodal config outside of its text_config, about vision and audio.
 _VISION_KEYS = words(
     """
     text_config vision_config mm_tokens_per_image image_token_index boi_token_index eoi_token_index image_token_id
@@ -125,15 +125,15 @@ _VISION_KEYS = words(
     """
 )
 
-_ROPE_READ = words(
+# The last line is bookkeeping.
+_ROPE_KEYS = words(
     """
     rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings attention_factor
     beta_fast beta_slow mscale mscale_all_dim truncate short_factor long_factor low_freq_factor high_freq_factor
     full_attention sliding_attention
+    finetuned max_position_embeddings
     """
 )
-_ROPE_BOOKKEEPING = frozenset({"finetuned", "max_position_embeddings"})
-_ROPE_NEUTRAL = {"attn_factor": 1.0, "extrapolation_factor": 1.0, "short_mscale": 1.0, "long_mscale": 1.0}
 
 _EAGLE_KEYS = words(
     """
@@ -157,30 +157,35 @@ def known_keys(own: Set[str], ignored: Iterable[str]) -> frozenset[str]:
 
 
 def check_keys(
-    name: str, own: Set[str], ignored: Iterable[str], fixed: Mapping[str, Any], raw: Mapping[str, Any], others: Set[str]
+    name: str,
+    own: Set[str],
+    ignored: Iterable[str],
+    fixed: Mapping[str, Any],
+    raw: Mapping[str, Any],
+    all_keys: Set[str],
 ) -> None:
     """Raise ConfigError for a key unknown to the family ``name``.
 
-    ``own``: keys that it reads beyond the common ones; ``ignored``: keys that it does not read; ``fixed``: keys with
-    the only supported value; ``others``: all keys that any family reads.
+    ``own``: keys that the family reads in addition to those of every family; ``ignored``: keys without effect;
+    ``fixed``: keys with their only supported value; ``all_keys``: keys that any family reads.
     """
     known = known_keys(own, ignored)
     if raw.get("use_sliding_window") is False:
-        # Without effect unless ``use_sliding_window`` is set.
+        # These two keys then have no effect.
         known = known.union(("sliding_window", "max_window_layers"))
     neutral = {key: value for key, value in _NEUTRAL.items() if raw.get(key) is not None}
-    _refuse(name, "", raw, known, {**neutral, **fixed}, others=others)
+    _refuse(name, "", raw, known, {**neutral, **fixed}, all_keys=all_keys)
 
 
-def check_outer_keys(name: str, raw: Mapping[str, Any], others: Set[str]) -> None:
-    """Raise ConfigError for a key around a ``text_config`` that is neither about images nor bookkeeping; ``others`` as
-    in :func:`check_keys`."""
-    _refuse(name, "", raw, _READ | BOOKKEEPING | _VISION_KEYS, {}, others=others)
+def check_outer_keys(name: str, raw: Mapping[str, Any], all_keys: Set[str]) -> None:
+    """Raise ConfigError for a key outside of the ``text_config`` of a multimodal config that is neither about vision or
+    audio nor bookkeeping; ``all_keys`` as in :func:`check_keys`."""
+    _refuse(name, "", raw, _READ | BOOKKEEPING | _VISION_KEYS, {}, all_keys=all_keys)
 
 
-def unread(raw: Mapping[str, Any], others: Set[str]) -> list[str]:
-    """Return the keys of a config without meaning here; ``others`` are those known to any family."""
-    known = _READ | BOOKKEEPING | _VISION_KEYS | _NEUTRAL.keys() | others
+def unread(raw: Mapping[str, Any], all_keys: Set[str]) -> list[str]:
+    """Return the keys of a config that no family knows; ``all_keys``: keys that any family knows."""
+    known = _READ | BOOKKEEPING | _VISION_KEYS | _NEUTRAL.keys() | all_keys
     return sorted(key for key in raw.keys() - known if not key.startswith("_"))
 
 
@@ -191,13 +196,16 @@ def without_vision_keys(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def check_rope_keys(name: str, rope: Mapping[str, Any]) -> None:
     """Raise ConfigError for an unsupported parameter of a rotary embedding."""
-    _refuse(name, "the rope parameter ", rope, _ROPE_READ | _ROPE_BOOKKEEPING, _ROPE_NEUTRAL)
+    neutral = dict.fromkeys(("attn_factor", "extrapolation_factor", "short_mscale", "long_mscale"), 1.0)
+    _refuse(name, "the rope parameter ", rope, _ROPE_KEYS, neutral)
 
 
 def _is_label(key: str, value: Any) -> bool:
-    """Return whether a key is about training, is a token id, or has a text value and a name unrelated to arithmetic."""
+    """Return whether a value has no effect on arithmetic by the key's name: it is about training, a token id, or a text
+    under a name without any of _ARITHMETIC_WORDS."""
+    training = {"dropout", "epoch", "epochs", "loss", "optimizer", "train", "trained", "training"}
     parts, texts = re.split(r"[\W_]+", key.lower()), value if isinstance(value, list) else [value]
-    if key.endswith(("_token_id", "_token_ids", "_token_index")) or not _TRAINING_WORDS.isdisjoint(parts):
+    if key.endswith(("_token_id", "_token_ids", "_token_index")) or not training.isdisjoint(parts):
         return True
     return all(isinstance(text, str) for text in texts) and _ARITHMETIC_WORDS.isdisjoint(parts)
 
@@ -208,21 +216,21 @@ def _refuse(
     raw: Mapping[str, Any],
     known: Iterable[str],
     neutral: Mapping[str, Any],
-    way_out: str = "if the model is right without it: --ignore-config-key {}",
+    hint: str = "if the model is right without it: --ignore-config-key {}",
     *,
-    others: Set[str] | None = None,
+    all_keys: Set[str] | None = None,
 ) -> None:
-    """Raise ConfigError for an unknown key that may have an effect. With ``others``, labels of keys outside of it are
-    accepted."""
+    """Raise ConfigError, with ``hint``, for a key outside of ``known`` that may have an effect. With ``all_keys``, keys
+    that no family knows may have labels as values."""
     for key in sorted(raw.keys() - set(known)):
         value = raw[key]
         if key.startswith("_"):
             continue
-        label = others is not None and key not in others | neutral.keys() and _is_label(key, value)
+        label = all_keys is not None and key not in all_keys | neutral.keys() and _is_label(key, value)
         if label or (value == neutral[key] if key in neutral else not value):
             continue
         shown = repr(value) if len(repr(value)) < 60 else f"{repr(value)[:56]}..."
         raise ConfigError(
             f"{name}: config.json has {kind}{key} = {shown}, which is not supported and may change the model's"
-            f" arithmetic; {way_out.format(key)}"
+            f" arithmetic; {hint.format(key)}"
         )

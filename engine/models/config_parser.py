@@ -57,19 +57,13 @@ _ACTIVATIONS = {
     **dict.fromkeys(("silu", "swish"), "silu"),
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh"),
 }
-_NOT_GATED = {name: name for name in ("relu2", "gelu", "relu", "xielu")}
 
-# Keys of the same value in different families, by precedence: experts per token; factor of router scores; and of the
-# shared expert, its width as a multiple of an expert's, or in values.
+# Keys of the number of experts per token, and of shared experts, in different families; the first one present wins.
 _PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk")
-_ROUTED_SCALE = ("routed_scaling_factor", "router_scaling_factor")
 _NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
-_SHARED_WIDTH = ("shared_intermediate_size", "shared_expert_intermediate_size")
 
 # Files in which older tools store a folder's quantization instead of config.json.
 QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
-
-MAX_SUGGESTIONS = 3
 
 
 def known_architectures() -> tuple[str, ...]:
@@ -78,7 +72,7 @@ def known_architectures() -> tuple[str, ...]:
 
 
 def is_encoder(config: Mapping[str, Any]) -> bool:
-    """Return whether a config is of an encoder, i.e. bidirectional."""
+    """Return whether a config is that of an encoder, i.e. of a bidirectional model."""
     return config.get("model_type") in ENCODER_KINDS
 
 
@@ -129,8 +123,8 @@ def _without(value: Any, name: str) -> Any:
 def unused_keys(config: Mapping[str, Any]) -> list[str]:
     """Return the keys of a config that :func:`parse_config` accepts and ignores."""
     text = config.get("text_config")
-    every = {**text, **config} if isinstance(text, Mapping) else config
-    return unread(every, FAMILY_KEYS | IGNORED_KEYS | ENCODER_KEYS)
+    merged = {**text, **config} if isinstance(text, Mapping) else config
+    return unread(merged, FAMILY_KEYS | IGNORED_KEYS | ENCODER_KEYS)
 
 
 def parse_config(config: Mapping[str, Any]) -> ModelConfig:
@@ -174,7 +168,7 @@ def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
         num_kv_heads=kv_heads if latents is None else 1,
         head_dim=head_dim if latents is None else latents.row,
         rms_norm_eps=above_zero(raw, family.rms_eps if rms else family.eps, 1e-6),
-        max_position_embeddings=_longest(raw, family, ropes),
+        max_position_embeddings=_max_length(raw, family, ropes),
         ropes=ropes,
         layer_ropes=layer_ropes,
         sliding_windows=tuple(window if slide else 0 for slide in slides),
@@ -213,22 +207,26 @@ def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
 
 
 def _mlp_width(raw: Mapping[str, Any], options: Mapping[str, Any], moe: MoeConfig | None) -> int:
-    """Return the inner width of dense MLPs, which may be missing from a config without any."""
+    """Return the inner width of dense MLPs; configs of models without dense MLPs may lack it."""
     of_experts = moe.intermediate_size if moe is not None and all(moe.layers) else None
     width = size(raw, "intermediate_size", of_experts)
     return size(options, "intermediate_size_mlp", width)
 
 
-def _biases(options: Mapping[str, Any], said: Biases) -> Iterator[bool]:
-    """Yield whether qkv, the output projection and MLPs have biases."""
-    for one in (said.qkv, said.o, said.mlp):
-        yield bool(options.get(one)) if isinstance(one, str) else one
+def _biases(options: Mapping[str, Any], biases: Biases) -> Iterator[bool]:
+    """Yield whether qkv, output projection and MLPs have biases."""
+    for bias in (biases.qkv, biases.o, biases.mlp):
+        yield bool(options.get(bias)) if isinstance(bias, str) else bias
 
 
 def labels_of(config: Mapping[str, Any]) -> int:
     """Return the number of a classifier's labels, by default 2; 0 for other models."""
-    named = config.get("architectures")
-    if not (isinstance(named, list) and named and str(named[0]).endswith("ForSequenceClassification")):
+    architectures = config.get("architectures")
+    if not (
+        isinstance(architectures, list)
+        and architectures
+        and str(architectures[0]).endswith("ForSequenceClassification")
+    ):
         return 0
     labels = config.get("id2label")
     return size(config, "num_labels", len(labels) if isinstance(labels, Mapping) and labels else 2)
@@ -236,75 +234,77 @@ def labels_of(config: Mapping[str, Any]) -> int:
 
 def _is_headless(config: Mapping[str, Any]) -> bool:
     """Return whether a config names a class of transformers without a head, such as LlavaModel."""
-    named = config.get("architectures")
-    first = str(named[0]) if isinstance(named, list) and named else ""
+    architectures = config.get("architectures")
+    first = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     return first.endswith("Model") and not first.endswith("LMHeadModel")
 
 
 def _family_of(config: Mapping[str, Any]) -> tuple[str, ModelFamily]:
     """Return the family of a config, and its name. Raises ConfigError for an unknown one."""
-    said = config.get("model_type")
-    name = SAME_AS.get(said, said) if isinstance(said, str) else ""
+    model_type = config.get("model_type")
+    name = SAME_AS.get(model_type, model_type) if isinstance(model_type, str) else ""
     if name in REMOVED:
         raise ConfigError(f"architecture {name!r} is not supported: it was removed in this release, 0.3")
     if name not in FAMILIES:
-        near = difflib.get_close_matches(str(said)[:80], known_architectures(), MAX_SUGGESTIONS)
-        hint = f"; near it are {', '.join(near)}" if near else ""
-        raise ConfigError(f"architecture {str(said)[:80]!r} is not supported{hint}; docs/models.md lists what is")
+        similar = difflib.get_close_matches(str(model_type)[:80], known_architectures(), 3)
+        hint = f"; near it are {', '.join(similar)}" if similar else ""
+        raise ConfigError(f"architecture {str(model_type)[:80]!r} is not supported{hint}; docs/models.md lists what is")
     return name, FAMILIES[name]
 
 
 def _derived(raw: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
-    """Translate the family's own keys to the usual ones."""
-    found = {usual: raw[key] for key, usual in family.keys.items() if raw.get(key) is not None}
-    if "intermediate_size" in family.keys.values() and "intermediate_size" not in found:
-        found["intermediate_size"] = 4 * size({**raw, **found}, "hidden_size")
-    every = {**raw, **found}
+    """Return the values of the family's own keys under the keys of other families, and values derived from a config."""
+    derived = {common_key: raw[key] for key, common_key in family.keys.items() if raw.get(key) is not None}
+    if "intermediate_size" in family.keys.values() and "intermediate_size" not in derived:
+        derived["intermediate_size"] = 4 * size({**raw, **derived}, "hidden_size")
+    merged = {**raw, **derived}
     if "rotary_dim" in family.defaults and raw["rotary_dim"]:
-        width = size(every, "head_dim", size(every, "hidden_size") // size(every, "num_attention_heads"))
-        found["partial_rotary_factor"] = size(raw, "rotary_dim") / width
-    return {**found, **family.derived(every)}
+        width = size(merged, "head_dim", size(merged, "hidden_size") // size(merged, "num_attention_heads"))
+        derived["partial_rotary_factor"] = size(raw, "rotary_dim") / width
+    return {**derived, **family.derived(merged)}
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the language model's config in a multimodal config, nested or, in old ones, flat; other configs unchanged.
-    Raises ConfigError for an unknown text model."""
+    """Return the text model's config: the ``text_config`` of a multimodal config, the text keys of an old, flat
+    multimodal config, and any other config unchanged. Raises ConfigError for an unknown text model."""
     outer, text = str(config.get("model_type")), config.get("text_config")
     if outer in TEXT_AS:
-        # The text model was saved alone, by a class without a head, so whether the head was tied is unknown.
+        # A text model that a class without a head saved: its config does not tell whether the head was tied.
         return {**_as_family(config, outer), "tie_word_embeddings": False}
-    known = TEXT_OF.get(outer)
-    if known is None or (text is not None and not isinstance(text, Mapping)):
+    text_models = TEXT_OF.get(outer)
+    if text_models is None or (text is not None and not isinstance(text, Mapping)):
         return config
     if text is None:
         text = {key: value for key, value in without_vision_keys(config).items() if key != "model_type"}
     else:
         check_outer_keys(outer, config, FAMILY_KEYS)
-    said = text.get("model_type") or known[0]
-    said = SAME_AS.get(said, said)
-    if said not in known:
-        raise ConfigError(f"{outer}: config.json has a text_config of model_type = {said!r}, which is not supported")
-    around = ("bos_token_id", "eos_token_id", "tie_word_embeddings", *QUANTIZATION_KEYS)
-    return {**_as_family(text, said), **{key: config[key] for key in around if key in config}}
+    model_type = text.get("model_type") or text_models[0]
+    model_type = SAME_AS.get(model_type, model_type)
+    if model_type not in text_models:
+        raise ConfigError(
+            f"{outer}: config.json has a text_config of model_type = {model_type!r}, which is not supported"
+        )
+    outer_keys = ("bos_token_id", "eos_token_id", "tie_word_embeddings", *QUANTIZATION_KEYS)
+    return {**_as_family(text, model_type), **{key: config[key] for key in outer_keys if key in config}}
 
 
-def _as_family(text: Mapping[str, Any], said: str) -> Mapping[str, Any]:
-    """Convert the config of a text model of type ``said`` to one of its family."""
-    if said not in TEXT_AS:
-        return {**text, "model_type": said}
-    family, own = TEXT_AS[said]
-    return {**DEFAULTS.get(said, {}), **own, **text, **_without_places(text), "model_type": family}
+def _as_family(text: Mapping[str, Any], model_type: str) -> Mapping[str, Any]:
+    """Convert the config of a text model of ``model_type`` to one of the family with the same arithmetic."""
+    if model_type not in TEXT_AS:
+        return {**text, "model_type": model_type}
+    family, own = TEXT_AS[model_type]
+    return {**DEFAULTS.get(model_type, {}), **own, **text, **_without_mrope(text), "model_type": family}
 
 
-def _without_places(text: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a config's rotary embeddings without mrope, which only affects pictures."""
-    found = {}
+def _without_mrope(text: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the parameters of a config's rotary embedding without those of mrope, which only affects images."""
+    ropes = {}
     for key in ("rope_parameters", "rope_scaling"):
         rope = text.get(key)
         if isinstance(rope, Mapping):
             plain = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
-            found[key] = {name: "default" if value == "mrope" else value for name, value in plain.items()}
-    return found
+            ropes[key] = {name: "default" if value == "mrope" else value for name, value in plain.items()}
+    return ropes
 
 
 def _activation(name: str, family: ModelFamily, raw: Mapping[str, Any], options: Mapping[str, Any]) -> str:
@@ -312,7 +312,9 @@ def _activation(name: str, family: ModelFamily, raw: Mapping[str, Any], options:
         activation = options["hidden_activation"] or "gelu_pytorch_tanh"
     else:
         activation = raw.get("hidden_act") or "silu"
-    known = {**_ACTIVATIONS, **family.activations, **({} if family.gated else _NOT_GATED)}
+    known = {**_ACTIVATIONS, **family.activations}
+    if not family.gated:
+        known |= {name: name for name in ("relu2", "gelu", "relu", "xielu")}
     if activation not in known:
         raise ConfigError(f"{name}: activation {activation!r} is not supported; known are {', '.join(known)}")
     return known[activation]
@@ -327,8 +329,8 @@ def _attention_scale(options: Mapping[str, Any], head_dim: int) -> float:
 
 
 def _kv_heads(name: str, raw: Mapping[str, Any], heads: int, latents: LatentConfig | None) -> tuple[int, int]:
-    """Return the number of KV heads, and the width of a head's part that may be rotated. Raises ConfigError for
-    inconsistent numbers of heads."""
+    """Return the number of KV heads, and the width of a head, or with MLA of its part with a rotary embedding. Raises
+    ConfigError for inconsistent numbers of heads."""
     kv_heads = size(raw, "num_key_value_heads", heads)
     if latents is not None and kv_heads != heads:
         raise ConfigError(f"{name}: {heads} heads and num_key_value_heads = {kv_heads} do not fit together")
@@ -356,7 +358,7 @@ def _latents(raw: Mapping[str, Any], options: Mapping[str, Any], heads: int) -> 
 
 
 def _token_index(raw: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the indexer, and which layers run one (``indexer_types`` of GLM-5)."""
+    """Return the fields ``index`` and ``selecting`` of LatentConfig; {} in families without an indexer."""
     if "index_topk" not in options:
         return {}
     index = TokenIndex(
@@ -375,8 +377,8 @@ def _selecting(raw: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
     if kinds is None and (pattern := raw.get("index_topk_pattern")) is not None:
         kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern]
     if kinds is None:
-        every, skipped = max(int(number(raw, "index_topk_freq", 1)), 1), int(number(raw, "index_skip_topk_offset", 2))
-        kinds = ["shared" if max(layer - skipped + 1, 0) % every else "full" for layer in range(num_layers)]
+        period, offset = max(int(number(raw, "index_topk_freq", 1)), 1), int(number(raw, "index_skip_topk_offset", 2))
+        kinds = ["shared" if max(layer - offset + 1, 0) % period else "full" for layer in range(num_layers)]
     if len(kinds) != num_layers or not {"full", "shared"}.issuperset(kinds) or kinds[0] != "full":
         raise ConfigError(f"config.json: indexer_types = {kinds} does not fit {num_layers} layers")
     return tuple(kind == "full" for kind in kinds)
@@ -391,7 +393,8 @@ def _latent_scale(latents: LatentConfig, rope: RopeConfig) -> float:
 
 
 def _residual_scale(options: Mapping[str, Any], num_layers: int) -> float:
-    """Return the factor of branches added to the residual stream: Granite's, or MiniCPM's, which depends on depth."""
+    """Return the factor of branches added to the residual stream: Granite's, or MiniCPM's, which depends on the number
+    of layers."""
     if options.get("scale_depth") is not None:
         return above_zero(options, "scale_depth", 1.0) / math.sqrt(num_layers)
     return above_zero(options, "residual_multiplier", 1.0)
@@ -404,8 +407,8 @@ def _logit_divisor(options: Mapping[str, Any], hidden_size: int) -> float:
 
 
 def _has_rope(options: Mapping[str, Any], family: ModelFamily, num_layers: int) -> tuple[bool, ...]:
-    """Return whether each layer has a rotary embedding. SmolLM3 has layers without one: every fourth, or those with a 0
-    in its list."""
+    """Return whether each layer has a rotary embedding. In SmolLM3, every fourth layer has none, or the layers with a 0
+    in ``no_rope_layers``."""
     kind = options.get("position_embedding_type", "rope")
     if kind not in ("rope", "nope", None):
         raise ConfigError(f"config.json: position_embedding_type = {kind!r} is not supported")
@@ -437,7 +440,8 @@ def _check_layer_types(name: str, raw: Mapping[str, Any], slides: tuple[bool, ..
 
 
 def _kinds(options: Mapping[str, Any], key: str, known: tuple[str, str], num_layers: int) -> list[Any] | None:
-    """Return each layer's kind, one of two, or None if the config does not say. Raises ConfigError for another kind."""
+    """Return each layer's kind, one of ``known``; None for null and a missing key. Raises ConfigError for an unknown
+    kind."""
     kinds = per_layer(options, key, num_layers)
     unknown = sorted({str(kind) for kind in kinds or ()}.difference(known))
     if unknown:
@@ -450,7 +454,8 @@ def _kinds(options: Mapping[str, Any], key: str, known: tuple[str, str], num_lay
 def _slides(
     options: Mapping[str, Any], family: ModelFamily, num_layers: int, has_rope: tuple[bool, ...]
 ) -> tuple[bool, ...]:
-    """Return whether each layer has the sliding window: by the config's layer types, else by the family's rule."""
+    """Return whether each layer has the sliding window: by the config's ``layer_types``, else by its other keys and the
+    family's ``window_pattern``."""
     windowed = options.get("sliding_window") and options.get("use_sliding_window", True)
     if "attention_chunk_size" in options:
         kinds = _kinds(options, "layer_types", ("full_attention", "chunked_attention"), num_layers)
@@ -497,24 +502,24 @@ def _ropes(
 def _query_growth(
     raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily, ropes: tuple[RopeConfig, ...]
 ) -> QueryGrowth | None:
-    """Return the position-dependent query scale. Raises ConfigError with length-dependent frequencies, for which rows
-    of the rotary tables are not positions."""
+    """Return the position-dependent query scale; None if there is none. Raises ConfigError if rotary frequencies depend
+    on the length, since rows of the rotary tables are then not positions."""
     if family.rope.query_growth == "all":
         beta, length = query_scaling(raw)
-        found = QueryGrowth(rate=beta, length=length)
+        growth = QueryGrowth(rate=beta, length=length)
     elif family.rope.query_growth and options["attn_temperature_tuning"]:
         length = size(options, "floor_scale")
-        found = QueryGrowth(rate=number(options, "attn_scale", 0.0), length=length, ahead=1, nope_alone=True)
+        growth = QueryGrowth(rate=number(options, "attn_scale", 0.0), length=length, ahead=1, nope_alone=True)
     else:
         return None
     if original_tokens(ropes):
         raise ConfigError(f"queries that grow with their position do not go with rope type {ropes[0].kind!r}")
-    return found if found.rate else None
+    return growth if growth.rate else None
 
 
-def _longest(raw: Mapping[str, Any], family: ModelFamily, ropes: tuple[RopeConfig, ...]) -> int:
-    """Return the max length of a text. Configs of Gemma 3, Ministral 3, llama3 and longrope have it after scaling;
-    other kinds of scaling multiply it, as in vLLM."""
+def _max_length(raw: Mapping[str, Any], family: ModelFamily, ropes: tuple[RopeConfig, ...]) -> int:
+    """Return the max length of a text. ``max_position_embeddings`` includes scaling in Gemma 3, Ministral 3, and with
+    the kinds llama3 and longrope; other kinds of scaling multiply it, as in vLLM."""
     configured = size(raw, "max_position_embeddings")
     after_scaling = len(ropes) > 1 or family.rope.query_growth == "all"
     return configured if after_scaling else max(configured, ropes[0].stretched_max_position)
@@ -524,22 +529,22 @@ def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily
     for key in (*_PER_TOKEN, *_NUM_SHARED):
         if isinstance(value := options.get(key), list) and value and value == value[:1] * len(value):
             options = {**options, key: value[0]}
-    chosen = next((key for key in _PER_TOKEN if key in options), None)
-    if chosen is None:
+    per_token_key = next((key for key in _PER_TOKEN if key in options), None)
+    if per_token_key is None:
         return None
-    own = next(key for key in EXPERT_COUNT_KEYS if key in options)
-    own = next((key for key in EXPERT_COUNT_KEYS if raw.get(key) is not None), own)
-    if raw[own] == 0 and "shared_intermediate_size" in options:
+    count_key = next(key for key in EXPERT_COUNT_KEYS if key in options)
+    count_key = next((key for key in EXPERT_COUNT_KEYS if raw.get(key) is not None), count_key)
+    if raw[count_key] == 0 and "shared_intermediate_size" in options:
         return None
-    num_experts = size(raw, own)
-    per_token = size(options, chosen)
+    num_experts = size(raw, count_key)
+    per_token = size(options, per_token_key)
     if per_token > num_experts:
         raise ConfigError(
-            f"config.json: {chosen} = {per_token} experts per token are more than there are: {num_experts}"
+            f"config.json: {per_token_key} = {per_token} experts per token are more than there are: {num_experts}"
         )
     of_experts = options.get("moe_intermediate_size") is not None
     inner = size(options, "moe_intermediate_size") if of_experts else size(raw, "intermediate_size")
-    groups, kept = _expert_groups(options, own, num_experts, per_token)
+    groups, kept_groups = _expert_groups(options, count_key, num_experts, per_token)
     return MoeConfig(
         num_experts=num_experts,
         experts_per_token=per_token,
@@ -547,30 +552,30 @@ def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily
         normalize=bool(options.get("norm_topk_prob", family.fixed.get("norm_topk_prob", True)))
         and not family.scaled_experts,
         layers=_with_experts(options, num_layers),
-        sigmoid=family.sigmoid_router or _one_of(options, "expert_selection_fn", ("softmax", "sigmoid")) == "sigmoid",
-        scale=next((above_zero(options, key, 1.0) for key in _ROUTED_SCALE if key in options), 1.0),
+        sigmoid=family.sigmoid_router or _choice(options, "expert_selection_fn", ("softmax", "sigmoid")) == "sigmoid",
+        scale=above_zero(options, "routed_scaling_factor", above_zero(options, "router_scaling_factor", 1.0)),
         exact="topk_method" in options,
         groups=groups,
-        kept_groups=kept,
+        kept_groups=kept_groups,
         clamped=_clamped(options),
         group_best=1 if "topk_method" in options else 2,
         scaled_inputs=family.scaled_experts,
         shared=_shared(options, inner),
         beside="enable_moe_block" in options,
         either_way=bool(raw.get(EITHER_WAY)),
-        share=0.5 if _one_of(options, "shared_expert_combination_strategy", ("sum", "average")) == "average" else 1.0,
+        share=0.5 if _choice(options, "shared_expert_combination_strategy", ("sum", "average")) == "average" else 1.0,
     )
 
 
-def _one_of(options: Mapping[str, Any], key: str, known: tuple[str, str]) -> str:
-    """Return a key's value, one of two; by default the first."""
-    found = options.get(key, known[0])
-    if found not in known:
-        raise ConfigError(f"config.json: {key} = {found!r} is not supported; {known[0]!r} and {known[1]!r} are")
-    return str(found)
+def _choice(options: Mapping[str, Any], key: str, known: tuple[str, str]) -> str:
+    """Return a key's value, one of ``known``; by default the first."""
+    value = options.get(key, known[0])
+    if value not in known:
+        raise ConfigError(f"config.json: {key} = {value!r} is not supported; {known[0]!r} and {known[1]!r} are")
+    return str(value)
 
 
-def _expert_groups(options: Mapping[str, Any], own: str, num_experts: int, per_token: int) -> tuple[int, int]:
+def _expert_groups(options: Mapping[str, Any], count_key: str, num_experts: int, per_token: int) -> tuple[int, int]:
     """Return the number of groups of experts, and the groups per token. Raises ConfigError for groups of unequal size
     or too few experts."""
     method = options.get("topk_method")
@@ -578,17 +583,17 @@ def _expert_groups(options: Mapping[str, Any], own: str, num_experts: int, per_t
         raise ConfigError(f"config.json: topk_method = {method!r} is not supported")
     if method == "greedy":
         return 1, 1
-    groups, kept = size(options, "n_group", 1), size(options, "topk_group", 1)
+    groups, kept_groups = size(options, "n_group", 1), size(options, "topk_group", 1)
     if groups > 1 and (num_experts % groups or num_experts // groups < 2):
-        raise ConfigError(f"config.json: {own} = {num_experts} cannot be divided into n_group = {groups} groups")
-    if kept > groups:
-        raise ConfigError(f"config.json: topk_group = {kept} is more than n_group = {groups}")
-    if per_token > kept * num_experts // groups:
+        raise ConfigError(f"config.json: {count_key} = {num_experts} cannot be divided into n_group = {groups} groups")
+    if kept_groups > groups:
+        raise ConfigError(f"config.json: topk_group = {kept_groups} is more than n_group = {groups}")
+    if per_token > kept_groups * num_experts // groups:
         raise ConfigError(
-            f"config.json: topk_group = {kept} of n_group = {groups} groups of {num_experts} experts have fewer than"
-            f" the {per_token} of a token"
+            f"config.json: topk_group = {kept_groups} of n_group = {groups} groups of {num_experts} experts have fewer"
+            f" than the {per_token} of a token"
         )
-    return groups, kept
+    return groups, kept_groups
 
 
 def _clamped(options: Mapping[str, Any]) -> ClampedSwiglu | None:
@@ -604,7 +609,8 @@ def _clamped(options: Mapping[str, Any]) -> ClampedSwiglu | None:
 def _shared(options: Mapping[str, Any], inner: int) -> int:
     """Return the inner width of the shared expert, given as a width or a multiple of an expert's; 0 for none."""
     count = next((options[key] for key in _NUM_SHARED if key in options), None)
-    width = next((options[key] for key in _SHARED_WIDTH if key in options), None)
+    width_keys = ("shared_intermediate_size", "shared_expert_intermediate_size")
+    width = next((options[key] for key in width_keys if key in options), None)
     return size({"shared experts": count or width}, "shared experts") * (inner if count else 1) if count or width else 0
 
 

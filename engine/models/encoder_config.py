@@ -12,16 +12,17 @@ class EncoderConfig:
     Attributes:
         eps: epsilon of norms.
         activation: of MLPs: "gelu" with erf, "gelu_tanh", "relu" or "silu".
-        position_offset: learned positions before the first token's, which follows the padding's.
-        padding_id: token that has the padding's position anywhere; None if positions are counted.
+        position_offset: number of learned positions before that of the first token (RoBERTa: up to the padding's).
+        padding_id: padding token, which has its own position and is not counted (RoBERTa); None if a token's position
+            is its index.
         num_positions: number of learned positions; 0 with rotary embeddings.
         num_token_types: segments distinguished by embeddings (two in a pair); 0 for none.
         thetas: rotary base of each layer; () with learned positions.
         windows: attention window of each layer, to either side; 0 is unlimited. () for no windows.
-        attention_bias, mlp_bias, norm_bias: True for biases there.
-        head: layers before a classifier's last product: "pooler" and "dense" are a product and tanh, named as in BERT
-            and RoBERTa; "normed" is a product, ``head_activation`` and a norm; "" without labels.
-        head_bias: True if the product of "normed" has a bias.
+        attention_bias, mlp_bias, norm_bias: True if attention, MLPs and norms have biases.
+        head: layers before a classifier's last linear layer: "pooler" and "dense" for a linear layer and tanh, named as
+            in BERT and in RoBERTa; "normed" for a linear layer, ``head_activation`` and a norm; "" without labels.
+        head_bias: True if the linear layer of "normed" has a bias.
     """
 
     num_layers: int

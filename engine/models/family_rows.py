@@ -57,7 +57,7 @@ _QKV_BIASES = Biases(o=False)
 _ONE_KEY = Biases(qkv="use_bias", o="use_bias", mlp="use_bias")
 _QWEN_SHARED = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), "mlp.shared_expert.down_proj"
 _GRANITE_SHARED = ("shared_mlp.input_linear",), "shared_mlp.output_linear"
-# As many KV heads as query heads if missing, unlike transformers' own default.
+# A config without the key has as many KV heads as query heads, unlike in transformers.
 _QWEN = {"num_key_value_heads": None}
 _GEMMA_TOKENS = {"bos_token_id": 2, "eos_token_id": 1}
 _GLM = {"partial_rotary_factor": 0.5, "eos_token_id": [151_329, 151_336, 151_338]}
@@ -103,7 +103,7 @@ def _indexed_attention(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _one_kv_head_each(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Derive one KV head per query head, whatever a config says."""
+    """Derive as many KV heads as query heads; a config's num_key_value_heads is ignored."""
     return {"num_key_value_heads": raw["num_attention_heads"]}
 
 
@@ -118,7 +118,7 @@ _DEEPSEEK_SPARSE = ModelFamily(
 
 
 def _minimax_m2(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Raise ConfigError for MiniMax's linear attention, which the family before M2 has."""
+    """Raise ConfigError for layers with linear attention, which models before MiniMax M2 have."""
     kinds = raw.get("attn_type_list") or []
     if not isinstance(kinds, list) or any(kind != 1 for kind in kinds):
         raise ConfigError("minimax_m2: config.json has attn_type_list with layers that are not 1, not supported here")
@@ -126,7 +126,7 @@ def _minimax_m2(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _cohere2(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Raise ConfigError if Cohere's own key for windows contradicts transformers'."""
+    """Raise ConfigError if ``layer_switch``, Cohere's own key, contradicts ``sliding_window_pattern``."""
     if raw.get("layer_switch") not in (None, raw["sliding_window_pattern"]):
         raise ConfigError(
             f"cohere2: config.json has layer_switch = {raw['layer_switch']!r}, which is not its"
@@ -136,7 +136,7 @@ def _cohere2(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _apertus(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Derive the default rotary embedding, that of the published models."""
+    """Derive the rotary embedding of a config without one: that of the published models."""
     if raw.get("rope_parameters") or raw.get("rope_scaling"):
         return {}
     lengths = {"factor": 8.0, "original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -144,24 +144,23 @@ def _apertus(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _cohere2_moe(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Derive the layers with experts, windows and rotary embeddings. The first layers may be dense, with their own
-    window pattern and inner width; with pattern 1 they have no window but rotate. A softmax of scores is over the
-    chosen experts only. Averaged, the experts and the shared expert count half each."""
+    """Derive the layers with experts, windows and rotary embeddings, and the expert options. The first layers may be
+    dense, with their own inner width and window pattern; with pattern 1 they have a rotary embedding and no window."""
     layers, first = size(raw, "num_hidden_layers"), int(number(raw, "first_k_dense_replace", 0))
-    prefix, rest = size(raw, "prefix_dense_sliding_window_pattern"), size(raw, "sliding_window_pattern")
-    places = [(n + 1, prefix) if n < first else (n - first + 1, rest) for n in range(layers)]
-    kinds = raw["layer_types"] or [f"{'full' if n % every == 0 else 'sliding'}_attention" for n, every in places]
-    mixers = raw["mlp_layer_types"] or ["dense" if n < first else "sparse" for n in range(layers)]
+    prefix, others = size(raw, "prefix_dense_sliding_window_pattern"), size(raw, "sliding_window_pattern")
+    periods = [(n + 1, prefix) if n < first else (n - first + 1, others) for n in range(layers)]
+    kinds = raw["layer_types"] or [f"{'full' if n % every == 0 else 'sliding'}_attention" for n, every in periods]
+    mlps = raw["mlp_layer_types"] or ["dense" if n < first else "sparse" for n in range(layers)]
     if not raw["sliding_window"]:
         kinds = ["full_attention"] * len(kinds)
     rotated = [
         int(kind == "sliding_attention" or (mixer == "dense" and prefix == 1))
-        for kind, mixer in zip(kinds, mixers, strict=False)
+        for kind, mixer in zip(kinds, mlps, strict=False)
     ]
     inner = size(raw, "intermediate_size")
     return {
         "layer_types": kinds,
-        "mlp_layer_types": mixers,
+        "mlp_layer_types": mlps,
         "no_rope_layers": rotated,
         "intermediate_size": raw["prefix_dense_intermediate_size"] or inner,
         "moe_intermediate_size": inner,
@@ -173,8 +172,8 @@ def _cohere2_moe(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _hunyuan(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Derive HunYuan's rotary embedding: "dynamic" with an ``alpha`` means a base multiplied by a power of ``alpha``,
-    whatever the text's length; other parameters are not read. The power is that of transformers and HunYuan's code."""
+    """Derive HunYuan's rotary embedding: the kind "dynamic" with ``alpha`` multiplies the base by alpha ** (d / (d -
+    2)) for texts of any length, where d is head_dim; other parameters are ignored, as in HunYuan's code."""
     for key in ("rope_parameters", "rope_scaling"):
         rope = raw.get(key)
         if not isinstance(rope, Mapping) or not rope.get("alpha"):
@@ -190,13 +189,13 @@ def _hunyuan(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _mistral4(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Derive Mistral 4's rotary embedding, whose rotated share configs may repeat. Raises ConfigError if it contradicts
-    the widths of a head's two parts."""
+    """Derive Mistral 4's rotary embedding without ``partial_rotary_factor``. Raises ConfigError if that key or head_dim
+    contradicts the widths of a head's rotated and other part."""
     rotary = size(raw, "qk_rope_head_dim")
     whole = rotary + size(raw, "qk_nope_head_dim")
     if size(raw, "head_dim", whole) not in (rotary, whole):
         raise ConfigError(f"mistral4: config.json has head_dim = {raw['head_dim']}, which is not {whole}")
-    found: dict[str, Any] = {"head_dim": rotary}
+    derived: dict[str, Any] = {"head_dim": rotary}
     for key in ("rope_parameters", "rope_scaling"):
         rope = raw.get(key)
         if not isinstance(rope, Mapping):
@@ -206,13 +205,13 @@ def _mistral4(raw: Mapping[str, Any]) -> Mapping[str, Any]:
             raise ConfigError(
                 f"mistral4: config.json has partial_rotary_factor = {share}, which is not {rotary} of {whole} values"
             )
-        found[key] = {one: value for one, value in rope.items() if one != "partial_rotary_factor"}
-    return found
+        derived[key] = {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
+    return derived
 
 
 def _flint(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Derive Flint's defaults: no window in the first two layers, every fourth and the last one, and no experts in the
-    first two."""
+    """Derive Flint's defaults: no window in layers 0, 1, 5, 9, ... and in the last layer; no experts in layers 0 and
+    1."""
     layers = size(raw, "num_hidden_layers")
     full = {0, layers - 1, *range(1, layers, 4)}
     kinds = ["full_attention" if layer in full else "sliding_attention" for layer in range(layers)]
@@ -221,7 +220,7 @@ def _flint(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _opt(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Derive OPT's config. Raises ConfigError for the layers of its smallest models."""
+    """Derive OPT's number of KV heads. Raises ConfigError for options of its smallest models."""
     if raw["word_embed_proj_dim"] not in (None, raw["hidden_size"]):
         raise ConfigError(
             f"opt: config.json has word_embed_proj_dim = {raw['word_embed_proj_dim']}, not supported here"
@@ -232,9 +231,9 @@ def _opt(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _afmoe(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Derive muP's scaled embedding, the layer types, and normalized expert weights."""
-    every = size(raw, "global_attn_every_n_layers")
-    kinds = [("full" if n % every == 0 else "sliding") for n in range(1, size(raw, "num_hidden_layers") + 1)]
+    """Derive AFMoE's embedding scale (with muP), layer types, and normalized expert weights."""
+    period = size(raw, "global_attn_every_n_layers")
+    kinds = [("full" if n % period == 0 else "sliding") for n in range(1, size(raw, "num_hidden_layers") + 1)]
     return {
         "embedding_multiplier": size(raw, "hidden_size") ** 0.5 if raw["mup_enabled"] else 1.0,
         "layer_types": raw["layer_types"] or [f"{kind}_attention" for kind in kinds],
@@ -243,26 +242,26 @@ def _afmoe(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _mimo(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Derive MiMo-V2-Flash's layers, for which published configs have their own keys. Raises ConfigError for
-    unsupported values in layers with a window."""
+    """Derive MiMo-V2-Flash's layer types, rotary embeddings and window from the keys of published configs. Raises
+    ConfigError if layers with a window have unsupported numbers of heads or widths."""
     layers, heads, kv_heads = (
         size(raw, f"num_{part}") for part in ("hidden_layers", "attention_heads", "key_value_heads")
     )
-    usual = {
+    supported = {
         "swa_num_attention_heads": heads,
         "swa_num_key_value_heads": 2 * kv_heads,
         "swa_head_dim": size(raw, "head_dim"),
         "swa_v_head_dim": size(raw, "v_head_dim"),
     }
-    for key, wanted in usual.items():
-        if raw.get(key) not in (None, wanted):
-            raise ConfigError(f"mimo_v2_flash: config.json has {key} = {raw[key]!r}, not {wanted}")
+    for key, value in supported.items():
+        if raw.get(key) not in (None, value):
+            raise ConfigError(f"mimo_v2_flash: config.json has {key} = {raw[key]!r}, not {value}")
     windows = per_layer(raw, "hybrid_layer_pattern", layers)
     windows = [layer > 0 and (layer + 1) % 6 > 0 for layer in range(layers)] if windows is None else windows
     experts = per_layer(raw, "moe_layer_freq", layers)
     experts = [layer > 0 for layer in range(layers)] if experts is None else experts
     factor = number(raw, "partial_rotary_factor", 0.334)
-    found = {
+    derived = {
         "layer_types": raw["layer_types"] or [f"{'sliding' if slide else 'full'}_attention" for slide in windows],
         "mlp_layer_types": raw["mlp_layer_types"] or ["sparse" if mixed else "dense" for mixed in experts],
         "rope_parameters": raw["rope_parameters"]
@@ -274,13 +273,13 @@ def _mimo(raw: Mapping[str, Any]) -> Mapping[str, Any]:
             )
         },
     }
-    # This key's window does not count the query's own token.
-    return found | ({"sliding_window": raw["sliding_window_size"] + 1} if raw.get("sliding_window_size") else {})
+    # sliding_window_size does not count the query's own token.
+    return derived | ({"sliding_window": raw["sliding_window_size"] + 1} if raw.get("sliding_window_size") else {})
 
 
 def _gemma4(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Derive Gemma 4's layers: one in six has no window, and the last one never. Raises ConfigError for bidirectional
-    attention, which no published model has for texts."""
+    """Derive Gemma 4's layers: by default every sixth has no window, and the last one has never one. Raises ConfigError
+    for bidirectional attention over texts, which no published model has."""
     if raw["use_bidirectional_attention"] not in (None, "vision"):
         raise ConfigError(
             f"gemma4: config.json has use_bidirectional_attention = {raw['use_bidirectional_attention']!r}, which"
@@ -290,19 +289,20 @@ def _gemma4(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     kinds = per_layer(raw, "layer_types", layers)
     if kinds is None:
         kinds = ["sliding_attention" if (layer + 1) % 6 else "full_attention" for layer in range(layers)]
-    found: dict[str, Any] = {"layer_types": [*kinds[:-1], "full_attention"], "attention_multiplier": 1.0}
+    derived: dict[str, Any] = {"layer_types": [*kinds[:-1], "full_attention"], "attention_multiplier": 1.0}
     if raw.get("enable_moe_block"):
-        found["num_experts_per_tok"] = raw["top_k_experts"]
+        derived["num_experts_per_tok"] = raw["top_k_experts"]
     if raw["rope_parameters"] is None:
-        found["rope_parameters"] = {
+        derived["rope_parameters"] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
         }
-    return found
+    return derived
 
 
 def _lfm2(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Derive the width of LFM2's MLPs, of which its configs may mean two thirds, rounded up."""
+    """Derive the inner width of LFM2's MLPs: with block_auto_adjust_ff_dim two thirds of the config's, rounded up to a
+    multiple of block_multiple_of."""
     width = raw["block_ff_dim"] or raw["intermediate_size"]
     if raw["block_auto_adjust_ff_dim"]:
         width = int(2 * width / 3)
@@ -313,7 +313,7 @@ def _lfm2(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _lfm3(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Derive which of LFM3's layers attend, and which of these have a window."""
+    """Derive which of LFM3's layers have attention, and which of them a window."""
     layers = size(raw, "num_hidden_layers")
     kinds = per_layer(raw, "layer_types", layers) or [
         "full_attention" if layer % 4 == 2 else "sliding_attention" if layer % 4 == 0 and layer else "conv"
@@ -331,7 +331,7 @@ def _lfm3(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _without_pictures(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Remove mrope parameters: a text's positions are equal in all axes."""
+    """Derive the rotary embedding without parameters of mrope, which have no effect on texts."""
     rope = raw.get("rope_parameters")
     if not isinstance(rope, Mapping):
         return {}
@@ -339,7 +339,7 @@ def _without_pictures(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _olmo_hybrid(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Derive that OLMo-Hybrid has no positions if the rotary base is null."""
+    """Derive that OLMo-Hybrid has no rotary embedding if the config's rotary base is null."""
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     base = rope.get("rope_theta", raw.get("rope_theta", 0.0)) if isinstance(rope, Mapping) else 0.0
     return {} if base is not None else {"position_embedding_type": "nope"}
@@ -355,8 +355,7 @@ def _nemotron_h(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _bamba(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Raise ConfigError for Bamba's key if it rotates another part than half of a head, which transformers always
-    does."""
+    """Raise ConfigError unless ``attn_rotary_emb`` is half of a head, the part that transformers always rotates."""
     width = size(raw, "head_dim", size(raw, "hidden_size") // size(raw, "num_attention_heads"))
     if 2 * size(raw, "attn_rotary_emb", width // 2) != width:
         raise ConfigError(
@@ -366,8 +365,8 @@ def _bamba(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _jamba(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return Jamba's derived config: no positional encoding; one MoE layer per period, or none (dense MLPs) if it has
-    one expert."""
+    """Derive that Jamba has no rotary embedding, and one layer with experts per period; dense MLPs only if
+    num_experts is 1."""
     count, layers = size(raw, "num_experts"), range(size(raw, "num_hidden_layers"))
     period, offset = size(raw, "expert_layer_period"), number(raw, "expert_layer_offset", 0)
     return {
@@ -379,7 +378,8 @@ def _jamba(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _granite_hybrid(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Derive the MLP of Granite's hybrids without experts, which is the shared one."""
+    """Derive the inner width of dense MLPs, which Granite's hybrids without experts store as that of the shared
+    expert."""
     return {} if raw["num_local_experts"] else {"intermediate_size": raw["shared_intermediate_size"]}
 
 
@@ -671,7 +671,7 @@ ROWS: dict[str, ModelFamily] = {
         rope=RopeRules(partial=True),
         sigmoid_router=True,
         derived=_minimax_m2,
-        # The second last is about MiniMax's linear attention; the last is the width of an MLP that no layer has.
+        # attn_type_list: checked by _minimax_m2. mlp_intermediate_size: no layer has a dense MLP.
         ignored=(*DRAFTING_KEYS, "mtp_transformer_layers", "use_mtp", "attn_type_list", "mlp_intermediate_size"),
         fixed={
             "use_qk_norm": True,
@@ -747,7 +747,7 @@ ROWS: dict[str, ModelFamily] = {
     ),
     "hyperclovax": ModelFamily(
         layer=partial(llama_layer, norms=("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")),
-        # Multiplies logits, while others divide.
+        # This family multiplies logits by logits_scaling, others divide.
         derived=lambda raw: {"logits_scaling": 1.0 / above_zero(raw, "logits_scaling", 1.0)},
     ),
     "ministral3": ModelFamily(
@@ -840,7 +840,7 @@ ROWS: dict[str, ModelFamily] = {
         rope=RopeRules(interleaved=True, query_growth="nope"),
         sigmoid_router=True,
         scaled_experts=True,
-        # A shared expert, for which its configs have no key.
+        # Its configs have no key for the number of shared experts.
         derived=lambda _: {"n_shared_experts": 1},
     ),
     "deepseek_v2": ModelFamily(
@@ -1018,7 +1018,8 @@ ROWS: dict[str, ModelFamily] = {
             (".mlp.", ".mixer."),
         ),
         model_names=(("backbone.", "model."),),
-        # Training, kernels and caches; attention has no biases, and the shared expert its own width.
+        # Keys about training, kernels and caches. transformers ignores attention_bias, too, and n_shared_experts, since
+        # the shared expert's width is another key.
         ignored=(
             "attention_bias",
             *DRAFTING_KEYS,
@@ -1061,7 +1062,7 @@ ROWS: dict[str, ModelFamily] = {
             "num_experts_per_token": "num_experts_per_tok",
             "num_shared_experts": "n_shared_experts",
         },
-        # No layer has positions, although configs have a rotary base.
+        # No layer has a rotary embedding, although configs have a rotary base.
         derived=lambda raw: {"position_embedding_type": "nope", "head_dim": raw["qk_rope_head_dim"]},
         names=((".linear_attn.", ".self_attn."),),
         model_names=(
@@ -1104,8 +1105,8 @@ ROWS: dict[str, ModelFamily] = {
     ),
 }
 
-# Multimodal models with a supported text model: transformers' default model_type of a text_config, in DEFAULTS, or one
-# of the others here.
+# Multimodal models. Supported text models are transformers' default model_type of a text_config (in DEFAULTS), and
+# those of OTHER_TEXTS.
 MULTIMODAL = words(
     """
     aya_vision cohere2_vision deepseek_vl deepseek_vl_hybrid exaone4_5 fast_vlm gemma3 gemma4 gemma4_unified glm46v
@@ -1125,10 +1126,10 @@ OTHER_TEXTS: dict[str, Collection[str]] = {
     "glm46v": ("glm4v_moe_text",),
     "mistral3": ("ministral3", "mistral4"),
 }
-# Text models that equal a family in all but name, with additional defaults. Their mrope only affects texts with
-# pictures. Pillion's own key EITHER_WAY: stacked expert matrices are [inputs, outputs] in published files, and
-# [outputs, inputs] if saved by transformers 5.
+# Pillion's own key: stacked expert matrices are [inputs, outputs] in published files, but [outputs, inputs] if saved by
+# transformers 5.
 EITHER_WAY = "_experts_either_way"
+# Text model -> family with the same arithmetic for texts, and defaults beyond the family's.
 TEXT_AS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "exaone4_5_text": ("exaone4", {}),
     "glm4v_text": ("glm4", {}),
@@ -1138,7 +1139,9 @@ TEXT_AS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_vl_text": ("qwen3", {}),
     "qwen3_vl_moe_text": ("qwen3_moe", {"norm_topk_prob": True, EITHER_WAY: True}),
 }
+# Model types that differ from another one in the name only.
 SAME_AS = {"kimi_k2": "deepseek_v3"}
+# Families of older releases.
 REMOVED = (
     *("codegen", "falcon", "fuyu", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "nanochat", "nemotron", "olmo"),
     *("persimmon", "phi", "phimoe", "stablelm"),

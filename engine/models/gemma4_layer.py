@@ -2,7 +2,7 @@
 
     hidden += norm(attention(norm(hidden)))
     hidden += norm(mlp(norm(hidden)))                        or, with experts, norm(norm(mlp) + norm(experts))
-    hidden += norm(projection(gelu(gate(hidden)) * per-layer input))        in models that have that
+    hidden += norm(projection(gelu(gate(hidden)) * per-layer input))        in models with per-layer inputs
     hidden *= layer_scalar
 
 The last layers may share the KV of earlier ones, and have queries only.
@@ -35,6 +35,7 @@ from pillion.engine.models.model_config import ModelConfig
 
 
 def gemma4_layer(config: ModelConfig, index: int) -> Layer:
+    """Return the operations of layer ``index``."""
     writes = config.kv_source(index) == index
     factor = LayerTensor(
         name="layer_scalar", role=Role.VECTOR, rows=(Entries(1),), checkpoint_names=(("layer_scalar",),)
@@ -50,7 +51,7 @@ def gemma4_layer(config: ModelConfig, index: int) -> Layer:
         AddToResidual(norm(config, "attention_post_norm", "post_attention_layernorm"), 1.0),
         Norm(norm(config, "mlp_norm", "pre_feedforward_layernorm")),
         gated(config, index),
-        *(_beside(config) if config.moe is not None else ()),
+        *(_add_experts(config) if config.moe is not None else ()),
         AddToResidual(norm(config, "mlp_post_norm", "post_feedforward_layernorm"), 1.0),
         *(_token_inputs(config, config.token_inputs.width) if config.token_inputs is not None else ()),
         ScaleResidual(factor),
@@ -65,22 +66,26 @@ def _projections(config: ModelConfig, index: int, *, writes: bool) -> LayerTenso
     values = "self_attn.k_proj" if config.values_are_keys and not config.sliding_windows[index] else "self_attn.v_proj"
     names = "self_attn.q_proj", "self_attn.k_proj", values
     rows = Entries(config.num_heads * size, Share.HEADS, size), keys, keys
-    parts = 3 if writes else 1
-    return matrix("qkv", rows[:parts], (Entries(config.hidden_size),), names[:parts], bias=config.qkv_bias)
+    num_tensors = 3 if writes else 1
+    return matrix("qkv", rows[:num_tensors], (Entries(config.hidden_size),), names[:num_tensors], bias=config.qkv_bias)
 
 
 def _head_norms(config: ModelConfig, index: int, *, writes: bool) -> LayerTensor:
-    """Return the norms of query heads and, if the layer ``writes`` its own, key heads."""
-    heads, parts = config.heads_of(index), 2 if writes else 1
+    """Return the norms of query heads and, if the layer ``writes`` its own KV, of key heads."""
+    heads, num_tensors = config.heads_of(index), 2 if writes else 1
     rows = Entries(config.num_heads, Share.HEADS), Entries(heads.kv_heads, Share.KV_HEADS)
     names = "self_attn.q_norm", "self_attn.k_norm"
     entries = (Entries(heads.head_dim, head=heads.head_dim),)
     return LayerTensor(
-        name="qk_norm", role=Role.HEAD_NORM, rows=rows[:parts], inputs=entries, checkpoint_names=(names[:parts],)
+        name="qk_norm",
+        role=Role.HEAD_NORM,
+        rows=rows[:num_tensors],
+        inputs=entries,
+        checkpoint_names=(names[:num_tensors],),
     )
 
 
-def _beside(config: ModelConfig) -> Layer:
+def _add_experts(config: ModelConfig) -> Layer:
     """Return the operations from the dense MLP's output to its sum with the experts'."""
     return (
         AddUp(norm(config, "mlp_branch_norm", "post_feedforward_layernorm_1")),
@@ -92,7 +97,7 @@ def _beside(config: ModelConfig) -> Layer:
 
 def _experts(config: ModelConfig) -> Experts:
     """Return the experts, whose router reads the residual stream with its own norm."""
-    mixed, hidden = experts_of(config), Entries(config.hidden_size)
+    experts, hidden = experts_of(config), Entries(config.hidden_size)
     scale = LayerTensor(
         name="router_norm",
         role=Role.NORM,
@@ -102,15 +107,15 @@ def _experts(config: ModelConfig) -> Experts:
         factor=config.hidden_size**-0.5,
     )
     return replace(
-        mixed,
-        router=replace(mixed.router, checkpoint_names=(("router.proj",),)),
-        gate_up=replace(mixed.gate_up, checkpoint_names=(), stacked=("experts.gate_up_proj",)),
-        down=replace(mixed.down, checkpoint_names=(), stacked=("experts.down_proj",)),
+        experts,
+        router=replace(experts.router, checkpoint_names=(("router.proj",),)),
+        gate_up=replace(experts.gate_up, checkpoint_names=(), stacked=("experts.gate_up_proj",)),
+        down=replace(experts.down, checkpoint_names=(), stacked=("experts.down_proj",)),
         router_norm=scale,
         expert_scales=LayerTensor(
             name="expert_scales",
             role=Role.EXACT_VECTOR,
-            rows=mixed.router.rows,
+            rows=experts.router.rows,
             checkpoint_names=(("router.per_expert_scale",),),
         ),
     )
@@ -120,8 +125,8 @@ def _token_inputs(config: ModelConfig, width: int) -> Layer:
     """Return the operations that apply the per-layer token inputs."""
     hidden, inner = (Entries(config.hidden_size),), (Entries(width),)
     gate, projection = (
-        LayerTensor(name=name, role=Role.MATRIX, rows=rows, inputs=inputs, checkpoint_names=((stacked,),))
-        for name, rows, inputs, stacked in (
+        LayerTensor(name=name, role=Role.MATRIX, rows=rows, inputs=inputs, checkpoint_names=((checkpoint_name,),))
+        for name, rows, inputs, checkpoint_name in (
             ("input_gate", inner, hidden, "per_layer_input_gate"),
             ("input_projection", hidden, inner, "per_layer_projection"),
         )

@@ -18,24 +18,24 @@ def latent_attention(config: ModelConfig, latents: LatentConfig, layer: int) -> 
     queries = Entries(
         config.num_heads * latents.head_dim, Share.HEADS, latents.head_dim, rotated, interleaved, latents.still
     )
-    both = latents.still + latents.values
+    head_rows = latents.still + latents.values
     query_down = query_norm = None
     inputs, name = hidden, "self_attn.q_proj"
     if latents.query_rank:
         inputs, name = (Entries(latents.query_rank),), "self_attn.q_b_proj"
         query_down = matrix("query_down", inputs, hidden, ("self_attn.q_a_proj",), bias=config.qkv_bias)
         query_norm = _norm("query_norm", inputs, "self_attn.q_a_layernorm")
-    keys = Entries(rotated, head=rotated, rotated=rotated, interleaved=interleaved)
+    rotated_key = Entries(rotated, head=rotated, rotated=rotated, interleaved=interleaved)
     return AttendLatents(
         query_down=query_down,
         query_norm=query_norm,
         query_up=matrix("query_up", (queries,), inputs, (name,)),
-        down=matrix("latents", (*rank, keys), hidden, ("self_attn.kv_a_proj_with_mqa",), bias=config.qkv_bias),
+        down=matrix("latents", (*rank, rotated_key), hidden, ("self_attn.kv_a_proj_with_mqa",), bias=config.qkv_bias),
         norm=_norm("latent_norm", rank, "self_attn.kv_a_layernorm"),
         up=LayerTensor(
             name="latent_up",
             role=Role.HEAD_MATRICES,
-            rows=(Entries(config.num_heads * both, Share.HEADS, both),),
+            rows=(Entries(config.num_heads * head_rows, Share.HEADS, head_rows),),
             inputs=rank,
             checkpoint_names=(("self_attn.kv_b_proj",),),
         ),
@@ -46,12 +46,13 @@ def latent_attention(config: ModelConfig, latents: LatentConfig, layer: int) -> 
     )
 
 
-def _indexer(latents: LatentConfig, hidden: tuple[Entries, ...], few: tuple[Entries, ...]) -> dict[str, Any]:
-    """Return the tensors of an indexer, which reads the residual stream and the ``few`` values of queries."""
+def _indexer(latents: LatentConfig, hidden: tuple[Entries, ...], query_inputs: tuple[Entries, ...]) -> dict[str, Any]:
+    """Return the fields ``index_*`` of :class:`AttendLatents`. ``query_inputs``: entries of the rows that ``query_up``
+    multiplies, and so do the index queries."""
     index, prefix = latents.index, "self_attn.indexer"
     assert index is not None
-    turned = Entries(latents.rotary, head=latents.rotary, rotated=latents.rotary, interleaved=index.interleaved)
-    head = turned, Entries(index.dim - latents.rotary)
+    rotated = Entries(latents.rotary, head=latents.rotary, rotated=latents.rotary, interleaved=index.interleaved)
+    head = rotated, Entries(index.dim - latents.rotary)
     weights = LayerTensor(
         name="index_weights",
         role=Role.EXACT_MATRIX,
@@ -60,7 +61,7 @@ def _indexer(latents: LatentConfig, hidden: tuple[Entries, ...], few: tuple[Entr
         checkpoint_names=((f"{prefix}.weights_proj",),),
     )
     return {
-        "index_queries": matrix("index_queries", head * index.heads, few, (f"{prefix}.wq_b",)),
+        "index_queries": matrix("index_queries", head * index.heads, query_inputs, (f"{prefix}.wq_b",)),
         "index_key": matrix("index_key", head, hidden, (f"{prefix}.wk",)),
         "index_norm": LayerTensor(
             name="index_norm",
@@ -75,5 +76,5 @@ def _indexer(latents: LatentConfig, hidden: tuple[Entries, ...], few: tuple[Entr
     }
 
 
-def _norm(name: str, rows: tuple[Entries, ...], stacked: str) -> LayerTensor:
-    return LayerTensor(name=name, role=Role.NORM, rows=rows, checkpoint_names=((stacked,),), eps=_EPS)
+def _norm(name: str, rows: tuple[Entries, ...], checkpoint_name: str) -> LayerTensor:
+    return LayerTensor(name=name, role=Role.NORM, rows=rows, checkpoint_names=((checkpoint_name,),), eps=_EPS)

@@ -15,8 +15,8 @@ _BY_LAYER = "per_layer_config"
 def read_layers(
     name: str, raw: Mapping[str, Any], options: Mapping[str, Any], heads: int, slides: Sequence[bool]
 ) -> Mapping[str, Any]:
-    """Return the per-layer fields of ``ModelConfig``, in families that have such ``options``; {} for others.
-    ``slides``: layers with a window. Raises ConfigError on inconsistency."""
+    """Return the per-layer fields of ``ModelConfig``; {} in families whose layers do not differ, by their ``options``.
+    ``slides``: for each layer, whether it has a window. Raises ConfigError on inconsistency."""
     if "attention_value_scale" in options:
         return _narrow_values(name, raw, heads, slides)
     if "global_head_dim" not in options:
@@ -32,8 +32,8 @@ def read_layers(
 
 
 def _narrow_values(name: str, raw: Mapping[str, Any], heads: int, slides: Sequence[bool]) -> Mapping[str, Any]:
-    """Return the heads of values, which may be narrower than keys, and KV heads, doubled in layers with a window.
-    Raises ConfigError for wider values."""
+    """Return the fields for value heads, which may be narrower than key heads, and for KV heads, of which layers with a
+    window have twice as many. Raises ConfigError for wider value heads."""
     count, width, values = size(raw, "num_key_value_heads", heads), size(raw, "head_dim"), size(raw, "v_head_dim")
     if values > width or heads % (2 * count):
         raise ConfigError(
@@ -48,36 +48,40 @@ def _narrow_values(name: str, raw: Mapping[str, Any], heads: int, slides: Sequen
 
 
 def _layer_heads(name: str, raw: Mapping[str, Any], heads: int, slides: Sequence[bool]) -> tuple[LayerHeads, ...]:
-    """Return each layer's KV heads. Raises ConfigError if layers of one kind differ."""
+    """Return each layer's KV heads. Raises ConfigError if two layers with a window differ, or two without."""
     local = LayerHeads(size(raw, "num_key_value_heads", heads), size(raw, "head_dim"))
     if raw[_BY_LAYER] is None:
         count = size(raw, "num_global_key_value_heads", local.kv_heads) if raw["attention_k_eq_v"] else local.kv_heads
-        wide = LayerHeads(count, size(raw, "global_head_dim", 512))
-        found = [local if slide else wide for slide in slides]
+        full = LayerHeads(count, size(raw, "global_head_dim", 512))
+        layer_heads = [local if slide else full for slide in slides]
     else:
-        found = [_layer_heads_from_config(name, raw[_BY_LAYER], layer, local) for layer in range(len(slides))]
+        layer_heads = [_layer_heads_from_config(name, raw[_BY_LAYER], layer, local) for layer in range(len(slides))]
     for slide in (True, False):
-        kinds = {one for one, own in zip(found, slides, strict=True) if own is slide}
+        kinds = {layer for layer, own in zip(layer_heads, slides, strict=True) if own is slide}
         if len(kinds) > 1:
             raise ConfigError(f"{name}: config.json has {_BY_LAYER} with several sizes of heads for layers of one kind")
         if any(heads % kind.kv_heads or kind.head_dim % 2 for kind in kinds):
             raise ConfigError(f"{name}: {heads} heads and {kinds} do not fit together")
-    return tuple(found)
+    return tuple(layer_heads)
 
 
 def _layer_heads_from_config(name: str, by_layer: Any, layer: int, local: LayerHeads) -> LayerHeads:
-    """Return the KV heads of a layer from transformers' per-layer deviations."""
+    """Return the KV heads of a layer: ``local``, with the values that per_layer_config overrides."""
     if not isinstance(by_layer, Mapping) or not all(str(key).isdigit() for key in by_layer):
         raise ConfigError(f"{name}: config.json: {_BY_LAYER} must be an object with numbers of layers")
-    said: Any = next((said for key, said in by_layer.items() if int(key) == layer), {})
-    if not isinstance(said, Mapping) or not said.keys() <= {"head_dim", "num_key_value_heads"}:
-        raise ConfigError(f"{name}: config.json has {_BY_LAYER} = {said!r} for layer {layer}, which is not supported")
-    return LayerHeads(size(said, "num_key_value_heads", local.kv_heads), size(said, "head_dim", local.head_dim))
+    overrides: Any = next((overrides for key, overrides in by_layer.items() if int(key) == layer), {})
+    if not isinstance(overrides, Mapping) or not overrides.keys() <= {"head_dim", "num_key_value_heads"}:
+        raise ConfigError(
+            f"{name}: config.json has {_BY_LAYER} = {overrides!r} for layer {layer}, which is not supported"
+        )
+    return LayerHeads(
+        size(overrides, "num_key_value_heads", local.kv_heads), size(overrides, "head_dim", local.head_dim)
+    )
 
 
 def _kv_sources(name: str, raw: Mapping[str, Any], slides: Sequence[bool]) -> tuple[int, ...]:
-    """Return the layer whose KV each layer reads; () if each has its own. Layers without share that of the last layer
-    of their kind that has it. Raises ConfigError if there is none."""
+    """Return the layer whose KV each layer reads; () if each has its own KV. A layer without KV reads that of the last
+    layer of its kind (with or without a window) with KV. Raises ConfigError if no layer of its kind has KV."""
     if not raw["num_kv_shared_layers"]:
         return ()
     shared = size(raw, "num_kv_shared_layers")
@@ -104,9 +108,9 @@ def _token_inputs(name: str, raw: Mapping[str, Any]) -> TokenInputs | None:
     """Return the per-layer token inputs. Raises ConfigError if some tokens lack them."""
     if not raw.get("hidden_size_per_layer_input"):
         return None
-    tokens, vocab_size = size(raw, "vocab_size_per_layer_input"), size(raw, "vocab_size")
-    if tokens < vocab_size:
+    table_size, vocab_size = size(raw, "vocab_size_per_layer_input"), size(raw, "vocab_size")
+    if table_size < vocab_size:
         raise ConfigError(
-            f"{name}: config.json has vocab_size_per_layer_input = {tokens}, fewer than the {vocab_size} tokens"
+            f"{name}: config.json has vocab_size_per_layer_input = {table_size}, fewer than the {vocab_size} tokens"
         )
-    return TokenInputs(width=size(raw, "hidden_size_per_layer_input"), vocab_size=tokens)
+    return TokenInputs(width=size(raw, "hidden_size_per_layer_input"), vocab_size=table_size)

@@ -2,8 +2,8 @@
 
 A family lists the operations of a layer (:mod:`pillion.engine.models.families`), and everything else follows from that
 list: names and shapes of tensors in checkpoints, how they are loaded, packed and sharded, and what each backend
-computes. Between :class:`Norm` and :class:`AddToResidual` each operation transforms the last one's rows. Imports no
-torch.
+computes. Between :class:`Norm` and :class:`AddToResidual` each operation transforms the rows of the one before. Imports
+no torch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 
+# Slope at 0 of the activation xIELU (``beta`` in transformers).
 XIELU_SLOPE = 0.5
 
 
@@ -23,8 +24,8 @@ class Share(Enum):
     KV_HEADS = "KV heads"
     INNER = "inner values of an MLP, or of an expert"
     CHANNELS = "channels between the two matrices of a short convolution"
-    STATE_HEADS = "heads that have a matrix in the layer's state"
-    STATE_KEYS = "what several such heads share: keys and queries, or what writes and what reads"
+    STATE_HEADS = "heads of the layer's state, each with a matrix"
+    STATE_KEYS = "keys and queries, or write and read vectors, that several state heads share"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +35,14 @@ class Entries:
     Attributes:
         size: number of entries.
         head: entries per head, if sharded by heads.
-        rotated: rotated entries per head, where a family rotates a part of them, or neighbors; else 0. The decoder
-            reorders them (:func:`pillion.engine.models.rope.partial_order`).
+        rotated: rotated entries per head, if only a part of the head is rotated, or neighbors are rotated together;
+            else 0. The decoder reorders these heads (:func:`pillion.engine.models.rope.partial_order`).
         interleaved: True if neighbors are rotated together.
-        still: entries of a head before those of ``rotated``.
-        convolved: True for inputs of a convolution, whose last ones are part of the layer's state. Such pieces of a
-            tensor are consecutive, and a process has whole pieces of their state
+        rotated_start: index of the first rotated entry in a head.
+        convolved: True for inputs of a convolution, which are consecutive in a tensor. A process has all channels of
+            each piece of the convolution's state that it writes
             (:class:`pillion.engine.models.model_shard.Channels`).
-        stored: leading entries of a head that checkpoints have; the rest are zeros. 0 for all.
+        stored: leading entries of each head that checkpoints have; zeros are appended on load. 0: all.
     """
 
     size: int
@@ -49,7 +50,7 @@ class Entries:
     head: int = 1
     rotated: int = 0
     interleaved: bool = False
-    still: int = 0
+    rotated_start: int = 0
     convolved: bool = False
     stored: int = 0
 
@@ -60,16 +61,16 @@ class Entries:
 
 
 class Role(Enum):
-    """Purpose of a tensor, by which it is loaded and packed."""
+    """Purpose of a tensor, which decides how it is loaded and packed."""
 
-    NORM = "the weight of a norm, and perhaps its bias"
-    HEAD_NORM = "the weights of a norm over each head, one row for each; of a LayerNorm if they are by head, else RMS"
-    MATRIX = "the matrix of a linear layer, which may be quantized, and perhaps its bias"
-    EXACT_MATRIX = "a matrix that is never quantized, because its few products choose or weigh whole rows"
-    HEAD_MATRICES = "a matrix for each head, widened on load, of which a part is multiplied from the other side"
-    TAPS = "the factors of a convolution of each channel on its own, and perhaps its bias"
-    VECTOR = "numbers that are used as they are"
-    EXACT_VECTOR = "numbers that stay float32, because a choice depends on them"
+    NORM = "weight of a norm, and its bias if it has one"
+    HEAD_NORM = "weights of a norm over each head, a row per head: of a LayerNorm if ``by_head``, else of an RMS norm"
+    MATRIX = "matrix of a linear layer, which may be quantized, and its bias if it has one"
+    EXACT_MATRIX = "matrix that is never quantized, because its outputs select experts or tokens, or gate whole rows"
+    HEAD_MATRICES = "a matrix per head, dequantized on load, since the absorbed form of MLA transposes a part of it"
+    TAPS = "kernel of a depthwise convolution, and its bias if it has one"
+    VECTOR = "numbers in the type of the weights"
+    EXACT_VECTOR = "numbers in float32, e.g. decay rates, and biases for the choice of experts"
 
 
 MATRICES = (Role.MATRIX, Role.EXACT_MATRIX, Role.HEAD_MATRICES)
@@ -83,27 +84,28 @@ class LayerTensor:
         name: its name within the layer, in the decoder.
         rows: pieces of its first dimension.
         inputs: pieces of its second dimension; () for a vector.
-        checkpoint_names: alternatives of names in checkpoints, relative to the layer and without ".weight" and ".bias":
-            each lists tensors that are stacked along their first dimension, one per piece of ``rows``, or fewer, of
-            which the first one has the first pieces. {} stands for an expert's number. A norm without names has a
-            weight of ones, and no tensor.
+        checkpoint_names: alternatives, of which a checkpoint has one: names of tensors to stack along their first
+            dimension, relative to the layer and without ".weight" and ".bias". There is a tensor per piece of ``rows``,
+            or fewer, and then the first tensor has the first pieces. {} stands for an expert's number. A norm without
+            names has a weight of ones.
         bias: True if a linear layer or a norm has a bias.
         by_head: True if a norm over each head is a LayerNorm, with a separate weight per head, in one tensor per piece
             of ``rows``.
-        experts: number of experts with such a matrix each; 0 for a single one.
-        stacked: names of one tensor for all experts in checkpoints: transformers 5's and the family's. Biases are
-            NAME_bias.
-        transposed: True if plain stacked tensors are [experts, inputs, outputs] in checkpoints; None if in some of
-        them. alternating: True if checkpoints interleave the rows of the two pieces.
+        experts: number of experts, each with such a matrix; 0 for a single matrix.
+        stacked: names in checkpoints of a tensor with the matrices of all experts: transformers 5's and the family's.
+            Its bias is NAME_bias.
+        transposed: True if plain stacked tensors are [experts, inputs, outputs] in checkpoints; None if only in some
+            checkpoints.
+        alternating: True if checkpoints interleave the rows of the two pieces.
         eps: a norm's epsilon if not the model's; else 0.
         suffix: suffix of a norm's names in checkpoints.
         factor: factor of a norm's weight.
-        groups: number of groups in checkpoints, each with a part of every piece of ``rows``; else 0.
+        groups: number of groups of rows in checkpoints, if each group has a part of every piece of ``rows``; else 0.
         scales: factors of the pieces of ``rows``, applied on load; () for none.
         gated: True if checkpoints alternate query and gate of each head in the first two pieces; the decoder has all
             gates first.
         ones: numbers of dimensions of size 1 before and after a vector's own in checkpoints.
-        optional: True if a missing exact vector means zeros.
+        optional: True if zeros replace an exact vector that a checkpoint lacks.
         centered: True for a LayerNorm in a model of RMS norms.
     """
 
@@ -129,10 +131,10 @@ class LayerTensor:
     centered: bool = False
 
     def pieces_of(self, names: Sequence[str]) -> list[slice]:
-        """Return the pieces of ``rows`` in each tensor of an alternative of names. With fewer names than pieces, the
-        first tensor has several pieces."""
-        joined = len(self.rows) - len(names) + 1
-        return [slice(0, joined), *(slice(number, number + 1) for number in range(joined, len(self.rows)))]
+        """Return the indices of the pieces of ``rows`` in each tensor of ``names``, one of the alternatives in
+        ``checkpoint_names``. With fewer names than pieces, the first tensor has several pieces."""
+        first_count = len(self.rows) - len(names) + 1
+        return [slice(0, first_count), *(slice(number, number + 1) for number in range(first_count, len(self.rows)))]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -157,7 +159,7 @@ def matrix(
     *checkpoint_names: tuple[str, ...],
     bias: bool = False,
 ) -> LayerTensor:
-    """Return a linear layer's matrix; ``checkpoint_names`` are alternatives of its parts."""
+    """Return a linear layer's matrix; arguments as the fields of :class:`LayerTensor`."""
     return LayerTensor(
         name=name, role=Role.MATRIX, rows=rows, inputs=inputs, checkpoint_names=checkpoint_names, bias=bias
     )
@@ -170,7 +172,7 @@ class LayerOperation:
 
 @dataclass(frozen=True, slots=True)
 class Norm(LayerOperation):
-    """Start from rows of the residual stream, normed if there is a weight."""
+    """Start of a branch: the rows become those of the residual stream, normed if there is a weight."""
 
     weight: LayerTensor | None
 
@@ -236,7 +238,7 @@ class TokenIndex:
 
     Attributes:
         heads: index queries per token.
-        dim: values of an index query and of a token's only index key, of which the rotated ones are the first.
+        dim: width of an index query, and of a token's single index key; their first values are rotated.
         top: max tokens that a query attends to.
         interleaved: True if neighbors are rotated together.
     """
@@ -325,7 +327,7 @@ class DeltaRule(LayerOperation):
             decay per head.
         gate_down, gate_up: low-rank projection of gates, then sigmoids.
         norm, eps: norm of each head's output.
-        key_heads, heads: numbers of query/key heads and of value heads; adjacent ones share a key.
+        key_heads, heads: numbers of query/key heads and of value heads; adjacent value heads share a key.
         key_dim, head_dim: widths of queries and keys, and of values.
         doubled: True if the learning rate is doubled.
     """
@@ -392,7 +394,7 @@ class SelectiveScan(LayerOperation):
         taps: convolution of values.
         sides: makes, from convolved values, the inputs of ``steps`` and the write and read vectors (B and C), which all
             channels share.
-        step_norm, write_norm, read_norm: norms of these three.
+        step_norm, write_norm, read_norm: norms of the inputs of ``steps``, and of write and read vectors.
         steps: makes each channel's time step.
         decay, skip: per channel, logs [state_dim] of decay rates, and the factor of its values added to the output.
         heads, head_dim: number of matrices, and their channels.
@@ -414,7 +416,7 @@ class SelectiveScan(LayerOperation):
 
     @property
     def few(self) -> int:
-        """Width of the inputs of time steps."""
+        """Width of the inputs of ``steps`` (dt_rank)."""
         return self.steps.shape[1]
 
 
@@ -425,13 +427,13 @@ Mixer = Attend | AttendLatents | StateOperation
 
 @dataclass(frozen=True, slots=True)
 class Mlp(LayerOperation):
-    """down(activation(gate) * up), where ``gate_up`` makes gate and up; without a gate, down(activation(up)), where it
-    makes up only.
+    """down(activation(gate) * up), where ``gate_up`` makes gate and up; without a gate, down(activation(up)), where
+    ``gate_up`` makes only up.
 
     Attributes:
-        row_gate: matrix of one row, the sigmoid of whose product multiplies the row's output. Such an MLP follows
-            :class:`Experts` and reads the same rows.
-        bends: two numbers of the activation "xielu", whose softplus are its growth and its bend below 0; else None.
+        row_gate: gate of the shared expert (Qwen): a matrix [1, hidden]. The sigmoid of its product with the inputs
+            multiplies the output. The MLP then follows :class:`Experts`, and has the same inputs.
+        bends: alpha_p and alpha_n of the activation "xielu", before their softplus; None for other activations.
     """
 
     gate_up: LayerTensor
@@ -462,18 +464,18 @@ class Experts(LayerOperation):
     Attributes:
         per_token: experts per row.
         normalize: True if the scores of the chosen experts are scaled to a sum of 1.
-        sigmoid: True if scores are sigmoids of the router's products, not their softmax.
+        sigmoid: True if scores are sigmoids of the router's logits, not their softmax.
         choice_bias: added to the scores for choosing experts only.
         scale: factor of the scores.
-        exact: True if the router's products are not rounded, even without sigmoids and bias.
+        exact: True for float32 logits; they are also float32 with ``sigmoid`` or ``choice_bias``.
         groups: number of groups of consecutive experts. A row's experts are in its best ``kept_groups``, ranked by the
             sum of a group's best ``group_best`` scores, with bias (DeepSeek V2 and V3).
-        router_bias: bias of the router's products.
-        clamped: the activation, if not the one named.
+        router_bias: bias of the router's logits.
+        clamped: activation to use instead of ``activation``, if not None.
         scaled_inputs: True if scores multiply the experts' inputs instead of their outputs.
         router_norm: norm of the residual stream for the router, if it does not read the experts' inputs.
         expert_scales: factor of the scores per expert.
-        gated: True if experts have gates; otherwise ``gate_up`` makes up only.
+        gated: True if experts have gates; otherwise ``gate_up`` has only up.
     """
 
     router: LayerTensor
@@ -499,7 +501,7 @@ class Experts(LayerOperation):
 
 @dataclass(frozen=True, slots=True)
 class AddUp(LayerOperation):
-    """Running sum of the layer's rows, normed if there is a norm; the layer continues with the sum."""
+    """Addition of the rows, normed if there is a norm, to the layer's running sum, which becomes the rows."""
 
     norm: LayerTensor | None
 
@@ -531,18 +533,19 @@ class AddToResidual(LayerOperation):
 
 @dataclass(frozen=True, slots=True)
 class Keep(LayerOperation):
-    """Copy of the rows for the matching :class:`Again`. Pairs nest."""
+    """Push of the rows onto the layer's stack."""
 
 
 @dataclass(frozen=True, slots=True)
 class Again(LayerOperation):
-    """Return to the rows of the matching :class:`Keep`. Pairs nest."""
+    """Pop of the rows from the layer's stack."""
 
 
 Layer = tuple[LayerOperation, ...]
 
 
 def tensors_of(operations: Iterable[LayerOperation]) -> Iterator[LayerTensor]:
+    """Yield the tensors that operations read, in order."""
     for operation in operations:
         for field in fields(operation):
             value = getattr(operation, field.name)

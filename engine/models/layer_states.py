@@ -1,4 +1,4 @@
-"""States that layers carry from token to token instead of KV. Imports no torch.
+"""Recurrent states, which some layers have instead of KV. Imports no torch.
 
 States are always float32, since they accumulate with every token. A model's state concatenates those of its layers, and
 takes some slots of the pool (docs/decisions/states.md).
@@ -22,7 +22,7 @@ STATE_ITEM_BYTES = 4
 
 
 def layer_state(layer: Layer) -> LayerState | None:
-    """Return a layer's state; None for a layer without."""
+    """Return the shapes of a layer's state; None for a layer without a state."""
     for operation in layer:
         match operation:
             case ShortConvolution(taps=taps):
@@ -39,14 +39,16 @@ def layer_state(layer: Layer) -> LayerState | None:
 
 
 def states_of(layers: Iterable[Layer]) -> tuple[LayerState | None, ...]:
+    """Return the shapes of each layer's state; None for a layer without a state."""
     return tuple(map(layer_state, layers))
 
 
 def state_bytes(states: Iterable[LayerState | None]) -> int:
-    """Return the size of a sequence's state; 0 for a model without."""
+    """Return the bytes of a sequence's state, which concatenates those of all layers."""
     return sum(state.values for state in states if state is not None) * STATE_ITEM_BYTES
 
 
 def _inputs(taps: LayerTensor) -> tuple[int, int]:
+    """Return the shape of a convolution's last inputs: tokens, channels."""
     channels, count = taps.shape
     return count - 1, channels

@@ -15,37 +15,38 @@ from pillion.kernels.torch.torch_linear import Linear
 
 
 class LayerWeights(dict[str, "RmsNorm | LayerNorm | Linear | tuple[Linear, ...] | torch.Tensor | Taps"]):
-    """One layer's weights by tensor name: norms, linear layers, those of all experts, other tensors."""
+    """One layer's weights by tensor name: a norm, a linear layer, a tuple of all experts' linear layers, the taps of a
+    convolution, or a plain tensor. Each method returns a weight of one of these types."""
 
     def norm(self, tensor: LayerTensor) -> RmsNorm | LayerNorm:
-        found = self[tensor.name]
-        assert isinstance(found, RmsNorm | LayerNorm)
-        return found
+        weight = self[tensor.name]
+        assert isinstance(weight, RmsNorm | LayerNorm)
+        return weight
 
     def linear(self, tensor: LayerTensor) -> Linear:
-        found = self[tensor.name]
-        assert isinstance(found, Linear)
-        return found
+        weight = self[tensor.name]
+        assert isinstance(weight, Linear)
+        return weight
 
     def linears(self, tensor: LayerTensor) -> tuple[Linear, ...]:
-        """Return the linear layers of all experts, or the layer's only one."""
-        found = self[tensor.name]
-        return (found,) if isinstance(found, Linear) else self.experts(tensor)
+        """Return the linear layers of all experts, or a tuple of the single linear layer."""
+        weight = self[tensor.name]
+        return (weight,) if isinstance(weight, Linear) else self.experts(tensor)
 
     def experts(self, tensor: LayerTensor) -> tuple[Linear, ...]:
-        found = self[tensor.name]
-        assert isinstance(found, tuple)
-        return found
+        weight = self[tensor.name]
+        assert isinstance(weight, tuple)
+        return weight
 
     def tensor(self, tensor: LayerTensor) -> torch.Tensor:
-        found = self[tensor.name]
-        assert isinstance(found, torch.Tensor)
-        return found
+        weight = self[tensor.name]
+        assert isinstance(weight, torch.Tensor)
+        return weight
 
     def taps(self, tensor: LayerTensor) -> Taps:
-        found = self[tensor.name]
-        assert isinstance(found, Taps)
-        return found
+        weight = self[tensor.name]
+        assert isinstance(weight, Taps)
+        return weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +59,12 @@ class TokenInputWeights:
     norm: RmsNorm
 
     def rows(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the rows [T, layers, width] of tokens [T], from their embeddings [T, hidden]."""
+        """Return the per-layer inputs [T, layers, width] of tokens [T]; ``hidden`` [T, hidden] are their embeddings."""
         width = self.norm.weight.shape[0]
         scale = float(torch.tensor(math.sqrt(width), dtype=self.embedding.dtype))
-        own = (self.embedding[token_ids] * scale).view(len(token_ids), -1, width)
-        found = linear(hidden, self.projection) * hidden.shape[1] ** -0.5
-        return (self.norm(found.view(own.shape)) + own) * math.sqrt(0.5)
+        embedded = (self.embedding[token_ids] * scale).view(len(token_ids), -1, width)
+        projected = linear(hidden, self.projection) * hidden.shape[1] ** -0.5
+        return (self.norm(projected.view(embedded.shape)) + embedded) * math.sqrt(0.5)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,22 +15,22 @@ from pillion.engine.models.layer_operations import MAX_MIXED_ROWS, XIELU_SLOPE, 
 def rms_norm(values: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Compute the RMS norm over the last dimension, in float32, rounded before the weight is applied, as in most
     families."""
-    wide = values.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(values.dtype)
+    normed = values.float()
+    normed = normed * torch.rsqrt(normed.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normed.to(values.dtype)
 
 
 def rms_norm_wide(values: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Compute the RMS norm in float32, rounded after a float32 ``weight`` is applied: OLMo 2, Gemma (with 1 + w)."""
-    wide = values.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return (wide * weight).to(values.dtype)
+    normed = values.float()
+    normed = normed * torch.rsqrt(normed.pow(2).mean(-1, keepdim=True) + eps)
+    return (normed * weight).to(values.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
-    """RMS norm, with or without the ``wide`` order of roundings; its weight is [last dimension], or [heads, head_dim]
-    for [T, heads, head_dim]."""
+    """RMS norm: :func:`rms_norm_wide` if ``wide``, else :func:`rms_norm`. The weight is [last dimension], or [heads,
+    head_dim] for [T, heads, head_dim]."""
 
     weight: torch.Tensor
     eps: float
@@ -52,10 +52,10 @@ class LayerNorm:
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
         """Norm values [T, ...] to the same shape and type."""
-        wide, width = values.float(), self.weight.shape[-1:]
+        floats, width = values.float(), self.weight.shape[-1:]
         if self.weight.dim() == 1:
-            return layer_norm(wide, width, self.weight, self.bias, self.eps).to(values.dtype)
-        normed = layer_norm(wide, width, None, None, self.eps) * self.weight
+            return layer_norm(floats, width, self.weight, self.bias, self.eps).to(values.dtype)
+        normed = layer_norm(floats, width, None, None, self.eps) * self.weight
         return (normed if self.bias is None else normed + self.bias).to(values.dtype)
 
 
@@ -91,15 +91,15 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def xielu(values: torch.Tensor, bends: torch.Tensor) -> torch.Tensor:
-    """Compute xIELU (arXiv 2411.13010) of values of any shape: a parabola above 0 and a bent exponential below, with
-    factors derived from ``bends``."""
+    """Compute xIELU (arXiv 2411.13010) of values of any shape: a parabola above 0 and an exponential below. ``bends``:
+    [2], alpha_p and alpha_n before their softplus."""
     above, below = xielu_factors(bends)
     squares, curve = above * values * values, below * (torch.expm1(values.clamp(max=0.0)) - values)
     return torch.where(values > 0, squares, curve) + XIELU_SLOPE * values
 
 
 def xielu_factors(bends: torch.Tensor) -> torch.Tensor:
-    """Return the factors of xIELU above and below 0, float32 [2]."""
+    """Return the factors of xIELU's parabola and exponential, float32 [2]."""
     above, below = softplus(bends.float())
     return torch.stack((above, below + XIELU_SLOPE))
 
@@ -111,9 +111,8 @@ def soft_cap(values: torch.Tensor, cap: float) -> torch.Tensor:
 
 # Runs rows [n, hidden] through one expert -> [n, hidden]. Arguments: expert, rows, and the rows' indices [n].
 RunExpert = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor]
-# Modifies a router's products [n, experts] of rows [n, hidden] in place. Arguments: rows, products, index of the first
-# row.
-ChangeProducts = Callable[[torch.Tensor, torch.Tensor, int], None]
+# Changes a router's logits [n, experts] of rows [n, hidden] in place. Arguments: rows, logits, index of the first row.
+ChangeLogits = Callable[[torch.Tensor, torch.Tensor, int], None]
 
 
 def expert_activation(how: Experts) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -126,13 +125,13 @@ def expert_activation(how: Experts) -> Callable[[torch.Tensor], torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class RouterBiases:
-    """Adjustments of a router, each [num_experts] float32 or None: ``products`` is added to its products, ``choice`` to
-    the scores for choosing experts; ``scales`` multiplies the final scores. ``change`` adds the adapters' products."""
+    """Adjustments of a router, each [num_experts] float32 or None: ``logits`` is added to its logits, ``choice`` to the
+    scores for choosing experts; ``scales`` multiplies the final scores. ``change`` adds the adapters' logits."""
 
-    products: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
     choice: torch.Tensor | None = None
     scales: torch.Tensor | None = None
-    change: ChangeProducts | None = None
+    change: ChangeLogits | None = None
 
 
 def mix_experts(
@@ -141,36 +140,36 @@ def mix_experts(
     run: RunExpert,
     how: Experts,
     biases: RouterBiases | None = None,
-    read: torch.Tensor | None = None,
+    router_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute a mixture of experts over rows [T, hidden] -> [T, hidden]; the router is [num_experts, hidden], and reads
-    the rows, or ``read`` [T, hidden].
+    """Compute a mixture of experts over rows [T, hidden] -> [T, hidden]. The router is [num_experts, hidden]; its
+    inputs are ``router_rows`` [T, hidden], or the rows if None.
 
     Tokens are sorted by expert, so that each used expert runs once per batch. A token's result depends on the batch
     only through the rounding of products. Rows are copied per expert, so at most MAX_MIXED_ROWS tokens are computed at
     a time, to limit memory.
     """
-    parts = [slice(begin, begin + MAX_MIXED_ROWS) for begin in range(0, len(rows), MAX_MIXED_ROWS)]
-    if len(parts) == 1:
-        return _mix_chunk(rows, rows if read is None else read, router, run, how, biases, 0)
+    chunks = [slice(begin, begin + MAX_MIXED_ROWS) for begin in range(0, len(rows), MAX_MIXED_ROWS)]
+    if len(chunks) == 1:
+        return _mix_chunk(rows, rows if router_rows is None else router_rows, router, run, how, biases, 0)
     out = torch.empty_like(rows)
-    for part in parts:
-        mine = rows[part]
-        out[part] = _mix_chunk(mine, mine if read is None else read[part], router, run, how, biases, part.start)
+    for chunk in chunks:
+        router_chunk = (rows if router_rows is None else router_rows)[chunk]
+        out[chunk] = _mix_chunk(rows[chunk], router_chunk, router, run, how, biases, chunk.start)
     return out
 
 
 def _mix_chunk(
     rows: torch.Tensor,
-    read: torch.Tensor,
+    router_rows: torch.Tensor,
     router: torch.Tensor,
     run: RunExpert,
     how: Experts,
     biases: RouterBiases | None,
     first: int,
 ) -> torch.Tensor:
-    """Compute a mixture over some rows, of which the first has index ``first``."""
-    scores, chosen = route(read, router, how, biases, first)
+    """Compute a mixture over one chunk of the rows; ``first`` is the index of its first row."""
+    scores, chosen = route(router_rows, router, how, biases, first)
     # Sorted row i is pair order[i] of (token, choice).
     order = chosen.view(-1).argsort(stable=True)
     counts = torch.bincount(chosen.view(-1), minlength=len(router))
@@ -188,19 +187,19 @@ def route(
     """Choose each token's experts: returns their scores [T, k] float32 and indices [T, k]. ``first``: index of the
     first row."""
     biases = biases or RouterBiases()
-    added, choice_bias = biases.products, biases.choice
+    added, choice_bias = biases.logits, biases.choice
     if how.sigmoid or how.exact or choice_bias is not None:
         logits = linear(rows.float(), router.float(), added)
     else:
         logits = linear(rows, router, None if added is None else added.to(rows.dtype)).float()
     if biases.change is not None:
         biases.change(rows, logits, first)
-    every = logits.sigmoid() if how.sigmoid else torch.softmax(logits, -1)
-    choices = every if choice_bias is None else every + choice_bias.view(-1)
+    probabilities = logits.sigmoid() if how.sigmoid else torch.softmax(logits, -1)
+    choice_scores = probabilities if choice_bias is None else probabilities + choice_bias.view(-1)
     if how.groups > 1:
-        choices = _mask_worse_groups(choices, how)
-    chosen = choices.topk(how.per_token, -1).indices
-    scores = every.gather(-1, chosen)
+        choice_scores = _mask_worse_groups(choice_scores, how)
+    chosen = choice_scores.topk(how.per_token, -1).indices
+    scores = probabilities.gather(-1, chosen)
     if how.normalize:
         scores = scores / scores.sum(-1, keepdim=True)
     if biases.scales is not None:
@@ -211,27 +210,27 @@ def route(
 def _mask_worse_groups(choices: torch.Tensor, how: Experts) -> torch.Tensor:
     """Return scores [T, experts] with -inf for experts outside of a token's best groups."""
     grouped = choices.view(len(choices), how.groups, -1)
-    kept = grouped.topk(how.group_best, -1).values.sum(-1).topk(how.kept_groups, -1).indices
-    left = torch.ones(grouped.shape[:2], dtype=torch.bool, device=choices.device).scatter_(1, kept, False)
-    return grouped.masked_fill(left[..., None], -torch.inf).flatten(1)
+    best_groups = grouped.topk(how.group_best, -1).values.sum(-1).topk(how.kept_groups, -1).indices
+    excluded = torch.ones(grouped.shape[:2], dtype=torch.bool, device=choices.device).scatter_(1, best_groups, False)
+    return grouped.masked_fill(excluded[..., None], -torch.inf).flatten(1)
 
 
 def run_grouped(run: RunExpert, rows: torch.Tensor, numbers: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Run the first counts[0] rows of [N, hidden], with indices ``numbers`` [N], through expert 0, the next through
-    expert 1 ... -> [N, hidden]."""
+    """Run rows [N, hidden] through experts -> [N, hidden]: the first counts[0] rows through expert 0, the next
+    counts[1] rows through expert 1, and so on. ``numbers`` [N]: indices of the rows in the step."""
     out = torch.empty_like(rows)
     begin = 0
     for number, count in enumerate(counts.tolist()):
         if count:
-            mine = slice(begin, begin + count)
-            out[mine] = run(number, rows[mine], numbers[mine])
+            own_rows = slice(begin, begin + count)
+            out[own_rows] = run(number, rows[own_rows], numbers[own_rows])
             begin += count
     return out
 
 
 def combine(grouped: torch.Tensor, order: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Compute weighted sums over each token's experts: grouped [T * k, hidden] in ``order``, scores [T, k] -> [T,
-    hidden]."""
+    """Compute each token's weighted sum of expert outputs -> [T, hidden]. ``scores``: [T, k]; row i of ``grouped``
+    [T * k, hidden] is the output for token order[i] // k and its choice order[i] % k."""
     num_tokens, choices = scores.shape
     by_token = torch.empty_like(grouped)
     by_token[order] = grouped

@@ -62,25 +62,30 @@ def olmo_hybrid_layers(raw: Mapping[str, Any]) -> LinearConfig:
 
 
 def kimi_layers(raw: Mapping[str, Any]) -> LinearConfig:
-    """Parse Kimi-Linear's gated delta nets, perhaps configured in a nested object that counts layers from 1. Raises
-    ConfigError if that has unknown keys, or omits a layer."""
+    """Parse Kimi-Linear's gated delta nets, which may be configured in a nested object that counts layers from 1.
+    Raises ConfigError if the object has unknown keys, or omits a layer."""
     count, key = size(raw, "num_hidden_layers"), "linear_attn_config"
-    own = {} if raw[key] is None else raw[key]
-    if not isinstance(own, Mapping):
-        raise ConfigError(f"config.json: {key} must be an object, not {own!r}")
-    unknown = sorted(own.keys() - {"full_attn_layers", "kda_layers", "head_dim", "num_heads", "short_conv_kernel_size"})
+    nested = {} if raw[key] is None else raw[key]
+    if not isinstance(nested, Mapping):
+        raise ConfigError(f"config.json: {key} must be an object, not {nested!r}")
+    unknown = sorted(
+        nested.keys() - {"full_attn_layers", "kda_layers", "head_dim", "num_heads", "short_conv_kernel_size"}
+    )
     if unknown:
-        raise ConfigError(f"config.json has {key} with {unknown[0]} = {own[unknown[0]]!r}, which is not supported")
+        raise ConfigError(f"config.json has {key} with {unknown[0]} = {nested[unknown[0]]!r}, which is not supported")
     layers = _linear_layers(raw, count, ("linear_attention",))
-    if layers is None and {"full_attn_layers", "kda_layers"} <= own.keys():
-        full, linear = (token_ids(own[kind]) for kind in ("full_attn_layers", "kda_layers"))
+    if layers is None and {"full_attn_layers", "kda_layers"} <= nested.keys():
+        full, linear = (token_ids(nested[kind]) for kind in ("full_attn_layers", "kda_layers"))
         if sorted((*full, *linear)) != list(range(1, count + 1)):
             raise ConfigError(f"config.json: {key} must name each of the layers 1 to {count} once")
         layers = tuple(layer + 1 in linear for layer in range(count))
     if layers is None:
         layers = tuple(layer == 0 or layer % 4 != 0 for layer in range(count))
-    heads, width = size(own, "num_heads", size(raw, "linear_num_heads")), size(own, "head_dim", raw["linear_head_dim"])
-    taps = size(own, "short_conv_kernel_size", size(raw, "linear_conv_kernel_dim"))
+    heads, width = (
+        size(nested, "num_heads", size(raw, "linear_num_heads")),
+        size(nested, "head_dim", raw["linear_head_dim"]),
+    )
+    taps = size(nested, "short_conv_kernel_size", size(raw, "linear_conv_kernel_dim"))
     return LinearConfig(layers=layers, taps=taps, heads=heads, head_dim=width, key_heads=heads, key_dim=width)
 
 
@@ -123,10 +128,10 @@ def jamba_layers(raw: Mapping[str, Any]) -> LinearConfig:
 
 
 def falcon_h1_layers(raw: Mapping[str, Any]) -> LinearConfig:
-    """Parse Falcon-H1's state spaces, which each layer has beside attention, and its layers' factors."""
+    """Parse Falcon-H1's state spaces, which each layer has in addition to attention, and its layers' factors."""
     spaces = _state_spaces(raw, (True,) * size(raw, "num_hidden_layers"))
-    into = above_zero(raw, "ssm_in_multiplier", 1.0)
-    gates, values, writes, reads, steps = (into * one for one in _numbers(raw, "ssm_multipliers", 5))
+    input_scale = above_zero(raw, "ssm_in_multiplier", 1.0)
+    gates, values, writes, reads, steps = (input_scale * factor for factor in _numbers(raw, "ssm_multipliers", 5))
     gate, result = _numbers(raw, "mlp_multipliers", 2)
     attention = (above_zero(raw, f"{key}_multiplier", 1.0) for key in ("attention_in", "key", "attention_out"))
     inputs, keys, outputs = attention
@@ -143,9 +148,9 @@ def falcon_h1_layers(raw: Mapping[str, Any]) -> LinearConfig:
 def nemotron_h_kinds(raw: Mapping[str, Any]) -> list[str]:
     """Return the kind of each of Nemotron-H's layers: "linear_attention", "full_attention", "mlp" or "moe"."""
     pattern = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
-    usual = {"mamba": "linear_attention", "attention": "full_attention"}
+    names = {"mamba": "linear_attention", "attention": "full_attention"}
     listed = raw.get("layers_block_type") or raw.get("layer_types") or raw.get("hybrid_override_pattern")
-    kinds = [{**pattern, **usual}.get(kind, kind) for kind in listed] if isinstance(listed, list | str) else []
+    kinds = [{**pattern, **names}.get(kind, kind) for kind in listed] if isinstance(listed, list | str) else []
     kinds = kinds or [pattern[kind] for kind in "ME*-"]
     unknown = next((kind for kind in kinds if kind not in pattern.values()), None)
     if unknown is not None or not isinstance(listed, list | str | None):
@@ -156,7 +161,7 @@ def nemotron_h_kinds(raw: Mapping[str, Any]) -> list[str]:
 def nemotron_h_layers(raw: Mapping[str, Any]) -> LinearConfig:
     """Parse Nemotron-H's state-space layers, and which other layers have attention."""
     kinds = nemotron_h_kinds(raw)
-    as_usual = {
+    mamba_keys = {
         "mamba_n_heads": raw["mamba_num_heads"],
         "mamba_d_head": raw["mamba_head_dim"],
         "mamba_d_ssm": size(raw, "mamba_num_heads") * size(raw, "mamba_head_dim"),
@@ -167,11 +172,12 @@ def nemotron_h_layers(raw: Mapping[str, Any]) -> LinearConfig:
         "mamba_proj_bias": raw["use_bias"],
         "mamba_expand": 1,
     }
-    spaces = _state_spaces({**raw, **as_usual}, tuple(kind == "linear_attention" for kind in kinds))
+    spaces = _state_spaces({**raw, **mamba_keys}, tuple(kind == "linear_attention" for kind in kinds))
     return replace(spaces, attends=tuple(kind == "full_attention" for kind in kinds))
 
 
 def _state_spaces(raw: Mapping[str, Any], layers: tuple[bool, ...]) -> LinearConfig:
+    """Parse the state spaces (Mamba-2) of ``layers``. Raises ConfigError on inconsistency."""
     heads, given_inner = size(raw, "mamba_n_heads"), raw.get("mamba_d_ssm")
     inner = size(raw, "mamba_expand") * size(raw, "hidden_size") if given_inner is None else size(raw, "mamba_d_ssm")
     given = raw.get("mamba_d_head")
@@ -183,7 +189,7 @@ def _state_spaces(raw: Mapping[str, Any], layers: tuple[bool, ...]) -> LinearCon
             f" mamba_expand = {raw['mamba_expand']}, mamba_d_ssm = {given_inner} do not fit together"
         )
     limit = raw.get("time_step_limit")
-    # Limits of a time step without effect, in configs and as written by transformers 5.
+    # Only limits without effect are supported: (0, inf), and inf as transformers 5 writes it.
     if limit is not None and (
         not isinstance(limit, list | tuple) or tuple(limit) not in ((0.0, math.inf), (0.0, {"__float__": "Infinity"}))
     ):
@@ -209,18 +215,18 @@ def _listed(raw: Mapping[str, Any], key: str) -> list[Any] | None:
 
 
 def _numbers(raw: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
-    """Return a list of ``count`` numbers; ones for null and a missing key."""
+    """Return ``count`` positive numbers; all 1 for null and a missing key."""
     listed = raw.get(key)
     if listed is None:
         return (1.0,) * count
     if not isinstance(listed, list | tuple) or len(listed) != count:
         raise ConfigError(f"config.json: {key} must be {count} numbers, not {listed!r}")
-    return tuple(above_zero({key: one}, key, 1.0) for one in listed)
+    return tuple(above_zero({key: value}, key, 1.0) for value in listed)
 
 
 def _linear_layers(raw: Mapping[str, Any], count: int, names: Collection[str]) -> tuple[bool, ...] | None:
-    """Return whether each layer has a state, by the config's list; None without a list. Raises ConfigError for other
-    kinds."""
+    """Return whether each layer has a state, i.e. whether its kind in ``layer_types`` is among ``names``; None without
+    the list. Raises ConfigError for an unknown kind."""
     kinds = per_layer(raw, "layer_types", count)
     for layer, kind in enumerate(kinds or ()):
         if kind not in (*names, "full_attention", "attention"):

@@ -41,6 +41,7 @@ from pillion.engine.models.model_config import ModelConfig
 
 # Names in checkpoints of the norms before and after attention, and before and after the MLP; "" for none.
 Norms = tuple[str, str, str, str]
+# Names of routers in checkpoints.
 _ROUTERS = (
     "mlp.gate",
     "block_sparse_moe.gate",
@@ -61,11 +62,11 @@ class QkNorm:
     """Norm of queries and keys.
 
     Attributes:
-        kind: RMS over each "head" or over the whole "projection"; "layer_by_head" for a LayerNorm of each head, without
-            biases, with a separate weight per head.
-        names: names in checkpoints; () for norms over each head without weights.
+        kind: "head" or "projection" for an RMS norm over each head or over all heads together; "layer_by_head" for a
+            LayerNorm over each head, without biases, with a separate weight per head.
+        names: names of the weights in checkpoints; () for a norm over each head without weights.
         after_rotation: True if the norm follows the rotary embedding.
-        if_rotated: True if layers without a rotary embedding have no such norm.
+        if_rotated: True if layers without a rotary embedding do not norm queries and keys.
     """
 
     kind: str = "head"
@@ -76,12 +77,12 @@ class QkNorm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Projections:
-    """Deviations of the query, key and value matrices in checkpoints from Llama's.
+    """Differences of the query, key and value matrices in checkpoints from Llama's.
 
     Attributes:
         gated: True if an attention gate follows each head's query in the query matrix.
         gate: name of a separate matrix of attention gates; "" for none.
-        by_head: True if that gate has one value per head.
+        by_head: True if the separate gate has one value per head.
     """
 
     gated: bool = False
@@ -91,12 +92,12 @@ class Projections:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertNames:
-    """Names in checkpoints in layers with experts, beside the experts' matrices.
+    """Checkpoint names of the tensors of a mixture of experts, except the experts' matrices.
 
     Attributes:
         choice_bias: bias of scores for choosing experts (e_score_correction_bias); "" for none.
-        optional_bias: True if a missing ``choice_bias`` means zeros.
-        shared: the shared expert: gate and up, separate or fused, and down.
+        optional_bias: True if zeros replace a ``choice_bias`` that a checkpoint lacks.
+        shared: matrices of the shared expert: gate and up, separate or fused; down.
         shared_gate: gate of the shared expert's output, one number per row; "" for none.
         sum_norm: norm of the sum of experts and shared expert; "" for none.
         biased: True if router and experts have biases, stored as in gpt-oss.
@@ -133,72 +134,74 @@ def llama_layer(
     Args:
         mlp: names in checkpoints of an MLP without a gate.
         sinks: True for attention sinks.
-        mixer: operations from normed rows to what is added to the residual stream, instead of attention.
+        mixer: operations to run instead of attention and its output projection.
     """
     before_attention, after_attention, before_mlp, after_mlp = _norms(config, norms)
     attention = mixer or _attention(config, index, projections, qk_norm, sinks)
-    attended = Norm(before_attention), *attention
+    attention_branch = Norm(before_attention), *attention
     projection = () if mixer else (Multiply(output(config)),)
-    added: Layer = (*projection, AddToResidual(after_attention, config.residual_scale))
-    of_mlp: Layer = Norm(before_mlp), gated(config) if config.gated else not_gated(config, mlp)
+    end_of_attention: Layer = (*projection, AddToResidual(after_attention, config.residual_scale))
+    mlp_branch: Layer = Norm(before_mlp), gated(config) if config.gated else not_gated(config, mlp)
     scale = config.residual_scale
     if config.moe is not None and config.moe.layers[index]:
         scale *= config.moe.share
-        of_mlp = Norm(before_mlp), *_mixture(config, experts, scale)
+        mlp_branch = Norm(before_mlp), *_mixture(config, experts, scale)
         after_mlp = norm(config, "mlp_post_norm", experts.sum_norm) if experts.sum_norm else after_mlp
-    of_mlp = *of_mlp, AddToResidual(after_mlp, scale)
-    return (*attended, Keep(), *of_mlp, Again(), *added) if config.parallel else (*attended, *added, *of_mlp)
+    mlp_branch = *mlp_branch, AddToResidual(after_mlp, scale)
+    if config.parallel:
+        return (*attention_branch, Keep(), *mlp_branch, Again(), *end_of_attention)
+    return (*attention_branch, *end_of_attention, *mlp_branch)
 
 
 def _norms(config: ModelConfig, norms: Norms) -> Iterator[LayerTensor | None]:
-    """Yield the norms before and after attention and before and after the MLP, None if absent. A parallel layer's MLP
-    uses attention's."""
+    """Yield the norms before and after attention and before and after the MLP, None if absent. In a parallel layer, the
+    MLP has the norm before attention, too."""
     before, after, before_mlp, after_mlp = norms if config.post_norm else (norms[0], "", norms[2], "")
     if config.parallel:
         before_mlp = before
     names = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
-    for name, stacked in zip(names, (before, after, before_mlp, after_mlp), strict=True):
-        yield norm(config, name, stacked) if stacked else None
+    for name, checkpoint_name in zip(names, (before, after, before_mlp, after_mlp), strict=True):
+        yield norm(config, name, checkpoint_name) if checkpoint_name else None
 
 
 def _mixture(config: ModelConfig, names: ExpertNames, scale: float) -> Layer:
-    """Return the operations from the experts' inputs to the rows still to be added to the residual stream with
-    ``scale``: the experts' output, the shared expert's, or a normed sum of both."""
+    """Return the operations of the experts and the shared expert, whose final rows the caller adds to the residual
+    stream with ``scale``: the only output, or the sum of both outputs; without a norm of the sum, the operations add
+    the experts' output themselves."""
     assert config.moe is not None
-    mixed = biased_experts(config) if names.biased else experts_of(config, names)
+    routed = biased_experts(config) if names.biased else experts_of(config, names)
     if not config.moe.shared:
-        return (mixed,)
-    beside = _shared(config, names)
+        return (routed,)
+    shared = _shared(config, names)
     if names.sum_norm:
-        return Keep(), mixed, AddUp(None), Again(), beside, AddUp(None)
-    # Without a norm of the sum, the residual stream adds them up.
-    return Keep(), mixed, AddToResidual(None, scale), Again(), beside
+        return Keep(), routed, AddUp(None), Again(), shared, AddUp(None)
+    return Keep(), routed, AddToResidual(None, scale), Again(), shared
 
 
 def _attention(config: ModelConfig, index: int, projections: Projections, qk_norm: QkNorm | None, sinks: bool) -> Layer:
-    """Return the operations from normed rows to attention's output."""
+    """Return the operations from normed rows to the attention output, before its projection."""
     if config.latents is not None:
         return (latent_attention(config, config.latents, index),)
     rotated = tuple(rotation(config, index))
     between = rotated
     if qk_norm is not None and config.qk_norm and (rotated or not qk_norm.if_rotated):
-        normed = _norm_of_heads(config, qk_norm)
-        between = (*rotated, normed) if qk_norm.after_rotation else (normed, *rotated)
+        heads_norm = _norm_of_heads(config, qk_norm)
+        between = (*rotated, heads_norm) if qk_norm.after_rotation else (heads_norm, *rotated)
     attend = Attend(config.sliding_windows[index], attention_sinks(config) if sinks else None, config.chunked)
     gate = tuple(KeepGate(gates) for gates in _gates(config, projections))
-    made = Multiply(qkv(config, projections)), *gate, *between, *growth(config, index), attend
-    return (*made, Gate()) if gate else made
+    operations = Multiply(qkv(config, projections)), *gate, *between, *growth(config, index), attend
+    return (*operations, Gate()) if gate else operations
 
 
-def norm(config: ModelConfig, name: str, stacked: str) -> LayerTensor:
+def norm(config: ModelConfig, name: str, checkpoint_name: str) -> LayerTensor:
     """Return the weight of a norm of the residual stream."""
     return LayerTensor(
-        name=name, role=Role.NORM, rows=_hidden(config), checkpoint_names=((stacked,),), bias=config.norm_bias
+        name=name, role=Role.NORM, rows=_hidden(config), checkpoint_names=((checkpoint_name,),), bias=config.norm_bias
     )
 
 
 def qkv(config: ModelConfig, form: Projections = _LLAMA_PROJECTIONS) -> LayerTensor:
-    """Return the fused qkv matrix, with gates first, if any."""
+    """Return the fused matrix of gates, if any, queries, keys and values."""
     queries, keys = _heads(config, rotated=True)
     values = Entries(keys.size, Share.KV_HEADS, config.head_dim)
     parts = tuple(f"self_attn.{part}_proj" for part in "qkv")
@@ -222,26 +225,28 @@ def _gates(config: ModelConfig, form: Projections) -> tuple[Entries, ...]:
     return (Entries(config.num_heads, Share.HEADS) if form.by_head else _heads(config)[0],)
 
 
-def _norm_of_heads(config: ModelConfig, how: QkNorm) -> LayerOperation:
+def _norm_of_heads(config: ModelConfig, qk_norm: QkNorm) -> LayerOperation:
     """Return the norm of queries and keys."""
-    if how.kind == "projection":
+    if qk_norm.kind == "projection":
         return NormProjections(
             *(
-                LayerTensor(name=name, role=Role.NORM, rows=(piece,), checkpoint_names=((stacked,),))
-                for name, piece, stacked in zip(
-                    ("q_norm", "k_norm"), _heads(config, rotated=True), how.names, strict=True
+                LayerTensor(name=name, role=Role.NORM, rows=(piece,), checkpoint_names=((checkpoint_name,),))
+                for name, piece, checkpoint_name in zip(
+                    ("q_norm", "k_norm"), _heads(config, rotated=True), qk_norm.names, strict=True
                 )
             )
         )
-    one = _heads(config, rotated=True)[0]
+    queries = _heads(config, rotated=True)[0]
     return NormHeads(
         LayerTensor(
             name="qk_norm",
             role=Role.HEAD_NORM,
             rows=(Entries(config.num_heads, Share.HEADS), Entries(config.num_kv_heads, Share.KV_HEADS)),
-            inputs=(Entries(one.head, head=one.head, rotated=one.rotated, interleaved=one.interleaved),),
-            checkpoint_names=(how.names,) if how.names else (),
-            by_head=how.kind == "layer_by_head",
+            inputs=(
+                Entries(queries.head, head=queries.head, rotated=queries.rotated, interleaved=queries.interleaved),
+            ),
+            checkpoint_names=(qk_norm.names,) if qk_norm.names else (),
+            by_head=qk_norm.kind == "layer_by_head",
         )
     )
 
@@ -273,7 +278,7 @@ def output(config: ModelConfig, index: int = 0) -> LayerTensor:
 
 
 def attended_values(config: ModelConfig, index: int = 0) -> Entries:
-    """Return attention's output values in layer ``index``: those of the query heads."""
+    """Return the values of the attention output in layer ``index``, by query heads."""
     size = config.heads_of(index).head_dim if config.latents is None else config.latents.values
     return Entries(config.num_heads * size, Share.HEADS, size)
 
@@ -308,8 +313,8 @@ def not_gated(config: ModelConfig, names: tuple[str, str]) -> Mlp:
     inner, hidden, bias = (Entries(config.intermediate_size, Share.INNER),), _hidden(config), config.mlp_bias
     bends = None
     if config.activation == "xielu":
-        checkpoint_names, two = (("mlp.act_fn.alpha_p", "mlp.act_fn.alpha_n"),), (Entries(1), Entries(1))
-        bends = LayerTensor(name="bends", role=Role.VECTOR, rows=two, checkpoint_names=checkpoint_names, suffix="")
+        checkpoint_names, rows = (("mlp.act_fn.alpha_p", "mlp.act_fn.alpha_n"),), (Entries(1), Entries(1))
+        bends = LayerTensor(name="bends", role=Role.VECTOR, rows=rows, checkpoint_names=checkpoint_names, suffix="")
     return Mlp(
         matrix("up", inner, hidden, (names[0],), bias=bias),
         matrix("down", hidden, inner, (names[1],), bias=bias),
@@ -326,9 +331,9 @@ def _shared(config: ModelConfig, names: ExpertNames) -> Mlp:
     up, down = names.shared
     row_gate = None
     if names.shared_gate:
-        one, stacked = (Entries(1),), ((names.shared_gate,),)
+        row, gate_names = (Entries(1),), ((names.shared_gate,),)
         row_gate = LayerTensor(
-            name="shared.gate", role=Role.EXACT_MATRIX, rows=one, inputs=hidden, checkpoint_names=stacked
+            name="shared.gate", role=Role.EXACT_MATRIX, rows=row, inputs=hidden, checkpoint_names=gate_names
         )
     return Mlp(
         matrix("shared.gate_up", (inner, inner), hidden, up, bias=bias),
@@ -339,7 +344,7 @@ def _shared(config: ModelConfig, names: ExpertNames) -> Mlp:
 
 
 def experts_of(config: ModelConfig, names: ExpertNames = _QWEN_EXPERTS) -> Experts:
-    """Return experts with the names of Qwen, Mixtral, Granite, and transformers 5, stacked as in Granite."""
+    """Return experts with their names in Qwen, Mixtral, Llama 4 and Granite, and in transformers 5."""
     moe, hidden = config.moe, _hidden(config)
     assert moe is not None
     inner, qwen, mixtral = Entries(moe.intermediate_size, Share.INNER), "mlp.experts.{}", "block_sparse_moe.experts.{}"
@@ -418,18 +423,17 @@ def _choice_bias(num_experts: int, names: ExpertNames) -> LayerTensor:
 
 
 def biased_experts(config: ModelConfig) -> Experts:
-    """Return experts with biases, with the names of gpt-oss: transposed matrices, and interleaved rows of gate and
-    up."""
-    mixed, moe = experts_of(config), config.moe
+    """Return gpt-oss's experts: with biases, transposed matrices, and interleaved rows of gate and up."""
+    experts, moe = experts_of(config), config.moe
     assert moe is not None
-    kept: dict[str, Any] = {"checkpoint_names": (), "bias": True, "transposed": True}
+    common: dict[str, Any] = {"checkpoint_names": (), "bias": True, "transposed": True}
     rows, names = (Entries(moe.num_experts),), ("mlp.router.bias",)
     return replace(
-        mixed,
-        router=replace(mixed.router, checkpoint_names=(("mlp.router",),)),
+        experts,
+        router=replace(experts.router, checkpoint_names=(("mlp.router",),)),
         router_bias=LayerTensor(name="router.bias", role=Role.EXACT_VECTOR, rows=rows, checkpoint_names=(names,)),
-        gate_up=replace(mixed.gate_up, **kept, stacked=("mlp.experts.gate_up_proj",), alternating=True),
-        down=replace(mixed.down, **kept, stacked=("mlp.experts.down_proj",)),
+        gate_up=replace(experts.gate_up, **common, stacked=("mlp.experts.gate_up_proj",), alternating=True),
+        down=replace(experts.down, **common, stacked=("mlp.experts.down_proj",)),
         clamped=moe.clamped,
     )
 
@@ -439,10 +443,11 @@ def _hidden(config: ModelConfig) -> tuple[Entries, ...]:
 
 
 def _heads(config: ModelConfig, *, rotated: bool = False) -> tuple[Entries, Entries]:
-    """Return the values of queries and of keys; ``rotated`` reorders them for partial or interleaved rotation."""
+    """Return the entries of queries and of keys. With ``rotated``, the decoder reorders heads that are rotated in part,
+    or with neighbors together."""
     size, rope = config.head_dim, config.ropes[0]
-    order = rope.rotary_dim if rotated and (rope.rotary_dim < size or rope.interleaved) else 0
+    reordered = rope.rotary_dim if rotated and (rope.rotary_dim < size or rope.interleaved) else 0
     return (
-        Entries(config.num_heads * size, Share.HEADS, size, order, rope.interleaved),
-        Entries(config.num_kv_heads * size, Share.KV_HEADS, size, order, rope.interleaved),
+        Entries(config.num_heads * size, Share.HEADS, size, reordered, rope.interleaved),
+        Entries(config.num_kv_heads * size, Share.KV_HEADS, size, reordered, rope.interleaved),
     )

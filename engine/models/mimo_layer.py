@@ -3,7 +3,8 @@
     hidden += attention(norm(hidden)), with a window, sinks and twice the KV heads in most layers
     hidden += mlp(norm(hidden)), or experts
 
-Value heads are narrower than key heads; blocks are zero-padded, and so are the value and output matrices.
+Value heads are narrower than key heads. The value and output matrices are padded with zeros on load, so values in
+blocks end with zeros.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from pillion.engine.models.model_config import ModelConfig
 
 
 def mimo_layer(config: ModelConfig, index: int) -> Layer:
+    """Return the operations of layer ``index``."""
     heads, rope, window = config.heads_of(index), config.ropes[0], config.sliding_windows[index]
-    size, order = heads.head_dim, rope.rotary_dim if rope.rotary_dim < heads.head_dim else 0
+    size, rotated = heads.head_dim, rope.rotary_dim if rope.rotary_dim < heads.head_dim else 0
     hidden = (Entries(config.hidden_size),)
     rows = (
-        Entries(config.num_heads * size, Share.HEADS, size, order),
-        Entries(heads.kv_heads * size, Share.KV_HEADS, size, order),
+        Entries(config.num_heads * size, Share.HEADS, size, rotated),
+        Entries(heads.kv_heads * size, Share.KV_HEADS, size, rotated),
         Entries(heads.kv_heads * size, Share.KV_HEADS, size, stored=config.value_width),
     )
     results = Entries(config.num_heads * size, Share.HEADS, size, stored=config.value_width)

@@ -52,7 +52,7 @@ class MoeConfig:
 class QueryGrowth:
     """Position-dependent query scale: 1 + rate * log(1 + floor((p + ahead) / length)) at position p.
 
-    ``nope_alone``: True if it only applies to layers without positions.
+    ``nope_alone``: True if it only applies to layers without a rotary embedding.
     """
 
     rate: float
@@ -97,8 +97,8 @@ class LatentConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenInputs:
-    """Per-layer token inputs (per-layer embeddings): ``width`` values per layer, a normed product of the token's
-    embedding, plus an embedding from a table of ``vocab_size`` tokens with the rows of all layers side by side."""
+    """Per-layer token inputs (per-layer embeddings): ``width`` values per token and layer, the sum of a normed
+    projection of the token's embedding and of a second embedding, from a table [vocab_size, num_layers * width]."""
 
     width: int
     vocab_size: int
@@ -134,7 +134,7 @@ class LinearConfig:
     """Layers with a state instead of KV.
 
     Attributes:
-        layers: for each layer, whether it is one.
+        layers: for each layer, whether it has a state.
         taps: kernel size of convolutions, including the token itself.
         taps_bias: True if convolutions have biases.
         bias: True if the linear layers before and after them have biases.
@@ -143,9 +143,9 @@ class LinearConfig:
         doubled: True if a delta rule's learning rate is doubled.
         step_rank: width of the inputs of per-channel time steps (Mamba-1); else 0.
         normed: True if a state space's output is normed.
-        gate_first: True if it is gated before that.
-        attends: for each layer, whether it has KV; () if layers without a state have.
-        scales: factors of such layers' matrices, in families with them.
+        gate_first: True if a state space's output is gated before that norm.
+        attends: for each layer, whether it has KV; () if exactly the layers without a state have.
+        scales: factors of matrices (Falcon-H1); None for none.
     """
 
     layers: tuple[bool, ...]
@@ -203,8 +203,8 @@ class ModelConfig:
         latents: multi-head latent attention, if used; there is then one KV head, and ``head_dim`` is the width of a row
             of KV.
         linear: layers with a state instead of KV, if any.
-        encoder: layers of an encoder, which has no others; the other numbers of layers and heads then describe a dummy
-            KV. None for a decoder.
+        encoder: layers of an encoder; None for a decoder. ``num_layers`` and the numbers of heads of an encoder
+            describe a dummy KV.
         quantization: storage of quantized matrices; None if all are plain.
     """
 
@@ -265,11 +265,11 @@ class ModelConfig:
         if self.linear is None:
             return tuple(range(self.num_layers))
         attends = self.linear.attends or [not has_state for has_state in self.linear.layers]
-        return tuple(layer for layer, has_rows in enumerate(attends) if has_rows)
+        return tuple(layer for layer, has_kv in enumerate(attends) if has_kv)
 
     @property
     def rotary_width(self) -> int:
-        """Width of a head, or of its separate part, that has a rotary embedding."""
+        """Width of a head, or with MLA of its part that has a rotary embedding."""
         return self.head_dim if self.latents is None else self.latents.rotary
 
     @property
@@ -284,9 +284,9 @@ class ModelConfig:
 
     def heads_of(self, layer: int) -> LayerHeads:
         """Return the KV heads visible to the queries of a layer with attention."""
-        found = self.layer_heads[layer] if self.layer_heads else LayerHeads(self.num_kv_heads, self.head_dim)
-        assert found is not None
-        return found
+        heads = self.layer_heads[layer] if self.layer_heads else LayerHeads(self.num_kv_heads, self.head_dim)
+        assert heads is not None
+        return heads
 
     def kv_source(self, layer: int) -> int:
         """Return the layer whose KV a layer reads: itself, or an earlier one."""
@@ -294,28 +294,30 @@ class ModelConfig:
 
     @property
     def kv_places(self) -> tuple[LayerHeads | None, ...]:
-        """For each layer, its KV heads in a block; None for a layer without attention, or that reads another one's KV.
-        () if all layers have the same."""
-        layers, kept = range(self.num_layers), self.kv_layers
+        """For each layer, its KV heads in a block; None if it has no attention, or reads another layer's KV. () if all
+        layers have the same KV heads."""
+        layers, kv_layers = range(self.num_layers), self.kv_layers
         if not self.layer_heads and not self.kv_sources:
-            one = LayerHeads(self.num_kv_heads, self.head_dim)
-            return () if len(kept) == len(layers) else tuple(one if layer in kept else None for layer in layers)
-        every = self.layer_heads or (LayerHeads(self.num_kv_heads, self.head_dim),) * len(layers)
-        return tuple(every[layer] if self.kv_source(layer) == layer else None for layer in layers)
+            if len(kv_layers) == len(layers):
+                return ()
+            usual = LayerHeads(self.num_kv_heads, self.head_dim)
+            return tuple(usual if layer in kv_layers else None for layer in layers)
+        layer_heads = self.layer_heads or (LayerHeads(self.num_kv_heads, self.head_dim),) * len(layers)
+        return tuple(layer_heads[layer] if self.kv_source(layer) == layer else None for layer in layers)
 
     @property
     def last_kept_layer(self) -> int:
-        """Last layer that writes KV or a state. Steps without sampled tokens can stop there."""
+        """Last layer that writes KV or a state; a step without sampled tokens can end after it."""
         if self.linear is not None:
             return max(*self.kv_layers, *(layer for layer, has_state in enumerate(self.linear.layers) if has_state))
-        kept = (layer for layer, source in enumerate(self.kv_sources) if layer == source)
-        return max(kept, default=self.num_layers - 1)
+        writing_layers = (layer for layer, source in enumerate(self.kv_sources) if layer == source)
+        return max(writing_layers, default=self.num_layers - 1)
 
     @property
     def all_heads(self) -> tuple[LayerHeads, ...]:
         """Distinct kinds of KV heads, in the order of their first layers."""
-        every = self.layer_heads or (LayerHeads(self.num_kv_heads, self.head_dim),)
-        return tuple(dict.fromkeys(heads for heads in every if heads is not None))
+        layer_heads = self.layer_heads or (LayerHeads(self.num_kv_heads, self.head_dim),)
+        return tuple(dict.fromkeys(heads for heads in layer_heads if heads is not None))
 
     @property
     def kv_head_counts(self) -> tuple[int, ...]:
@@ -328,4 +330,5 @@ class ModelConfig:
         return max(self.intermediate_size, *self.layer_widths, 0 if self.moe is None else self.moe.shared)
 
     def inner_width(self, layer: int) -> int:
+        """Return the inner width of the dense MLP of a layer."""
         return self.layer_widths[layer] if self.layer_widths else self.intermediate_size

@@ -10,14 +10,14 @@ from pillion.engine.models.layer_operations import Layer
 from pillion.engine.models.llama_layer import llama_layer
 from pillion.engine.models.model_config import LinearConfig, ModelConfig
 
-_EPS = ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+# Keys of the number of layers for multi-token prediction, in different families.
 DRAFTING_KEYS = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Biases:
-    """Parts of a family's models with biases: True, False, or the config key that decides, if it is among the family's
-    defaults.
+    """Biases of a family's linear layers and norms: True, False, or the config key that decides. A key that is not
+    among the family's defaults means False.
 
     Attributes:
         qkv: query, key and value projections.
@@ -41,8 +41,8 @@ class RopeRules:
         interleaved: True if adjacent values are rotated together (``RopeConfig.interleaved``).
         local: True if layers with a window have their own rotary embedding.
         nope_if_full: True if layers without a window have no rotary embedding, in a model with windows.
-        query_growth: layers whose queries grow with their position: "all" (``llama_4_scaling_beta``), "nope" for those
-            without positions (``attn_scale`` and ``floor_scale``), or "" for none.
+        query_growth: layers with a position-dependent query scale: "all" (``llama_4_scaling_beta``), "nope" for layers
+            without a rotary embedding (``attn_scale`` and ``floor_scale``), or "" for none.
     """
 
     partial: bool = False
@@ -54,28 +54,29 @@ class RopeRules:
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """One family: its differences from Llama.
+    """Differences of one family from Llama.
 
     Attributes:
         defaults: defaults for missing keys, in addition to or overriding those of its config classes. They also enable
             options: a key such as ``attention_bias`` or ``logits_scaling`` is read only in families that have it among
             their defaults, and rejected in others (:mod:`pillion.engine.models.config_keys`).
         layer: returns the operations of a layer, by index.
-        linear: parses the layers with a state instead of KV; None for a family without.
-        biases: parts with biases.
-        rope: differences of positions.
+        linear: parses the layers with a state instead of KV; None for a family without such layers.
+        biases: linear layers and norms with biases.
+        rope: differences of rotary embeddings.
         norm, gated, parallel: as in ``ModelConfig``.
         rms_eps: key that switches the family's norms to RMS norms if present, and is their epsilon; "" for none.
         scaled_embedding: True if embeddings are multiplied by the square root of their width.
         first_position: row of the first position, in a family with learned position embeddings; None for others.
-        window_pattern: default rule for windows: one layer in this many has none, the last, or the first with
-            ``full_first``; 0 gives all layers the window. A config's ``max_window_layers`` then removes the window from
-            that layer on; in families without a pattern it adds it.
+        window_pattern: period of the layers without a window, for configs that list no layer types: the last layer of
+            each period has none, or the first with ``full_first``; 0: all layers have the window. A config's
+            ``max_window_layers`` is then the first of the layers without the window; in families without a period, the
+            first of the layers with it.
         activations: names of activations specific to the family's configs -> the decoder's.
         sigmoid_router: True for sigmoid scores of experts.
         scaled_experts: True if scores multiply the experts' inputs instead of their outputs.
         ignored: keys in configs of the family that transformers does not read, and those about multi-token prediction.
-        keys: the family's own keys -> the usual ones.
+        keys: the family's own keys -> those of other families for the same values.
         derived: returns values derived from a config, by the usual keys.
         fixed: keys in configs of the family, with the only supported value.
         names: replacements, in order, from Llama's tensor names to the family's in checkpoints.
@@ -115,13 +116,14 @@ class ModelFamily:
 
     @property
     def own(self) -> frozenset[str]:
-        """Keys that the family reads beyond the common ones."""
+        """Keys that the family reads in addition to those of all families."""
         return frozenset({*self.defaults, *self.keys, self.eps})
 
     @property
     def eps(self) -> str:
         """Key of the norms' epsilon."""
-        return next((key for key in _EPS if key in self.defaults), "rms_norm_eps")
+        others = ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
+        return next((key for key in others if key in self.defaults), "rms_norm_eps")
 
     def in_files(self, name: str) -> str:
         """Return a tensor's name in the family's checkpoints, from Llama's name."""

@@ -25,8 +25,9 @@ class Rope:
     Attributes:
         frequencies: [head_dim / 2] float32, radians per token; 0 for pairs that are not rotated.
         scales: [head_dim / 2] float32, factors of cosines and sines; 1 for pairs that are not rotated.
-        short_frequencies: frequencies of texts within the original length, if different, else None. Position p of such
-            a text is row ``short_rows`` + p of the tables; row p is that of any other text.
+        short_frequencies: frequencies of texts within the original length, or None if those of longer texts are the
+            same. Position p of a text within the original length is row ``short_rows`` + p of the tables, of a longer
+            text row p.
     """
 
     frequencies: torch.Tensor
@@ -63,9 +64,9 @@ def partial_order(head_dim: int, rotary_dim: int, interleaved: bool = False) -> 
     rotary_dim on. In the permuted order queries and keys pair (i, i + head_dim/2) as in all other models, and pairs
     from rotary_dim/2 on have frequency 0. Scores do not change, because queries and keys are permuted alike.
     """
-    rotated, still = torch.arange(rotary_dim), torch.arange(rotary_dim, head_dim)
+    rotated, unrotated = torch.arange(rotary_dim), torch.arange(rotary_dim, head_dim)
     first, second = (rotated[0::2], rotated[1::2]) if interleaved else rotated.tensor_split(2)
-    return torch.cat([first, still.tensor_split(2)[0], second, still.tensor_split(2)[1]])
+    return torch.cat([first, unrotated.tensor_split(2)[0], second, unrotated.tensor_split(2)[1]])
 
 
 def make_ropes(config: ModelConfig, max_model_len: int) -> tuple[Rope, ...]:
@@ -76,7 +77,8 @@ def make_ropes(config: ModelConfig, max_model_len: int) -> tuple[Rope, ...]:
         return ropes
     short = (make_rope(rope, rope.head_dim or config.rotary_width, original).frequencies for rope in config.ropes)
     return tuple(
-        replace(rope, short_frequencies=own, short_rows=max_model_len) for rope, own in zip(ropes, short, strict=True)
+        replace(rope, short_frequencies=frequencies, short_rows=max_model_len)
+        for rope, frequencies in zip(ropes, short, strict=True)
     )
 
 
@@ -94,17 +96,17 @@ def growth_factors(grows: QueryGrowth, positions: torch.Tensor) -> torch.Tensor:
 
 
 def growth_table(config: ModelConfig, max_model_len: int) -> torch.Tensor | None:
-    """Return the query scales at the first ``max_model_len`` positions; None for a model without."""
+    """Return the query scales at the first ``max_model_len`` positions; None for a model without query scales."""
     return None if config.query_growth is None else growth_factors(config.query_growth, torch.arange(max_model_len))
 
 
 def make_rope(config: RopeConfig, head_dim: int, max_model_len: int) -> Rope:
-    """Return one embedding. Only the kinds dynamic and longrope depend on ``max_model_len``."""
+    """Return the rotary embedding of a config. Only the kinds dynamic and longrope depend on ``max_model_len``."""
     frequencies, scale = _frequencies(config, max_model_len)
-    still = (head_dim - config.rotary_dim) // 2
+    unrotated = (head_dim - config.rotary_dim) // 2
     return Rope(
-        torch.cat((frequencies, torch.zeros(still))),
-        torch.cat((torch.full_like(frequencies, scale), torch.ones(still))),
+        torch.cat((frequencies, torch.zeros(unrotated))),
+        torch.cat((torch.full_like(frequencies, scale), torch.ones(unrotated))),
     )
 
 
@@ -115,8 +117,8 @@ def _frequencies(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, 
         theta *= _ntk_stretch(config, max_model_len)
     powers = theta ** (torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim)
     if config.kind == PROPORTIONAL:
-        turning = torch.arange(len(powers)) < config.turning
-        return torch.where(turning, 1.0 / powers / config.factor, 0.0), 1.0
+        is_rotated = torch.arange(len(powers)) < config.turning
+        return torch.where(is_rotated, 1.0 / powers / config.factor, 0.0), 1.0
     if config.kind == "linear":
         return 1.0 / powers / config.factor, 1.0
     if config.kind == "llama3":
@@ -138,7 +140,7 @@ def _ntk_stretch(config: RopeConfig, max_model_len: int) -> float:
 
 
 def _llama3(frequencies: torch.Tensor, config: RopeConfig) -> torch.Tensor:
-    """Apply Llama 3's scaling: long waves are slowed by ``factor``, short ones stay, the band between is blended."""
+    """Apply Llama 3's scaling: divide low frequencies by ``factor``, keep high ones, and interpolate in between."""
     low_wavelength = config.original_max_position / config.low_freq_factor
     high_wavelength = config.original_max_position / config.high_freq_factor
     wavelength = 2 * math.pi / frequencies
@@ -152,7 +154,7 @@ def _llama3(frequencies: torch.Tensor, config: RopeConfig) -> torch.Tensor:
 
 
 def _yarn(powers: torch.Tensor, config: RopeConfig) -> torch.Tensor:
-    """Apply YaRN (arXiv 2309.00071): it interpolates slow dimensions, keeps fast ones, and ramps between."""
+    """Apply YaRN (arXiv 2309.00071): divide low frequencies by ``factor``, keep high ones, and ramp in between."""
     dim = config.rotary_dim
 
     def dimension_of(rotations: float) -> float:

@@ -1,11 +1,11 @@
 """A model's rotary position embeddings in its ``config.json``. Imports no torch.
 
-KV must not depend on the length of the text, because blocks are found by their tokens only (I2). In transformers two
-kinds of scaling depend on it: dynamic NTK, and longrope with two sets of factors. Pillion has two sets of frequencies
-for such a model. A request whose prompt and max_tokens fit into the original length gets those of training, as in
-transformers. A longer one gets, from its first token on, those that transformers uses for a text of ``max_model_len``
-tokens, as in vLLM. The two kinds of requests hash their blocks under different roots, and :func:`served_variant`
-separates workers of different ``max_model_len`` in the KV store.
+KV must not depend on the length of the text, because the hash of a block covers only its tokens (I2). In transformers
+two kinds of scaling depend on the length: dynamic NTK, and longrope with two sets of factors. Pillion has two sets of
+frequencies for such a model. A request whose prompt and max_tokens fit into the original length gets those of training,
+as in transformers. A longer one gets, from its first token on, those that transformers uses for a text of
+``max_model_len`` tokens, as in vLLM. The two kinds of requests hash their blocks under different roots, and
+:func:`served_variant` separates workers of different ``max_model_len`` in the KV store.
 """
 
 from __future__ import annotations
@@ -22,21 +22,19 @@ from pillion.errors import ConfigError
 PROPORTIONAL = "proportional"
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", PROPORTIONAL)
 
-# Positive parameters of scaled embeddings, with transformers' defaults.
-_ABOVE_ZERO = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding of some layers. Only kinds that scale use the fields below ``rotary_dim``.
+    """Rotary position embedding of some layers. The fields after ``turning`` are parameters of kinds that scale.
 
     Attributes:
         kind: one of ROPE_KINDS; :mod:`pillion.engine.models.rope` has their formulas.
         rotary_dim: rotated values of a head, from its first on.
         interleaved: True if a checkpoint rotates neighbors together, instead of values half of ``rotary_dim`` apart.
-        head_dim: width of a head, if layers differ; else 0.
-        turning: rotated pairs of a head in the kind "proportional"; the others have frequency 0.
+        head_dim: width of a head, if layers differ in it; else 0.
+        turning: rotated pairs of a head's values in the kind "proportional"; its other pairs have frequency 0.
         original_max_position: max length of training before scaling, in tokens.
         short_factors, long_factors: longrope's divisors, one per frequency, up to the original length and above it.
     """
@@ -84,14 +82,15 @@ def original_tokens(ropes: Sequence[RopeConfig]) -> int:
 
 
 def served_variant(ropes: Sequence[RopeConfig], max_model_len: int) -> str:
-    """Return a name for the frequencies that ``max_model_len`` implies; "" for the usual ones. Part of
-    ``KVLayout.version``: workers of one model with different lengths share blocks only if both compute the same KV."""
-    changed = [rope for rope in ropes if 0 < rope.switches_at < max_model_len]
-    return "+".join(f"dynamic{max_model_len}" if rope.kind == "dynamic" else "long" for rope in changed)
+    """Return a name for the frequencies of texts longer than in training, which depend on ``max_model_len``; "" if all
+    texts have those of training. Part of ``KVLayout.version``, so that workers of one model with different lengths
+    share blocks only if they compute the same KV."""
+    stretched = [rope for rope in ropes if 0 < rope.switches_at < max_model_len]
+    return "+".join(f"dynamic{max_model_len}" if rope.kind == "dynamic" else "long" for rope in stretched)
 
 
 def parse_rope(raw: Mapping[str, Any], head_dim: int, *, partial: bool, query_growth: bool = False) -> RopeConfig:
-    """Parse the rotary embedding of a model with the same one in all layers.
+    """Parse the rotary embedding of a model whose layers all have the same.
 
     transformers 5 has everything in ``rope_parameters``; older configs use ``rope_theta`` and ``rope_scaling``.
     ``partial``: the family may rotate a part of each head; ``query_growth``: the parameters may include the query
@@ -117,24 +116,24 @@ def parse_global_and_local(
     raw: Mapping[str, Any], head_dim: int, global_head_dim: int = 0, *, partial: bool = False
 ) -> tuple[RopeConfig, ...]:
     """Parse two embeddings: of layers with full attention, and of layers with a window, which are not scaled.
-    ``global_head_dim``: head width of the former, in families where it differs."""
+    ``global_head_dim``: head width of layers with full attention; 0 if it is ``head_dim``."""
     parameters = _rope_parameters(raw)
     nested = any(key in parameters for key in _LAYER_TYPES)
     full, local = (parameters.get(key) or {} if nested else {} for key in _LAYER_TYPES)
     theta = above_zero(raw, "rope_theta", 10_000.0)
-    wide = global_head_dim or head_dim
+    full_head_dim = global_head_dim or head_dim
     ropes = (
-        _parse(raw, full if nested else parameters, theta, wide, partial=partial),
+        _parse(raw, full if nested else parameters, theta, full_head_dim, partial=partial),
         _parse(raw, local, above_zero(raw, "rope_local_base_freq", theta), head_dim, partial=partial),
     )
     if not global_head_dim:
         return ropes
-    return replace(ropes[0], head_dim=wide), replace(ropes[1], head_dim=head_dim)
+    return replace(ropes[0], head_dim=full_head_dim), replace(ropes[1], head_dim=head_dim)
 
 
 def _rope_parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge ``rope_parameters`` and ``rope_scaling``. If a config has both, scaling was added by hand to a config saved
-    by transformers 5, and wins, as it does there."""
+    """Merge ``rope_parameters`` and ``rope_scaling``. If a config has both, ``rope_scaling`` was added by hand to a
+    config saved by transformers 5, and wins, as it does in transformers."""
     saved, scaling = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
     for value in (saved, scaling):
         if not isinstance(value, dict):
@@ -201,7 +200,10 @@ def _parse(
         attention_factor=None if attention_factor is None else above_zero(rope, "attention_factor", 1.0),
         mscale=number(rope, "mscale", 0.0),
         mscale_all_dim=number(rope, "mscale_all_dim", 0.0),
-        **{key: above_zero(rope, key, default) for key, default in _ABOVE_ZERO.items()},
+        low_freq_factor=above_zero(rope, "low_freq_factor", 1.0),
+        high_freq_factor=above_zero(rope, "high_freq_factor", 4.0),
+        beta_fast=above_zero(rope, "beta_fast", 32.0),
+        beta_slow=above_zero(rope, "beta_slow", 1.0),
         truncate=bool(rope.get("truncate", True)),
         short_factors=_factors(rope, "short_factor", rotary_dim // 2) if kind == "longrope" else (),
         long_factors=_factors(rope, "long_factor", rotary_dim // 2) if kind == "longrope" else (),
@@ -209,7 +211,7 @@ def _parse(
 
 
 def _factors(rope: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
-    found = rope.get(key)
-    if not isinstance(found, list) or len(found) != count:
+    factors = rope.get(key)
+    if not isinstance(factors, list) or len(factors) != count:
         raise ConfigError(f"rope type 'longrope' needs {count} factors in {key}")
-    return tuple(above_zero({key: factor or 0.0}, key, 0.0) for factor in found)
+    return tuple(above_zero({key: value or 0.0}, key, 0.0) for value in factors)

@@ -27,5 +27,5 @@ class VectorHead:
     def logits(self, vector: Float32) -> Float32:
         """Return the logits [labels] of a vector [hidden], each summed separately in float64, so that its bits depend
         on the vector only."""
-        found: Float32 = (self.weight.astype(np.float64) * vector).sum(1).astype(np.float32)
-        return found
+        logits: Float32 = (self.weight.astype(np.float64) * vector).sum(1).astype(np.float32)
+        return logits
