@@ -1,7 +1,7 @@
 """Conversion of a GGUF file's metadata and tensor names to those of a Hugging Face folder. Imports no torch.
 
-A table with a row per architecture. Keys and names are those of llama.cpp's converter (``gguf-py``), whose changes are
-undone; ``derived`` has what llama.cpp's loader derives itself (``src/llama-model.cpp``).
+A table with a row per architecture. Keys and names are those of llama.cpp's converter (``gguf-py``), and the changes
+that it makes to weights are undone; ``derived`` has what llama.cpp's loader derives (``src/llama-model.cpp``).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pillion.engine.models.families import FAMILIES
 from pillion.engine.quantized.gguf_reader import GgufModel, GgufTensor
 from pillion.errors import ConfigError
 
+# Keys of all architectures -> names in config.json.
 _KEYS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -30,25 +31,27 @@ _KEYS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "vocab_size": "vocab_size",
 }
+# Keys of all architectures that are read otherwise, and, in the last two lines, those without effect on texts.
 _OTHER_KEYS = words(
     """
     rope.freq_base rope.dimension_count rope.scaling.type rope.scaling.factor rope.scale_linear
     rope.scaling.original_context_length rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast
     rope.scaling.yarn_beta_slow rope.scaling.yarn_log_multiplier attention.value_length
+    rope.scaling.finetuned rope.dimension_sections n_deepstack_layers pooling_type
+    tensor_data_layout
     """
 )
-# Without effect on texts, whose positions are equal in all axes.
-_IDLE_KEYS = frozenset(
-    {"rope.scaling.finetuned", "rope.dimension_sections", "n_deepstack_layers", "pooling_type", "tensor_data_layout"}
-)
-# Values without effect; any other unread key may only be 0, false or empty.
+# Key -> its values without effect. Any other unread key must be 0, false or empty.
 _NEUTRAL = {
     "attention.causal": (True,),
     **dict.fromkeys(("expert_gating_func", "expert_group_count", "expert_group_used_count"), (0, 1)),
     **dict.fromkeys(("expert_weights_scale", "rope.scaling.attn_factor", "rope.scaling.yarn_ext_factor"), (0.0, 1.0)),
 }
-_MODEL_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_LAYER_TENSORS = {
+# Tensors of all architectures -> their names in Llama, relative to the layer for those of layers.
+_TENSORS = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -61,7 +64,6 @@ _LAYER_TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_FUSED = {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
 _FOUR_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -105,11 +107,10 @@ _DEEPSEEK_EXPERTS = {
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
-_TENSOR = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<own>(?P<stem>[\w.]+?)(?P<suffix>\.weight|\.bias)?)")
-# Divisors of the rotary frequencies: for any length, for short and for long texts.
+_TENSOR_NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<own>(?P<stem>[\w.]+?)(?P<suffix>\.weight|\.bias)?)")
+# Tensors with divisors of the rotary frequencies: of all texts, of short ones, and of long ones.
 _ROPE_FACTORS, _ROPE_SHORT, _ROPE_LONG = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 _FACTORS = (_ROPE_FACTORS, _ROPE_SHORT, _ROPE_LONG)
-_SIGMOID = 2
 
 Numbers = np.ndarray
 Config = Mapping[str, Any]
@@ -118,20 +119,23 @@ Config = Mapping[str, Any]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufArchitecture:
     """An architecture of GGUF files. Tensor names are relative to their layer, e.g. "ssm_a" and "attn_q.weight".
+
     Attributes:
-        model_type: its ``model_type`` in config.json, unless ``derived`` sets another.
-        keys: metadata keys beyond the common ones -> names in config.json.
+        model_type: the ``model_type`` in config.json, unless ``derived`` returns one.
+        keys: metadata keys, in addition to those of all architectures -> names in config.json.
         config: values of config.json that llama.cpp hard-codes.
-        derived: values computed from the metadata and the config so far.
-        others: keys that ``derived`` reads instead, and redundant ones.
-        tensors: tensors, or their modules, beyond the common ones or instead of them -> Llama's names.
-        joined: tensors of a folder that concatenate the rows of several.
+        derived: computes further values of config.json from the metadata and the values so far.
+        others: keys that ``derived`` reads, and redundant ones; they are not read by their row in ``keys``.
+        tensors: names of tensors, or of their modules, in addition to those of all architectures, or instead of them
+            -> names in Llama.
+        joined: tensor of a folder -> tensors of the file whose rows it concatenates.
         permutes: True if rows of queries and keys interleave the two halves of a rotated head.
-        shifted_norms: True if norm weights, except of SSMs, are stored with 1 added.
-        partial_rope: True if a part of a head may be rotated.
-        changes: functions that undo a change of values; for a joined tensor they take all its parts.
-        rows, columns: order of rows and columns in a folder; for a joined tensor under its first part.
-        swapped: expert matrices that a folder stores as [experts, inputs, outputs], if plain.
+        shifted_norms: True if norm weights, except those of SSMs, are stored with 1 added.
+        partial_rope: True if only a part of a head may be rotated.
+        changes: tensor of the file -> function that undoes the converter's change of its values. For a joined tensor,
+            the key is the first of its tensors in the file, and the function takes the values of all of them.
+        rows, columns: tensor of the file, with the same rule for joined ones -> order of rows or columns in a folder.
+        swapped: tensors of experts that a folder stores as [experts, inputs, outputs] if they are plain.
     """
 
     model_type: str
@@ -152,8 +156,13 @@ class GgufArchitecture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderTensor:
-    """A tensor of a folder: its parts in the file, the order of its rows and columns (None: the file's) and the change
-    of values; ``swapped`` as in :class:`GgufArchitecture`."""
+    """A tensor of a folder, made from those of a file.
+
+    Attributes:
+        parts: tensors of the file whose rows it concatenates.
+        rows, columns: order of rows and columns; None for that of the file.
+        change, swapped: as in :class:`GgufArchitecture`.
+    """
 
     name: str
     parts: tuple[GgufTensor, ...]
@@ -163,35 +172,37 @@ class FolderTensor:
     swapped: bool = False
 
     def numbers(self) -> Numbers:
-        found = [part.numbers() for part in self.parts]
-        axis = max(found[0].ndim - 2, 0)
+        """Return the dequantized values."""
+        values = [part.numbers() for part in self.parts]
+        axis = max(values[0].ndim - 2, 0)
         if self.rows is not None:
-            found = [np.concatenate(found, axis).take(self.rows, axis)]
+            values = [np.concatenate(values, axis).take(self.rows, axis)]
         if self.columns is not None:
-            found = [found[0].take(self.columns, -1)]
+            values = [values[0].take(self.columns, -1)]
         if self.change is not None:
-            return self.change(*found)
-        joined = found[0] if len(found) == 1 else np.concatenate(found, axis)
+            return self.change(*values)
+        joined = values[0] if len(values) == 1 else np.concatenate(values, axis)
         return joined.swapaxes(-1, -2) if self.swapped else joined
 
 
 def _gemma(model: GgufModel, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Derive the scale of scores, the layers with a sliding window, and their rotary base."""
-    by_head = config["hidden_size"] // config["num_attention_heads"]
-    # Layer counts of Gemma's 27B models, which scale scores by sqrt(hidden / heads) instead of sqrt(head_dim).
+    """Derive the scale of attention scores, the layers with a sliding window, and the rotary base of these layers."""
+    heads_dim = config["hidden_size"] // config["num_attention_heads"]
+    # Models with these numbers of layers are the 27B ones, which divide scores by sqrt(hidden / heads) instead of
+    # sqrt(head_dim).
     largest = config["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[model.architecture]
-    found: dict[str, Any] = {"query_pre_attn_scalar": by_head if largest else config.get("head_dim", by_head)}
+    derived: dict[str, Any] = {"query_pre_attn_scalar": heads_dim if largest else config.get("head_dim", heads_dim)}
     pattern = model.get("attention.sliding_window_pattern")
     if isinstance(pattern, np.ndarray):
         kinds = ("full_attention", "sliding_attention")
-        found["layer_types"] = [kinds[int(slides)] for slides in pattern[: config["num_hidden_layers"]]]
+        derived["layer_types"] = [kinds[int(slides)] for slides in pattern[: config["num_hidden_layers"]]]
     elif pattern is not None:
-        found["sliding_window_pattern"] = pattern
+        derived["sliding_window_pattern"] = pattern
     if model.architecture == "gemma3":
-        found["rope_local_base_freq"] = model.get("rope.freq_base_swa") or 10_000.0
+        derived["rope_local_base_freq"] = model.get("rope.freq_base_swa") or 10_000.0
         if not config.get("sliding_window"):
-            found["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
-    return found
+            derived["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
+    return derived
 
 
 def _needed(model: GgufModel, key: str) -> Any:
@@ -202,7 +213,7 @@ def _needed(model: GgufModel, key: str) -> Any:
 
 
 def _mixtral(model: GgufModel, config: Config) -> Config:
-    """Derive Mixtral, whose files are those of Llama with experts."""
+    """Derive the config of Mixtral, whose files have the architecture llama, with experts; {} for Llama."""
     count = model.get("expert_count")
     if not count:
         if model.get("expert_used_count"):
@@ -217,13 +228,13 @@ def _mixtral(model: GgufModel, config: Config) -> Config:
 
 
 def _glm4_moe(model: GgufModel, config: Config) -> Config:
-    """Detect the norm of queries and keys, which only some of these models have."""
+    """Derive use_qk_norm from the tensors, and the routing of experts."""
     normed = any(tensor.name == "blk.0.attn_q_norm.weight" for tensor in model.tensors)
     return {"use_qk_norm": normed, **_routing(model)}
 
 
 def _routing(model: GgufModel) -> dict[str, Any]:
-    """Return the routing of experts of DeepSeek's and similar models."""
+    """Return the routing of experts in models like DeepSeek's, by keys of config.json."""
     return {
         "n_group": model.get("expert_group_count") or 1,
         "topk_group": model.get("expert_group_used_count") or 1,
@@ -233,7 +244,7 @@ def _routing(model: GgufModel) -> dict[str, Any]:
 
 
 def _ministral(model: GgufModel, config: Config) -> Config:
-    """Derive the position-dependent scale of queries."""
+    """Derive the config of Ministral 3, which has a position-dependent query scale; {} without that scale."""
     beta = model.get("attention.temperature_scale")
     if not beta:
         return {}
@@ -251,55 +262,60 @@ def _lfm2(model: GgufModel, config: Config) -> Config:
 
 
 def _qwen35(model: GgufModel, config: Config) -> Config:
+    """Derive the width of a delta net's value heads."""
     return {"linear_value_head_dim": _needed(model, "ssm.inner_size") // _needed(model, "ssm.time_step_rank")}
 
 
-def _by_key_heads(each: str = "", after_keys: bool = False) -> Callable[[Config], Numbers]:
-    """Return the folder's order of a delta net's value heads, grouped by key head; a file has the first heads of all
-    keys, then the second ones. ``each`` is the config key of a head's size (default 1); ``after_keys`` if queries and
-    keys come first."""
+def _by_key_heads(size_key: str = "", after_keys: bool = False) -> Callable[[Config], Numbers]:
+    """Return a function from the config to the order of a delta net's value heads in a folder: all heads of the first
+    key head, then those of the second ... A file has the first value heads of all key heads, then the second ones ...
+    ``size_key``: config key of a head's size, "" for 1; ``after_keys``: True if queries and keys come before."""
 
     def order(config: Config) -> Numbers:
         keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
-        size = config[each] if each else 1
-        before = 2 * keys * config["linear_key_head_dim"] if after_keys else 0
-        own = np.arange(heads * size).reshape(heads // keys, keys, size).swapaxes(0, 1).reshape(-1)
-        return np.concatenate((np.arange(before), before + own))
+        size = config[size_key] if size_key else 1
+        num_before = 2 * keys * config["linear_key_head_dim"] if after_keys else 0
+        value_heads = np.arange(heads * size).reshape(heads // keys, keys, size).swapaxes(0, 1).reshape(-1)
+        return np.concatenate((np.arange(num_before), num_before + value_heads))
 
     return order
 
 
 def _by_groups(config: Config) -> Numbers:
-    """Return the row order of a delta net's in_proj_qkvz, by key head: its query, key, values and gates."""
+    """Return the row order of a delta net's in_proj_qkvz, which has query, key, values and gates of each key head."""
     keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     ends = np.cumsum([0, *[keys * config["linear_key_head_dim"]] * 2, *[heads * config["linear_value_head_dim"]] * 2])
     return np.concatenate([np.arange(*part).reshape(keys, -1) for part in itertools.pairwise(ends)], 1).ravel()
 
 
 def _deepseek2(model: GgufModel, config: Config) -> Config:
-    """Derive DeepSeek V3, which routes by sigmoids. With MLA, keys and values may be stored as one head."""
+    """Derive the widths of heads and the routing of DeepSeek's models, and the model type of V3, which routes by
+    sigmoids. Files whose KV heads are merged have the widths under the keys with ``_mla``."""
     key, value = (
         model.get(f"attention.{kind}_length_mla") or _needed(model, f"attention.{kind}_length")
         for kind in ("key", "value")
     )
-    found = {
+    derived = {
         "num_key_value_heads": config["num_attention_heads"],
         "qk_nope_head_dim": key - _needed(model, "rope.dimension_count"),
         "v_head_dim": value,
         **_routing(model),
     }
-    if model.get("expert_gating_func") == _SIGMOID or not model.get("expert_count"):
-        return {**found, "model_type": "deepseek_v3"}
-    return {**found, "topk_method": "group_limited_greedy" if found["n_group"] > 1 else "greedy"}
+    # An expert_gating_func of 2 is the sigmoid.
+    if model.get("expert_gating_func") == 2 or not model.get("expert_count"):
+        return {**derived, "model_type": "deepseek_v3"}
+    return {**derived, "topk_method": "group_limited_greedy" if derived["n_group"] > 1 else "greedy"}
 
 
 def _keys_and_values(keys: Numbers, values: Numbers) -> Numbers:
-    """Join [heads, rank, keys] and [heads, values, rank] to kv_b_proj [heads * (keys + values), rank]."""
+    """Return kv_b_proj [heads * (key width + value width), rank] from keys [heads, rank, key width] and values [heads,
+    value width, rank]."""
     joined = np.concatenate((keys.swapaxes(1, 2), values), 1)
     return joined.reshape(-1, joined.shape[-1])
 
 
 def _gemma4(model: GgufModel, config: Config) -> Config:
+    """Derive Gemma 4's layers and rotary embeddings. Raises ConfigError for unsupported or inconsistent metadata."""
     layers = config["num_hidden_layers"]
     slides = [bool(slide) for slide in np.broadcast_to(_needed(model, "attention.sliding_window_pattern"), layers)]
     heads = np.broadcast_to(_needed(model, "attention.head_count_kv"), layers).tolist()
@@ -316,7 +332,7 @@ def _gemma4(model: GgufModel, config: Config) -> Config:
     if _ROPE_FACTORS not in tensors:
         raise ConfigError(f"it lacks the tensor {_ROPE_FACTORS}")
     local, full, factors = slides.index(True), slides.index(False), tensors[_ROPE_FACTORS].numbers()
-    found: dict[str, Any] = {
+    derived: dict[str, Any] = {
         "layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides],
         "num_key_value_heads": heads[local],
         "intermediate_size": widths[0],
@@ -331,23 +347,23 @@ def _gemma4(model: GgufModel, config: Config) -> Config:
                 "rope_type": "proportional",
                 "rope_theta": config["rope_parameters"]["rope_theta"],
                 "factor": model.get("rope.scaling.factor") or 1.0,
-                # Pairs that are not rotated have huge divisors.
+                # The divisors of pairs that are not rotated are huge.
                 "partial_rotary_factor": float((factors < 1e6).mean()),
             },
         },
     }
     if config["hidden_size_per_layer_input"]:
-        found["vocab_size_per_layer_input"] = tensors["per_layer_token_embd.weight"].shape[0]
-    return found
+        derived["vocab_size_per_layer_input"] = tensors["per_layer_token_embd.weight"].shape[0]
+    return derived
 
 
-def _in_turn(config: Config) -> Numbers:
-    """Return the row order that interleaves gate and up of gpt-oss's experts."""
+def _interleaved_rows(config: Config) -> Numbers:
+    """Return the row order that interleaves gate and up in the matrices of gpt-oss's experts."""
     return np.arange(2 * config["intermediate_size"]).reshape(2, -1).T.ravel()
 
 
-def _of_experts(gate: Numbers, up: Numbers) -> Numbers:
-    """Interleave the biases of gate and up, [experts, width] each."""
+def _interleaved_biases(gate: Numbers, up: Numbers) -> Numbers:
+    """Interleave the biases of gate and up, [experts, width] each, to [experts, 2 * width]."""
     return np.stack((gate, up), -1).reshape(len(gate), -1)
 
 
@@ -356,15 +372,18 @@ def _shortest(value: float) -> float:
     return float(f"{value:.7g}")
 
 
+def _add_channel_axis(taps: Numbers) -> Numbers:
+    """Add the axis of input channels of a depthwise convolution, of size 1: [channels, taps] -> [channels, 1, taps]."""
+    return taps[:, None]
+
+
 _GEMMA_KEYS = {
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
+# The gate of the shared expert, a vector in files, is a matrix of one row.
 _ROW = {"ffn_gate_inp_shexp.weight": lambda gate: gate.reshape(1, -1)}
-# Depthwise convolutions have one input channel.
-_TAPS = lambda taps: taps[:, None]  # noqa: E731
-_VALUE = "linear_value_head_dim"
 _QWEN35 = GgufArchitecture(
     model_type="qwen3_5_text",
     keys={
@@ -390,14 +409,14 @@ _QWEN35 = GgufArchitecture(
     },
     shifted_norms=True,
     partial_rope=True,
-    changes={"ssm_a": lambda rates: np.log(-rates), "ssm_conv1d.weight": _TAPS},
+    changes={"ssm_a": lambda rates: np.log(-rates), "ssm_conv1d.weight": _add_channel_axis},
     rows={
-        "attn_qkv.weight": _by_key_heads(_VALUE, after_keys=True),
-        "ssm_conv1d.weight": _by_key_heads(_VALUE, after_keys=True),
-        "attn_gate.weight": _by_key_heads(_VALUE),
+        "attn_qkv.weight": _by_key_heads("linear_value_head_dim", after_keys=True),
+        "ssm_conv1d.weight": _by_key_heads("linear_value_head_dim", after_keys=True),
+        "attn_gate.weight": _by_key_heads("linear_value_head_dim"),
         **dict.fromkeys(("ssm_alpha.weight", "ssm_beta.weight", "ssm_a", "ssm_dt.bias"), _by_key_heads()),
     },
-    columns={"ssm_out.weight": _by_key_heads(_VALUE)},
+    columns={"ssm_out.weight": _by_key_heads("linear_value_head_dim")},
 )
 _QWEN35_MOE = replace(
     _QWEN35,
@@ -442,7 +461,7 @@ _LFM2 = GgufArchitecture(
         "attn_k_norm": "self_attn.k_layernorm",
         **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
     },
-    changes={"shortconv.conv.weight": _TAPS},
+    changes={"shortconv.conv.weight": _add_channel_axis},
 )
 ARCHITECTURES = {
     "llama": GgufArchitecture(
@@ -478,9 +497,9 @@ ARCHITECTURES = {
     "phi3": GgufArchitecture(
         model_type="phi3",
         keys={"attention.sliding_window": "sliding_window"},
-        # The attention factor follows from the two context lengths.
+        # Redundant: the attention factor follows from the two context lengths.
         others={"rope.scaling.attn_factor"},
-        tensors=_FUSED,
+        tensors={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
         partial_rope=True,
     ),
     "gemma": GgufArchitecture(model_type="gemma", shifted_norms=True),
@@ -616,10 +635,8 @@ ARCHITECTURES = {
             f"mlp.experts.gate_up_proj{end}": (f"ffn_gate_exps.{kind}", f"ffn_up_exps.{kind}")
             for end, kind in (("", "weight"), ("_bias", "bias"))
         },
-        rows={
-            "ffn_gate_exps.weight": lambda config: np.arange(2 * config["intermediate_size"]).reshape(2, -1).T.ravel()
-        },
-        changes={"ffn_gate_exps.bias": _of_experts},
+        rows={"ffn_gate_exps.weight": _interleaved_rows},
+        changes={"ffn_gate_exps.bias": _interleaved_biases},
         swapped=("ffn_gate_exps.weight", "ffn_down_exps.weight"),
     ),
     "glm4moe": GgufArchitecture(
@@ -663,17 +680,17 @@ ARCHITECTURES = {
 
 
 def read_config(model: GgufModel) -> dict[str, Any]:
-    """Return the config.json of a model, without EOS ids. Raises ConfigError for an unsupported architecture or
-    option."""
+    """Return the config.json of a GGUF model, without ids of special tokens. Raises ConfigError for an unsupported
+    architecture or option."""
     name = model.architecture
     if name not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ConfigError(f"GGUF architecture {name!r} is not supported ({known} are): use the model's folder")
     row = ARCHITECTURES[name]
     keys = {key: ours for key, ours in {**_KEYS, **row.keys}.items() if key not in row.others}
-    _refuse_unread(model, {*keys, *_OTHER_KEYS, *_IDLE_KEYS, *row.others})
+    _refuse_unread(model, {*keys, *_OTHER_KEYS, *row.others})
     config: dict[str, Any] = {"model_type": row.model_type, "vocab_size": _vocab_size(model), **row.config}
-    config |= {ours: _one(key, model.get(key)) for key, ours in keys.items() if model.get(key) is not None}
+    config |= {ours: _common_value(key, model.get(key)) for key, ours in keys.items() if model.get(key) is not None}
     optional = (
         "vocab_size",
         "attention.key_length",
@@ -697,7 +714,7 @@ def read_config(model: GgufModel) -> dict[str, Any]:
 
 
 def _add_head(config: dict[str, Any], model: GgufModel, row: GgufArchitecture) -> None:
-    """Add head_dim and the rotated part of a head."""
+    """Add head_dim and partial_rotary_factor. Raises ConfigError for unsupported widths."""
     head_dim = config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     if model.get("attention.value_length") not in (None, head_dim):
         raise ConfigError(
@@ -713,7 +730,7 @@ def _add_head(config: dict[str, Any], model: GgufModel, row: GgufArchitecture) -
 
 
 def _refuse_unread(model: GgufModel, read: set[str]) -> None:
-    """Raise ConfigError for a key of the architecture that is not read and may change numbers."""
+    """Raise ConfigError for a key of the architecture that is not in ``read`` and may have an effect."""
     begin = f"{model.architecture}."
     for key, value in model.metadata.items():
         own = key.removeprefix(begin)
@@ -724,14 +741,14 @@ def _refuse_unread(model: GgufModel, read: set[str]) -> None:
         raise ConfigError(f"its metadata has {key} = {value!r:.80}, which is not supported: use the model's folder")
 
 
-def _one(key: str, value: Any) -> Any:
-    """Return the value common to all layers. Raises ConfigError if they differ."""
+def _common_value(key: str, value: Any) -> Any:
+    """Return ``value``, or the common value of all layers if it is an array. Raises ConfigError if layers differ."""
     if not isinstance(value, np.ndarray):
         return value
-    found = set(value.tolist())
-    if len(found) != 1:
+    values = set(value.tolist())
+    if len(values) != 1:
         raise ConfigError(f"layers have different values of {key}, which is not supported")
-    return found.pop()
+    return values.pop()
 
 
 def _vocab_size(model: GgufModel) -> int:
@@ -739,7 +756,7 @@ def _vocab_size(model: GgufModel) -> int:
 
 
 def add_rope(config: dict[str, Any], model: GgufModel) -> None:
-    """Add the rotary embedding: base, scaling, and the factors that are tensors."""
+    """Add the rotary embedding to a config: base, scaling, and the factors, which are tensors in the file."""
     rope = config.setdefault("rope_parameters", {})
     rope |= {"rope_type": "default", "rope_theta": model.get("rope.freq_base") or 10_000.0}
     kind = model.get("rope.scaling.type") or "linear"
@@ -752,57 +769,63 @@ def add_rope(config: dict[str, Any], model: GgufModel) -> None:
         if original is not None:
             rope["original_max_position_embeddings"] = int(original)
     if kind == "yarn":
-        for key, ours in (("attn_factor", "attention_factor"), ("beta_fast",) * 2, ("beta_slow",) * 2):
+        for key, name in (("attn_factor", "attention_factor"), ("beta_fast",) * 2, ("beta_slow",) * 2):
             if (value := model.get(f"rope.scaling.yarn_{key}")) is not None:
-                rope[ours] = value
+                rope[name] = value
         if log := model.get("rope.scaling.yarn_log_multiplier"):
-            # deepseek2 files have a tenth of it.
+            # Files of the architecture deepseek2 have a tenth of the value.
             log = _shortest(log * 10 if model.architecture == "deepseek2" else log)
             rope |= {"mscale": log, "mscale_all_dim": log}
     factors = {tensor.name: tensor.numbers().tolist() for tensor in model.tensors if tensor.name in _FACTORS}
     if _ROPE_FACTORS in factors:
-        one = factors[_ROPE_FACTORS]
-        rope.update(rope_type="longrope", short_factor=one, long_factor=one, factor=1.0, attention_factor=1.0)
+        divisors = factors[_ROPE_FACTORS]
+        rope.update(rope_type="longrope", short_factor=divisors, long_factor=divisors, factor=1.0, attention_factor=1.0)
     if _ROPE_SHORT in factors and _ROPE_LONG in factors:
         rope.update(rope_type="longrope", short_factor=factors[_ROPE_SHORT], long_factor=factors[_ROPE_LONG])
         config["original_max_position_embeddings"] = int(original or config["max_position_embeddings"])
 
 
 def folder_tensors(model: GgufModel, config: Config) -> Iterator[FolderTensor]:
-    """Yield the tensors of a folder, experts one by one where the folder has them so. Raises ConfigError for an unknown
-    tensor."""
+    """Yield the tensors of a folder, in architectures with {} in tensor names one per expert. Raises ConfigError for an
+    unknown tensor."""
     row, family = ARCHITECTURES[model.architecture], FAMILIES[config["model_type"]]
-    names = {**_MODEL_TENSORS, **_LAYER_TENSORS, **row.tensors}
+    names = {**_TENSORS, **row.tensors}
     firsts = {parts[0]: (name, parts) for name, parts in row.joined.items()}
-    others = {part for parts in row.joined.values() for part in parts[1:]}
-    every = {
+    later_parts = {part for parts in row.joined.values() for part in parts[1:]}
+    by_name = {
         tensor.name: tensor
         for tensor in model.tensors
         if tensor.name not in _FACTORS and not tensor.name.startswith(("v.", "a.", "mm."))
     }
-    for place, tensor in every.items():
-        found = _TENSOR.fullmatch(place)
-        own, layer = (found["own"], found["layer"]) if found else (place, None)
+    for file_name, tensor in by_name.items():
+        match = _TENSOR_NAME.fullmatch(file_name)
+        own, layer = (match["own"], match["layer"]) if match else (file_name, None)
         if layer is not None and int(layer) >= config["num_hidden_layers"]:
-            # For multi-token prediction.
+            # A layer for multi-token prediction.
             continue
         parts = [tensor]
         if own in firsts:
-            known, joined = firsts[own]
-            parts = [every[place.replace(own, part)] for part in joined if place.replace(own, part) in every]
-        elif own in others:
+            llama_name, joined = firsts[own]
+            parts = [
+                by_name[file_name.replace(own, part)] for part in joined if file_name.replace(own, part) in by_name
+            ]
+        elif own in later_parts:
             continue
         else:
-            known = names.get(own) or (
-                f"{names[found['stem']]}{found['suffix'] or ''}" if found and found["stem"] in names else ""
+            llama_name = names.get(own) or (
+                f"{names[match['stem']]}{match['suffix'] or ''}" if match and match["stem"] in names else ""
             )
-        if not known or (layer is None) != known.startswith(("model.", "lm_head")) or len(parts) not in (1, 2):
-            raise ConfigError(f"its tensor {place} is not supported in the architecture {model.architecture}")
-        name = family.in_files(known if layer is None else f"model.layers.{layer}.{known}")
+        if (
+            not llama_name
+            or (layer is None) != llama_name.startswith(("model.", "lm_head"))
+            or len(parts) not in (1, 2)
+        ):
+            raise ConfigError(f"its tensor {file_name} is not supported in the architecture {model.architecture}")
+        name = family.in_files(llama_name if layer is None else f"model.layers.{layer}.{llama_name}")
         change = row.changes.get(own)
         if row.shifted_norms and own.endswith("norm.weight") and not own.startswith("ssm_"):
             change = _minus_one
-        whole = FolderTensor(
+        folder_tensor = FolderTensor(
             name=name,
             parts=tuple(parts),
             rows=_row_order(row, own, tensor, config),
@@ -810,12 +833,12 @@ def folder_tensors(model: GgufModel, config: Config) -> Iterator[FolderTensor]:
             change=change,
             swapped=own in row.swapped,
         )
-        if "{}" not in known:
-            yield whole
+        if "{}" not in llama_name:
+            yield folder_tensor
             continue
         for expert in range(len(tensor.data)):
             part = GgufTensor(tensor.name, tensor.kind, tensor.shape[1:], tensor.data[expert])
-            yield replace(whole, name=name.format(expert), parts=(part,))
+            yield replace(folder_tensor, name=name.format(expert), parts=(part,))
 
 
 def _minus_one(weight: Numbers) -> Numbers:

@@ -1,7 +1,7 @@
 """Conversion of GGUF files to Hugging Face folders.
 
 gguf_reader.py            metadata and tensors of the files
-gguf_architectures.py     their names and values in config.json and among a folder's tensors
+gguf_architectures.py     metadata and tensor names -> config.json and the tensor names of a folder
 gguf_tokenizer.py         metadata -> tokenizer.json, tokenizer_config.json, chat templates
 gguf_blocks.py            blocks of quantized types -> quantized matrices
 
@@ -29,13 +29,11 @@ if TYPE_CHECKING:
     from pillion.engine.quantized.gguf_architectures import FolderTensor
     from pillion.engine.quantized.gguf_reader import GgufModel
 
-_SAMPLING = {one.gguf: one.recommended_as for one in SAMPLING_OPTIONS.values() if one.gguf}
-
 
 def convert_gguf(parts: Sequence[Path], folder: Path, dtype: str, progress: Progress) -> None:
-    """Fill ``folder`` with config, tokenizer and weights of the model in ``parts``: quantized matrices unchanged,
-    others in ``dtype`` ("bfloat16" or "float32"). Raises ConfigError for damaged files and for an unsupported
-    architecture or tokenizer."""
+    """Fill ``folder`` with config, tokenizer and weights of the model in the GGUF files ``parts``. Matrices of
+    supported quantized types keep their codes; other tensors are stored in ``dtype`` ("bfloat16" or "float32"). Raises
+    ConfigError for damaged files and for an unsupported architecture or tokenizer."""
     from pillion.engine.quantized.gguf_architectures import read_config
     from pillion.engine.quantized.gguf_reader import read_gguf
     from pillion.engine.quantized.gguf_tokenizer import read_tokenizer
@@ -46,9 +44,9 @@ def convert_gguf(parts: Sequence[Path], folder: Path, dtype: str, progress: Prog
         tokenizer = read_tokenizer(model.metadata)
         config |= _token_ids(model.metadata)
         parse_config(config)
-    kept = _convert_weights(parts[0], model, config, folder, dtype, progress)
-    if kept:
-        config["quantization_config"] = {"quant_method": "pillion", "weights": ", ".join(kept)}
+    kinds = _convert_weights(parts[0], model, config, folder, dtype, progress)
+    if kinds:
+        config["quantization_config"] = {"quant_method": "pillion", "weights": ", ".join(kinds)}
     sampling = recommended_sampling(model.metadata)
     _write(folder / "tokenizer.json", tokenizer.codec)
     _write(folder / "tokenizer_config.json", tokenizer.config)
@@ -64,13 +62,13 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the special token ids of the metadata, by their keys in config.json."""
+    """Return the ids of BOS, EOS and padding in the metadata, by their keys in config.json."""
     names = {"bos_token_id": ("bos",), "pad_token_id": ("padding",), "eos_token_id": ("eos", "eot")}
-    found = {
+    ids_by_name = {
         name: [value for key in keys if (value := metadata.get(f"tokenizer.ggml.{key}_token_id")) is not None]
         for name, keys in names.items()
     }
-    return {name: sorted(set(ids)) if name == "eos_token_id" else ids[0] for name, ids in found.items() if ids}
+    return {name: sorted(set(ids)) if name == "eos_token_id" else ids[0] for name, ids in ids_by_name.items() if ids}
 
 
 @contextlib.contextmanager
@@ -97,7 +95,7 @@ def quantized_types(parts: Sequence[Path]) -> str:
 def _convert_weights(
     source: Path, model: GgufModel, config: Mapping[str, Any], folder: Path, dtype: str, progress: Progress
 ) -> list[str]:
-    """Write the weights and return the types of matrices that stay quantized."""
+    """Write the weights to ``folder`` and return the GGUF types of matrices that stay quantized."""
     converted = WorkReport(progress, "converting weights", sum(tensor.data.nbytes for tensor in model.tensors))
     import torch
 
@@ -105,16 +103,16 @@ def _convert_weights(
     from pillion.engine.quantized.gguf_blocks import BLOCK_LAYOUTS
     from pillion.engine.quantized.shards import write_shards
 
-    widened = Counter(tensor.kind for tensor in model.tensors)
+    kind_counts = Counter(tensor.kind for tensor in model.tensors)
     for kind in sorted({*model.quantized_types} - BLOCK_LAYOUTS.keys()):
-        progress(f"widening {widened[kind]} tensors of the type {kind} to {dtype}")
+        progress(f"widening {kind_counts[kind]} tensors of the type {kind} to {dtype}")
     with write_shards(folder) as writer:
         for name, matrix in _matrices(source, model, config, converted):
             if isinstance(matrix, torch.Tensor):
                 writer.add({name: matrix.to(getattr(torch, dtype)).contiguous()})
             elif isinstance(matrix, list):
-                each = [stored_tensors(name, one) for one in matrix]
-                writer.add({key: torch.stack([one[key] for one in each]) for key in each[0]})
+                stored = [stored_tensors(name, part) for part in matrix]
+                writer.add({key: torch.stack([part[key] for part in stored]) for key in stored[0]})
             else:
                 writer.add(stored_tensors(name, matrix))
     return sorted({*model.quantized_types} & BLOCK_LAYOUTS.keys())
@@ -123,7 +121,8 @@ def _convert_weights(
 def _matrices(
     source: Path, model: GgufModel, config: Mapping[str, Any], converted: WorkReport
 ) -> Iterator[tuple[str, Any]]:
-    """Yield each tensor of a folder by name: plain, a quantized matrix, or a list of those of all experts."""
+    """Yield the name and value of each tensor of the converted model: a torch tensor, a QuantizedMatrix, or a list of
+    one QuantizedMatrix per expert."""
     import numpy as np
     import torch
 
@@ -137,7 +136,7 @@ def _matrices(
 
 
 def _quantized(tensor: FolderTensor) -> Any:
-    """Return a tensor as a quantized matrix, or a list of those of all experts; None if it cannot stay quantized."""
+    """Return a tensor as a QuantizedMatrix, or as a list of one per expert; None if it cannot stay quantized."""
     import numpy as np
     import torch
 
@@ -148,29 +147,31 @@ def _quantized(tensor: FolderTensor) -> Any:
     is_matrix = first.data.ndim > 1 and not first.name.endswith("bias") and tensor.change is None
     if not is_matrix or len(kinds) > 1 or not kinds <= BLOCK_LAYOUTS.keys():
         return None
-    layout, stacked, found = BLOCK_LAYOUTS[first.kind], first.data.ndim == 3, []
+    layout, stacked, matrices = BLOCK_LAYOUTS[first.kind], first.data.ndim == 3, []
     for expert in range(len(first.data) if stacked else 1):
-        own = [part.data[expert] if stacked else part.data for part in tensor.parts]
-        matrix = stack_rows([read_blocks(layout, torch.from_numpy(np.copy(data))) for data in own], torch.float32)
+        expert_parts = [part.data[expert] if stacked else part.data for part in tensor.parts]
+        matrix = stack_rows(
+            [read_blocks(layout, torch.from_numpy(np.copy(data))) for data in expert_parts], torch.float32
+        )
         assert isinstance(matrix, QuantizedMatrix)
         for numbers in (matrix.scales, matrix.offsets):
             if numbers is not None and not bool(numbers.isfinite().all()):
                 raise ConfigError(f"{first.name} contains NaN or infinite scales")
         if tensor.rows is not None:
             matrix = matrix.rows(torch.from_numpy(tensor.rows))
-        ordered = matrix if tensor.columns is None else reorder_inputs(matrix, torch.from_numpy(tensor.columns))
-        if ordered is None:
+        reordered = matrix if tensor.columns is None else reorder_inputs(matrix, torch.from_numpy(tensor.columns))
+        if reordered is None:
             return None
-        found.append(ordered)
-    return found if stacked else found[0]
+        matrices.append(reordered)
+    return matrices if stacked else matrices[0]
 
 
 def recommended_sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the recommended sampling values of metadata, by the keys of a generation_config.json."""
-    found = {key: metadata.get(f"general.sampling.{name}") for name, key in _SAMPLING.items()}
-    # Values are float32; the shortest decimal with the same bits is what the author wrote.
-    return {
-        key: float(f"{value:.7g}") if isinstance(value, float) else value
-        for key, value in found.items()
-        if value is not None
-    }
+    """Return the recommended sampling values in metadata, by their keys in generation_config.json."""
+    sampling: dict[str, Any] = {}
+    for option in SAMPLING_OPTIONS.values():
+        value = metadata.get(f"general.sampling.{option.gguf}") if option.gguf else None
+        if value is not None:
+            # Values are float32; the shortest decimal with the same bits is what the author wrote.
+            sampling[option.recommended_as] = float(f"{value:.7g}") if isinstance(value, float) else value
+    return sampling

@@ -1,8 +1,8 @@
 """Conversion of a GGUF file's metadata to tokenizer.json, as llama.cpp reads them (src/llama-vocab.cpp).
 
 tokenizer.ggml.model   kind
-llama                  SentencePiece's BPE: scores order the merges, and texts are not split
-gpt2                   byte-level BPE with a list of merges; ``tokenizer.ggml.pre`` is how texts are split
+llama                  SentencePiece's BPE: merges are ordered by the scores of tokens, and texts are not split
+gpt2                   byte-level BPE with a list of merges; ``tokenizer.ggml.pre`` names the text splitting
 gemma4                 character-level BPE with a list of merges
 
 Imports nothing heavy.
@@ -18,9 +18,11 @@ from pillion.engine.models.config_keys import words
 from pillion.engine.quantized.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from pillion.errors import ConfigError
 
+# Types of special tokens in tokenizer.ggml.token_type.
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _SPACE = "▁"
-_NAMES = {
+# Key of tokenizer_config.json -> name in keys of the metadata.
+_SPECIAL_NAMES = {
     "bos_token": "bos",
     "eos_token": "eos",
     "unk_token": "unknown",
@@ -28,21 +30,19 @@ _NAMES = {
     "pad_token": "padding",
     "mask_token": "mask",
 }
-# Tokens that end a turn, whatever their type. Not "</s>", which is an HTML tag in some vocabularies.
-_ENDS = words(
+# Tokens that end a turn, of any type. Without "</s>", which is an HTML tag in some vocabularies.
+_END_TOKENS = words(
     """
     <|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT>
     _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜> [e~[
     """
 )
-# Models whose special tokens swallow the spaces behind them, and the tokens that do not.
-_STRIPPING_MODELS, _NOT_STRIPPING = ("phi-3", "phi3"), frozenset({"<unk>", "<s>", "<|endoftext|>"})
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTokenizer:
-    """A GGUF file's tokenizer: its tokenizer.json and tokenizer_config.json, chat templates by path in a folder, and
-    EOS ids."""
+    """A GGUF file's tokenizer: contents of tokenizer.json (``codec``) and tokenizer_config.json, chat templates by path
+    in a model folder, and ids of EOS tokens."""
 
     codec: Mapping[str, Any]
     config: Mapping[str, Any]
@@ -51,7 +51,8 @@ class GgufTokenizer:
 
 
 def read_tokenizer(metadata: Mapping[str, Any]) -> GgufTokenizer:
-    """Convert a tokenizer. Raises ConfigError for an unknown kind and for inconsistent metadata."""
+    """Convert the tokenizer in a GGUF file's metadata. Raises ConfigError for an unsupported kind and for inconsistent
+    metadata."""
     kind = metadata.get("tokenizer.ggml.model")
     tokens = _tokens(metadata)
     ids = {token: index for index, token in enumerate(tokens)}
@@ -104,33 +105,36 @@ def _pre_tokenizer(name: str) -> PreTokenizer:
 
 
 def _special_ids(metadata: Mapping[str, Any], kind: str, count: int) -> dict[str, int]:
-    found = {"bos_token": 1, "eos_token": 2, "unk_token": 0} if kind == "llama" else {}
-    for name, key in _NAMES.items():
+    ids = {"bos_token": 1, "eos_token": 2, "unk_token": 0} if kind == "llama" else {}
+    for name, key in _SPECIAL_NAMES.items():
         number = metadata.get(f"tokenizer.ggml.{key}_token_id")
         if isinstance(number, int) and number < count:
-            found[name] = number
-    return {name: number for name, number in found.items() if number < count}
+            ids[name] = number
+    return {name: number for name, number in ids.items() if number < count}
 
 
 def _ends(
     metadata: Mapping[str, Any], tokens: Sequence[str], ids: Mapping[str, int], specials: Mapping[str, str]
 ) -> set[str]:
-    """Return the tokens that end a text or a turn: by text, and by metadata."""
-    found = {token for token in _ENDS if token in ids}
-    # With one of these sets, "<|end|>" ends only a part of a turn.
-    if "<|end|>" in found and (found >= {"<|return|>", "<|call|>"} or found >= {"<|flush|>", "<|calls|>"}):
-        found.remove("<|end|>")
-    named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom"))
-    found.update(tokens[number] for number in named if isinstance(number, int) and number < len(tokens))
-    return found | ({specials["eos_token"]} if "eos_token" in specials else set())
+    """Return the tokens that end a text or a turn: those of _END_TOKENS, EOS, EOT and EOM."""
+    end_tokens = {token for token in _END_TOKENS if token in ids}
+    # In vocabularies with both tokens of one of these pairs, "<|end|>" only ends a message within a turn.
+    if "<|end|>" in end_tokens and (
+        end_tokens >= {"<|return|>", "<|call|>"} or end_tokens >= {"<|flush|>", "<|calls|>"}
+    ):
+        end_tokens.remove("<|end|>")
+    ids_in_metadata = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom"))
+    end_tokens.update(tokens[number] for number in ids_in_metadata if isinstance(number, int) and number < len(tokens))
+    return end_tokens | ({specials["eos_token"]} if "eos_token" in specials else set())
 
 
 def _added_tokens(
     metadata: Mapping[str, Any], tokens: Sequence[str], types: Sequence[int], ends: set[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yield the tokens that are matched before a text is split."""
+    """Yield the items of ``added_tokens`` in tokenizer.json, which are matched before a text is split."""
     name = str(metadata.get("general.name", "")).lower()
-    strips = any(one in name for one in _STRIPPING_MODELS)
+    # Phi-3's special tokens, except three, swallow the spaces after them.
+    strips = "phi-3" in name or "phi3" in name
     for index, (token, kind) in enumerate(zip(tokens, types, strict=False)):
         special = kind in (_CONTROL, _UNKNOWN) or token in ends
         if special or kind == _USER_DEFINED:
@@ -139,15 +143,15 @@ def _added_tokens(
                 "content": token,
                 "single_word": False,
                 "lstrip": False,
-                "rstrip": strips and token not in _NOT_STRIPPING,
+                "rstrip": strips and token not in ("<unk>", "<s>", "<|endoftext|>"),
                 "normalized": False,
                 "special": special,
             }
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], ids: Mapping[str, int]) -> dict[str, Any]:
-    # Adds the space to each piece of text between special tokens.
-    prefixed = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    # The normalizer also prepends a space after each special token.
+    prepends_space = metadata.get("tokenizer.ggml.add_space_prefix", True)
     scores = metadata.get("tokenizer.ggml.scores")
     model = {
         **_bpe_model(ids, _merges_of(tokens, [0.0] * len(tokens) if scores is None else scores.tolist())),
@@ -157,16 +161,16 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], ids: Mapp
     }
     return {
         "normalizer": _sequence(
-            "normalizers", *([{"type": "Prepend", "prepend": _SPACE}] if prefixed else []), _replace(" ", _SPACE)
+            "normalizers", *([{"type": "Prepend", "prepend": _SPACE}] if prepends_space else []), _replace(" ", _SPACE)
         ),
         "pre_tokenizer": None,
-        "decoder": _character_decoder(strips=bool(prefixed)),
+        "decoder": _character_decoder(strips=bool(prepends_space)),
         "model": model,
     }
 
 
 def _merges_of(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Return every pair of tokens that concatenate to a token, highest score first."""
+    """Return every pair of tokens whose concatenation is a token, by descending score of that token."""
     known = frozenset(tokens)
     order = sorted(range(len(tokens)), key=lambda index: -scores[index])
     return [
@@ -178,15 +182,15 @@ def _merges_of(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str
 
 
 def _bpe(metadata: Mapping[str, Any], ids: Mapping[str, int], pre: PreTokenizer) -> dict[str, Any]:
-    listed = metadata.get("tokenizer.ggml.merges")
-    if not isinstance(listed, list):
+    merge_strings = metadata.get("tokenizer.ggml.merges")
+    if not isinstance(merge_strings, list):
         raise ConfigError("its metadata have no tokenizer.ggml.merges")
     merges = []
-    for merge in listed:
-        middle = merge.find(" ", 1)
-        if middle < 0:
+    for merge in merge_strings:
+        space = merge.find(" ", 1)
+        if space < 0:
             raise ConfigError(f"its tokenizer.ggml.merges have {merge!r}, which is no pair")
-        merges.append((merge[:middle], merge[middle + 1 :]))
+        merges.append((merge[:space], merge[space + 1 :]))
     model = {**_bpe_model(ids, merges), "ignore_merges": pre.ignore_merges, "byte_fallback": not pre.byte_level}
     splits = [
         {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False} for split in pre.splits
@@ -227,7 +231,8 @@ def _sequence(name: str, *parts: Mapping[str, Any]) -> dict[str, Any]:
 def _post_processor(
     ids: Mapping[str, int], specials: Mapping[str, str], adds: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Return the template that adds BOS and EOS."""
+    """Return the post-processor that adds BOS and EOS; None if it adds neither. ``adds``: whether to add "bos" and
+    "eos"."""
     bos, eos = (specials.get(f"{name}_token") if adds[name] else None for name in ("bos", "eos"))
     if bos is None and eos is None:
         return None
@@ -249,8 +254,8 @@ def _post_processor(
 
 
 def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
-    named = {
+    templates = {
         "chat_template.jinja": metadata.get("tokenizer.chat_template"),
         "additional_chat_templates/tool_use.jinja": metadata.get("tokenizer.chat_template.tool_use"),
     }
-    return {path: text for path, text in named.items() if isinstance(text, str)}
+    return {path: text for path, text in templates.items() if isinstance(text, str)}

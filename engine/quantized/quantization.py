@@ -2,8 +2,8 @@
 
 A row of :data:`pillion.engine.quantized.quantization_methods.METHODS` parses one producer's config to a
 :class:`Quantization`, by which :mod:`pillion.engine.quantized.formats` reads tensors. The config decides how a
-module is quantized, never whether: lists of exceptions use the module names of different programs and versions, but a
-tensor in a file is evidently quantized or not.
+module is quantized; whether it is quantized is decided by the tensors in the files, because configs list exceptions by
+module names of different programs and versions.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from pillion.errors import ConfigError
 
 Raw = Mapping[str, Any]
 
-_WORDS = {"fp8": "8-bit floats", "fp4": "4-bit floats", "nf4": "NF4"}
+# Pattern of a scheme for all modules.
 ANY_MODULE = ""
+# Keys of config.json with the quantization, by different producers; the first one present wins.
 QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
-# Quantization of layers' inputs on CPUs: one scale per row, or per group of a row's inputs, which only
-# --activation-quantization sets.
+# Quantization of layers' inputs on CPUs: with a scale per row, or per group of a row's inputs, which only
+# --activation-quantization enables.
 WHOLE_ROWS, GROUPED_ROWS = "dynamic", "grouped"
+# quant_method of checkpoints that Pillion converts or quantizes.
 OWN_METHOD = "pillion"
 
 
@@ -31,18 +33,19 @@ class MatrixScheme:
     """Storage of the matrices of some modules.
 
     Attributes:
-        layout: tensors and packing, a key of :data:`pillion.engine.quantized.formats.table.LAYOUTS`.
-        kind: kind of code: "int", "fp8", "fp4" or "nf4".
+        layout: key of :data:`pillion.engine.quantized.formats.table.LAYOUTS`.
+        kind: kind of codes: "int", "fp8", "fp4" or "nf4".
         bits: bits per code.
         group: inputs per scale; 0 for all.
         rows: outputs per scale; 0 for all.
-        symmetric: True without zero points.
-        ordered: True if groups are not contiguous (act-order) and a tensor has the group of each input.
-        activations: type to which the producer quantizes a layer's inputs ("int8", "fp8", "fp4") and Pillion does not,
-            or "".
-        row_codes: WHOLE_ROWS if products on CPUs quantize a layer's inputs to int8
-            (:func:`pillion.kernels.torch.quantized_matrix.rounded_rows`), or "".
-        fp8_rows: True if the producer quantizes a layer's inputs to FP8 with dynamic scales, as GPUs do here.
+        symmetric: True if there are no zero points.
+        ordered: True if a tensor gives the group of each input (act-order); False if groups are contiguous.
+        activations: type to which the producer quantizes a layer's inputs, but Pillion does not: "int8", "fp8" or
+            "fp4"; "" if there is none.
+        row_codes: WHOLE_ROWS if CPUs quantize a layer's inputs to int8
+            (:func:`pillion.kernels.torch.quantized_matrix.rounded_rows`), else "".
+        fp8_rows: True if the producer quantizes a layer's inputs to FP8 with dynamic scales; Pillion's GPU kernels then
+            do, too.
     """
 
     layout: str
@@ -59,7 +62,8 @@ class MatrixScheme:
     @property
     def words(self) -> str:
         """Short description: "4 bits in groups of 128"."""
-        number = _WORDS.get(self.kind, f"{self.bits} bits")
+        names = {"fp8": "8-bit floats", "fp4": "4-bit floats", "nf4": "NF4"}
+        number = names.get(self.kind, f"{self.bits} bits")
         if self.rows > 1:
             return f"{number} in blocks of {self.rows} x {self.group}"
         return f"{number} in groups of {self.group}" if self.group else number
@@ -71,10 +75,10 @@ class Quantization:
 
     Attributes:
         method: name of the producer's format.
-        schemes: (regular expression for :func:`re.match` on module names, scheme); the first match wins. Pillion's own
-            format needs none.
-        weights: the config's description of its weights, if there are no schemes.
-        row_codes: WHOLE_ROWS or GROUPED_ROWS for all modules, or "" to leave it to the schemes.
+        schemes: (regular expression for :func:`re.match` on module names, scheme); the first match wins. () for
+            Pillion's own format.
+        weights: description of the weights in a config without schemes.
+        row_codes: WHOLE_ROWS or GROUPED_ROWS for all modules; "" for those of the schemes.
     """
 
     method: str
@@ -92,7 +96,7 @@ class Quantization:
 
     @property
     def activations(self) -> frozenset[str]:
-        """Types to which the producer quantizes some layers' inputs, and Pillion's products do not."""
+        """Types to which the producer quantizes some layers' inputs, but Pillion does not."""
         return frozenset(scheme.activations for _, scheme in self.schemes) - {""}
 
     @property
@@ -102,12 +106,12 @@ class Quantization:
 
     @property
     def quantizes_inputs(self) -> bool:
-        """True if products on CPUs quantize the inputs of some layers to int8."""
+        """True if CPUs quantize the inputs of some layers to int8."""
         return bool(self.row_codes) or any(scheme.row_codes for _, scheme in self.schemes)
 
     def rounding_notes(self, device: str, *, latents: bool) -> Iterator[str]:
-        """Yield a sentence per difference from the producer's arithmetic. ``latents``: the model has latent attention
-        (MLA)."""
+        """Yield a sentence for the user per difference from the producer's arithmetic on ``device``. ``latents``: True
+        if the model has latent attention (MLA)."""
         rounded, grouped = self.activations, self.row_codes == GROUPED_ROWS
         if device == "cuda" and (grouped or (self.method == OWN_METHOD and self.quantizes_inputs)):
             flag = "--activation-quantization int8" if grouped else "--quantization int8-dynamic"
@@ -137,16 +141,16 @@ def quantization_method(config: Mapping[str, Any]) -> str:
     raw = config.get(key)
     if not isinstance(raw, Mapping):
         return repr(raw) if key else ""
-    # Old bitsandbytes configs have only the bit width; MLX's have no method.
+    # Configs without quant_method: old ones of bitsandbytes, which only have the bit width, and those of MLX.
     if raw.get("load_in_4bit") or raw.get("load_in_8bit"):
         return "bitsandbytes"
-    unnamed = "compressed-tensors" if key == "compression_config" else "an unnamed method"
-    # MLX writes both its own key and the usual one.
-    return str(raw.get("quant_method") or ("mlx" if config.get("quantization") else unnamed))
+    default = "compressed-tensors" if key == "compression_config" else "an unnamed method"
+    # MLX writes both "quantization" and "quantization_config".
+    return str(raw.get("quant_method") or ("mlx" if config.get("quantization") else default))
 
 
 def unsupported(what: str, why: str = "") -> ConfigError:
-    """Return the error for unreadable weights; ``what`` names their quantization."""
+    """Return the error for an unsupported quantization ``what``; ``why``: what is supported."""
     reason = f" ({why})" if why else ""
     return ConfigError(
         f"weights quantized by {what} are not supported{reason}; use another quantization, such as awq, gptq,"
@@ -155,31 +159,33 @@ def unsupported(what: str, why: str = "") -> ConfigError:
 
 
 def refuse_unknown(raw: Raw, known: str, where: str) -> None:
-    """Raise ConfigError for a truthy key outside of ``known``, which could change numbers."""
+    """Raise ConfigError for a key outside of ``known``, names separated by spaces, unless its value is falsy."""
     for key in sorted(raw.keys() - set(known.split())):
         if raw[key] and not key.startswith("_"):
             raise ConfigError(f"config.json: {where} has {key} = {repr(raw[key])[:60]}, which is not supported")
 
 
 def whole(raw: Raw, keys: str, default: int | None, allowed: Sequence[int] = ()) -> int:
-    """Return the integer under the first of ``keys`` present: one of ``allowed`` if given, else above 0."""
+    """Return the integer of the first key of ``keys``, names separated by spaces, that is present: one of ``allowed``
+    if given, else above 0."""
     key = next((key for key in keys.split() if raw.get(key) is not None), keys.split()[0])
     value = raw.get(key, default)
-    fits = isinstance(value, int) and not isinstance(value, bool) and (value in allowed or (not allowed and value > 0))
-    if not fits:
-        wanted = " or ".join(map(str, allowed)) or "a whole number above 0"
-        raise ConfigError(f"config.json: quantization_config: {key} must be {wanted}, not {value!r}")
+    valid = isinstance(value, int) and not isinstance(value, bool) and (value in allowed or (not allowed and value > 0))
+    if not valid:
+        expected = " or ".join(map(str, allowed)) or "a whole number above 0"
+        raise ConfigError(f"config.json: quantization_config: {key} must be {expected}, not {value!r}")
     assert isinstance(value, int)
     return value
 
 
 def words_of(raw: Raw, keys: str, default: str) -> str:
-    """Return the value of the first of ``keys`` present, in lower case, else ``default``."""
+    """Return the lower-case value of the first key of ``keys``, names separated by spaces, that is present; else
+    ``default``."""
     return str(next((raw[key] for key in keys.split() if raw.get(key) is not None), default)).lower()
 
 
 def checked_pattern(pattern: str, key: str) -> str:
-    """Check and return a regular expression of ``key``. Raises ConfigError for an invalid one."""
+    """Return the regular expression ``pattern`` of ``key``. Raises ConfigError if it is invalid."""
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:
@@ -190,7 +196,8 @@ def checked_pattern(pattern: str, key: str) -> str:
 
 
 def block_of(block: Any, where: str) -> tuple[int, int]:
-    """Return the outputs and inputs of a block that shares a scale."""
+    """Return the numbers of outputs and inputs in a block with one scale. Raises ConfigError for an invalid
+    ``block``."""
     if isinstance(block, list | tuple) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
         return block[0], block[1]
     raise ConfigError(f"config.json: {where} must be two whole numbers above 0, not {block!r}")

@@ -28,8 +28,8 @@ from pillion.errors import ConfigError
 
 
 def parse_quantization(name: str, config: Raw) -> Quantization | None:
-    """Parse the quantization of a model of family ``name``; None for a plain one. Raises ConfigError, before any
-    weights are read, for an unsupported method or option."""
+    """Parse the quantization in the config of a model of family ``name``; None if it has none. Raises ConfigError for
+    an unsupported method or option."""
     method = quantization_method(config)
     if not method:
         return None
@@ -43,18 +43,20 @@ def parse_quantization(name: str, config: Raw) -> Quantization | None:
             raise ConfigError(
                 f"config.json: quantization_config: row_codes must be {WHOLE_ROWS} or {GROUPED_ROWS}, not {row_codes!r}"
             )
-        found = METHODS[method]({key: value for key, value in raw.items() if key != "row_codes"})
-        return replace(found, row_codes=row_codes)
+        quantization = METHODS[method]({key: value for key, value in raw.items() if key != "row_codes"})
+        return replace(quantization, row_codes=row_codes)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error.message}") from None
 
 
 def _group(raw: Raw, keys: str = "group_size") -> int:
-    """Return the inputs per group; 0 for all, which is -1 in the config."""
+    """Return the inputs per group of the first key of ``keys`` that is present, by default 128; 0 for all inputs, which
+    a config writes as -1."""
     key = next((key for key in keys.split() if raw.get(key) is not None), "")
     return 0 if key and raw[key] == -1 else whole(raw, keys, 128)
 
 
+# Keys of configs of GPTQModel, AutoGPTQ and AutoAWQ, of which only a few are read.
 _GPTQ_KEYS = f"""
     {SEARCH_KEYS} data_type
     quant_method bits group_size sym desc_act checkpoint_format format dynamic lm_head meta pack_dtype
@@ -67,9 +69,9 @@ _GPTQ_KEYS = f"""
 
 
 def _refuse_other_numbers(raw: Raw, method: str) -> None:
-    """Raise ConfigError for non-integer codes. AutoRound exports them under other producers' names."""
-    if not WHOLE_NUMBERS.fullmatch(numbers := words_of(raw, "data_type", "int")):
-        raise unsupported(f"{method}, numbers of type {numbers}")
+    """Raise ConfigError for codes that are not integers: AutoRound exports such codes as awq and gptq, too."""
+    if not WHOLE_NUMBERS.fullmatch(data_type := words_of(raw, "data_type", "int")):
+        raise unsupported(f"{method}, numbers of type {data_type}")
 
 
 def _awq(raw: Raw) -> Quantization:
@@ -100,7 +102,7 @@ def _gptq(raw: Raw) -> Quantization:
     schemes = [
         (checked_pattern(pattern.removeprefix("+:"), "dynamic"), _gptq_scheme({**raw, **changes}, version))
         for pattern, changes in dynamic.items()
-        # "-:" excludes modules; that they are plain tensors shows it, too.
+        # "-:" excludes modules, which are plain tensors in the files.
         if not pattern.startswith("-:")
     ]
     return Quantization(method="gptq", schemes=(*schemes, (ANY_MODULE, _gptq_scheme(raw, version))))
@@ -110,7 +112,7 @@ def _gptq_scheme(raw: Raw, layout: str) -> MatrixScheme:
     if type(raw.get("bits")) is not int or raw["bits"] not in (2, 3, 4, 8):
         raise unsupported(f"gptq, {raw.get('bits')} bits", "only 2, 3, 4 and 8 bits are")
     group = _group(raw)
-    # A single group needs no order.
+    # With a single group, the order of inputs has no effect.
     ordered = bool(raw.get("desc_act")) and group > 0
     symmetric = raw.get("sym") is True
     return MatrixScheme(layout=layout, bits=raw["bits"], group=group, symmetric=symmetric, ordered=ordered)
@@ -157,29 +159,27 @@ def _bitsandbytes(raw: Raw) -> Quantization:
     return Quantization(method="bitsandbytes", schemes=((ANY_MODULE, scheme),))
 
 
-_FP8_BLOCK = 128
-
-
 def _modelopt(raw: Raw) -> Quantization:
-    """Parse a config of NVIDIA's Model Optimizer, or its older separate file with other nesting and names."""
+    """Parse a config of NVIDIA's Model Optimizer, or its older file hf_quant_config.json, which nests the keys and
+    names some differently."""
     known = """
         quant_method quantization producer quant_algo kv_cache_scheme kv_cache_quant_algo config_groups ignore
         group_size
         """
     refuse_unknown(raw, known, "quantization_config")
-    inner = raw.get("quantization", raw)
-    if not isinstance(inner, Mapping):
-        raise ConfigError(f"config.json: quantization_config: quantization must be an object, not {inner!r}")
-    if inner is not raw:
-        refuse_unknown(inner, "quant_algo kv_cache_quant_algo group_size exclude_modules", "quantization_config")
-    usual = {"modelopt_fp8": "fp8", "modelopt_fp4": "nvfp4"}.get(raw["quant_method"], "")
-    algorithm, cache = words_of(inner, "quant_algo", usual), words_of(inner, "kv_cache_quant_algo", "")
+    options = raw.get("quantization", raw)
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"config.json: quantization_config: quantization must be an object, not {options!r}")
+    if options is not raw:
+        refuse_unknown(options, "quant_algo kv_cache_quant_algo group_size exclude_modules", "quantization_config")
+    default = {"modelopt_fp8": "fp8", "modelopt_fp4": "nvfp4"}.get(raw["quant_method"], "")
+    algorithm, cache = words_of(options, "quant_algo", default), words_of(options, "kv_cache_quant_algo", "")
     fp8 = MatrixScheme(layout="codes", kind="fp8", bits=8, rows=0, activations="fp8")
-    fp4 = MatrixScheme(layout="modelopt_nvfp4", kind="fp4", bits=4, group=whole(inner, "group_size", 16))
+    fp4 = MatrixScheme(layout="modelopt_nvfp4", kind="fp4", bits=4, group=whole(options, "group_size", 16))
     schemes = {
         "fp8": fp8,
         "fp8_per_channel_per_token": replace(fp8, rows=1, fp8_rows=True),
-        "fp8_pb_wo": replace(fp8, rows=_FP8_BLOCK, group=_FP8_BLOCK, activations=""),
+        "fp8_pb_wo": replace(fp8, rows=128, group=128, activations=""),
         "nvfp4": replace(fp4, activations="fp4"),
         "w4a16_nvfp4": fp4,
     }

@@ -1,10 +1,11 @@
 """Quantizer of plain matrices: finds the codes, scale and offset of least squared error for each group of weights.
 
-For a group x of one output the error is |scale * code + offset - x|^2. Given scale and offset, the best codes are the
-nearest ones; given codes, the best scale and offset are a linear regression. Rounding and regression alternate from
-several starts, and the best result wins. The first start is the group's own range, so no group is worse than rounded to
-nearest. Finally, scales and offsets become float16 if the matrix hardly loses by it. Needs no calibration data, like
-HQQ (half-quadratic quantization); the arithmetic is that of llama.cpp's make_qkx2_quants.
+The error of a group x of inputs of one output is |scale * code + offset - x|^2. Given scale and offset, the best codes
+are the nearest ones; given codes, a linear regression gives the best scale and offset. Rounding and regression
+alternate from several starting points, and the best result wins. The first starting point is the group's range, so that
+no group is worse than with rounding to nearest. Finally, scales and offsets are rounded to float16 if that hardly
+increases the matrix's error. Needs no calibration data, like HQQ (half-quadratic quantization); the arithmetic is that
+of llama.cpp's make_qkx2_quants.
 """
 
 from __future__ import annotations
@@ -30,21 +31,17 @@ from pillion.engine.quantized.shards import write_shards
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 
-# Weights quantized at once: fits a core's cache.
-_PIECE_WEIGHTS = 2**18
-# Max relative growth of a matrix's squared error for float16 scales and offsets, which halve their memory.
-_FLOAT16_COST = 0.01
-# Refinement rounds: per start, and for the best result.
-_FIRST_ROUNDS, _LAST_ROUNDS = 1, 3
+# Weights that a thread quantizes at once, so that they fit a core's cache.
+_CHUNK_WEIGHTS = 2**18
 
 
 @dataclass(frozen=True, slots=True)
 class CodeRange:
-    """Codes of a coding: integers from ``least`` to ``most``; ``least`` is 0 with offsets."""
+    """Integer codes that the quantizer uses of a coding: ``lowest``, which is 0 with ``offsets``, to ``highest``."""
 
     coding: str
-    least: int
-    most: int
+    lowest: int
+    highest: int
     offsets: bool
 
 
@@ -57,8 +54,8 @@ CODE_RANGES = {
 
 
 def choose_group_size(columns: int, wanted: int) -> int:
-    """Return the inputs per group: ``wanted``, or its largest half, quarter etc. that divides ``columns``; all inputs
-    if not even 16 does, or if ``wanted`` is 0."""
+    """Return the inputs per group: the largest of ``wanted``, its half, its quarter etc. that divides ``columns`` and
+    is at least 16; ``columns`` if there is none, or if ``wanted`` is 0."""
     group = wanted
     while group >= 16:
         if columns % group == 0:
@@ -70,33 +67,34 @@ def choose_group_size(columns: int, wanted: int) -> int:
 def quantize_matrix(
     weight: torch.Tensor, kind: str, group: int, pool: ThreadPoolExecutor | None = None
 ) -> QuantizedMatrix:
-    """Quantize a matrix [N, K] of finite values to a key ``kind`` of CODE_RANGES. ``group``, the inputs per scale, must
-    divide K; ``pool`` runs the work, None runs it on this thread."""
+    """Quantize a matrix [N, K] of finite values to a key ``kind`` of CODE_RANGES, on the threads of ``pool``, or on
+    this thread. ``group``: inputs per scale, a divisor of K."""
     rows, columns = weight.shape
     levels = CODE_RANGES[kind]
-    step = max(1, _PIECE_WEIGHTS // columns)
-    pieces = range(0, rows, step)
+    step = max(1, _CHUNK_WEIGHTS // columns)
+    chunks = range(0, rows, step)
     codes = torch.empty(2, rows, columns, dtype=torch.uint8)
     scales, offsets = torch.zeros(2, 2, rows, columns // group)
-    errors = torch.zeros(2, len(pieces), dtype=torch.float64)
+    errors = torch.zeros(2, len(chunks), dtype=torch.float64)
 
     def fill(begin: int) -> None:
-        piece = slice(begin, begin + step)
-        # Groups as columns: CPUs reduce over the first dimension fastest.
-        groups = weight[piece].float().reshape(-1, group).t().contiguous()
+        chunk = slice(begin, begin + step)
+        # Groups are columns, since torch reduces over the first dimension fastest on CPUs.
+        groups = weight[chunk].float().reshape(-1, group).t().contiguous()
         best = _best_fit(groups, levels)
         halves = (_without_zeros(best.scale.half().float()), best.offset.half().float())
         for number, fit in enumerate((best, _fit_codes(groups, levels, *halves))):
-            codes[number, piece] = fit.codes.to(torch.int8).t().contiguous().view(torch.uint8).view(-1, columns)
-            scales[number, piece] = fit.scale.view(-1, columns // group)
-            offsets[number, piece] = fit.offset.view(-1, columns // group)
+            codes[number, chunk] = fit.codes.to(torch.int8).t().contiguous().view(torch.uint8).view(-1, columns)
+            scales[number, chunk] = fit.scale.view(-1, columns // group)
+            offsets[number, chunk] = fit.offset.view(-1, columns // group)
             errors[number, begin // step] = fit.error.sum(dtype=torch.float64)
 
-    for _ in map(fill, pieces) if pool is None else pool.map(fill, pieces):
+    for _ in map(fill, chunks) if pool is None else pool.map(fill, chunks):
         pass
-    found = int(errors[1].sum() <= errors[0].sum() * (1 + _FLOAT16_COST))
+    # float16 scales and offsets, which need half the memory, may increase the squared error by 1%.
+    chosen = int(errors[1].sum() <= errors[0].sum() * 1.01)
     # Copies, since views would keep both results alive.
-    parts = (codes[found].clone(), scales[found].clone(), group, offsets[found].clone() if levels.offsets else None)
+    parts = (codes[chosen].clone(), scales[chosen].clone(), group, offsets[chosen].clone() if levels.offsets else None)
     return QuantizedMatrix(levels.coding, *parts)
 
 
@@ -110,7 +108,7 @@ class GroupFit:
     error: torch.Tensor
 
     def keep_better(self, other: GroupFit) -> None:
-        """Take the groups in which ``other`` has a smaller error."""
+        """Replace the groups for which ``other`` has a smaller error."""
         better = other.error < self.error
         for name in ("codes", "scale", "offset", "error"):
             setattr(self, name, torch.where(better, getattr(other, name), getattr(self, name)))
@@ -118,44 +116,44 @@ class GroupFit:
 
 def _best_fit(groups: torch.Tensor, levels: CodeRange) -> GroupFit:
     best = None
-    # Starts of the search: the part of a group's range that the codes span.
+    # Starting points: the share of a group's range that the codes span.
     for reach in (1.0, 0.95, 0.9, 0.85, 0.8, 0.72):
         fit = _fit_codes(groups, levels, *_start(groups, levels, reach))
         if best is None:
             best = fit
         else:
             best.keep_better(fit)
-        for _ in range(_FIRST_ROUNDS):
-            fit = _fit_codes(groups, levels, *_regression(groups, levels, fit))
-            best.keep_better(fit)
+        best.keep_better(_fit_codes(groups, levels, *_regression(groups, levels, fit)))
     assert best is not None
-    for _ in range(_LAST_ROUNDS):
+    # Refinement rounds of the best fit.
+    for _ in range(3):
         best.keep_better(_fit_codes(groups, levels, *_regression(groups, levels, best)))
     return best
 
 
 def _start(groups: torch.Tensor, levels: CodeRange, reach: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scale and offset at which the codes span this share of each group's range."""
+    """Return the scale and offset [G] with which the codes span the share ``reach`` of each group's range."""
     low, high = groups.amin(0), groups.amax(0)
     if not levels.offsets:
-        return _without_zeros(torch.maximum(-low, high) * (reach / levels.most)), torch.zeros_like(low)
-    scale = _without_zeros((high - low) * (reach / levels.most))
-    return scale, (low + high - scale * levels.most) / 2 if reach < 1 else low
+        return _without_zeros(torch.maximum(-low, high) * (reach / levels.highest)), torch.zeros_like(low)
+    scale = _without_zeros((high - low) * (reach / levels.highest))
+    return scale, (low + high - scale * levels.highest) / 2 if reach < 1 else low
 
 
 def _without_zeros(scale: torch.Tensor) -> torch.Tensor:
-    """Replace zero scales, which belong to groups of equal weights, where any scale is right."""
+    """Replace scales of 0, those of groups of equal weights, by 1: any scale is right, but 0 cannot divide."""
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
 def _fit_codes(groups: torch.Tensor, levels: CodeRange, scale: torch.Tensor, offset: torch.Tensor) -> GroupFit:
-    codes = ((groups - offset) / scale).round_().clamp_(levels.least, levels.most)
+    codes = ((groups - offset) / scale).round_().clamp_(levels.lowest, levels.highest)
     error = (codes * scale).add_(offset).sub_(groups).square_().sum(0)
     return GroupFit(codes, scale, offset, error)
 
 
 def _regression(groups: torch.Tensor, levels: CodeRange, fit: GroupFit) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scale and offset of least error for the codes of ``fit``; its own if they are undetermined."""
+    """Return the scale and offset [G] of least error for the codes of ``fit``; those of ``fit`` where it is
+    undetermined."""
     codes, count = fit.codes, groups.shape[0]
     squares, products = codes.square().sum(0), (codes * groups).sum(0)
     if not levels.offsets:
@@ -171,9 +169,9 @@ def _regression(groups: torch.Tensor, levels: CodeRange, fit: GroupFit) -> tuple
 def quantize_folder(source: Path, folder: Path, kind: str, group: int, progress: Progress) -> None:
     """Fill ``folder`` with the files of a plain model folder and quantized linear layers.
 
-    Norms, biases, routers, row gates and the embedding stay plain. The head becomes int8 with a scale per output.
-    Tensors are read one by one, each quantized by torch's number of threads. Raises ConfigError for weights that do not
-    fit the config or are not finite.
+    Norms, biases, routers, row gates and the embedding stay plain. The LM head becomes int8 with a scale per output.
+    Tensors are read one by one, and each is quantized on as many threads as torch uses. Raises ConfigError for weights
+    that do not fit the config or are not finite.
     """
     raw, config = read_json(source / "config.json"), load_config(source)
     for name in TEXT_FILES:
@@ -211,18 +209,16 @@ def quantize_folder(source: Path, folder: Path, kind: str, group: int, progress:
                     writer.add(_stored(tied_head, tensor, "int8", 0, pool))
     finally:
         torch.set_num_threads(threads)
-    words = f"{kind} in groups of {group}" if group else f"{kind}, a scale for each output"
-    rows = {"row_codes": "dynamic"} if kind == "int8-dynamic" else {}
-    raw["quantization_config"] = {"quant_method": OWN_METHOD, "weights": words, **rows}
+    description = f"{kind} in groups of {group}" if group else f"{kind}, a scale for each output"
+    row_codes = {"row_codes": "dynamic"} if kind == "int8-dynamic" else {}
+    raw["quantization_config"] = {"quant_method": OWN_METHOD, "weights": description, **row_codes}
     (folder / "config.json").write_text(json.dumps(raw, indent=2), "utf-8")
 
 
-_MODEL_TABLES = {"embedding", "positions", "token_inputs.embedding", "token_inputs.projection"}
-
-
 def _linear_names(config: ModelConfig) -> set[str]:
-    """Return all checkpoint names of linear layers' matrices, without those that select or weigh rows, such as
-    routers."""
+    """Return all checkpoint names of the linear layers' matrices, without routers and other matrices that are never
+    quantized (Role.EXACT_MATRIX)."""
+    tables = {"embedding", "positions", "token_inputs.embedding", "token_inputs.projection"}
     exact = {
         f"layers.{index}.{tensor.name}"
         for index, operations in enumerate(layers_of(config))
@@ -234,14 +230,15 @@ def _linear_names(config: ModelConfig) -> set[str]:
         for key, checkpoint_names in decoder_tensors(config).items()
         for stacked in checkpoint_names
         for tensor in stacked
-        if len(tensor.shape) > 1 and key not in exact | _MODEL_TABLES and not key.endswith(".bias")
+        if len(tensor.shape) > 1 and key not in exact | tables and not key.endswith(".bias")
     }
 
 
 def _stored(
     name: str, weight: torch.Tensor, kind: str, group: int, pool: ThreadPoolExecutor
 ) -> dict[str, torch.Tensor]:
-    """Quantize a matrix [N, K], or stacked experts [experts, N, K]."""
+    """Return the tensors to store for a matrix [N, K], or for stacked experts [experts, N, K], quantized to ``kind``.
+    Raises ConfigError for NaN and infinities."""
     if not bool(weight.isfinite().all()):
         raise ConfigError(f"{name} contains NaN or infinities")
     *lead, columns = weight.shape

@@ -14,7 +14,7 @@ from pillion.engine.quantized.formats.layout import (
     Headers,
     Part,
     finite,
-    found_in,
+    read_optional,
     stem,
     unpack_halves,
     unstacked_shape,
@@ -23,19 +23,21 @@ from pillion.engine.quantized.quantization import MatrixScheme
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 
+# Limit on the block sizes in a file.
 _MAX_BLOCK_WEIGHTS = 4096
 
 
 class Nf4Layout:
-    """``weight`` uint8 [N * K / 2, 1], the first of two codes in the upper half, and its statistics.
+    """NF4: ``weight`` uint8 [N * K / 2, 1], the first of two codes in the upper half, and its statistics.
 
-    Blocks are runs of codes that ignore row ends. ``absmax`` is a block's largest absolute value: float32, or an index
-    into ``nested_quant_map``, scaled by ``nested_absmax`` of its own block. Block sizes and the ``nested_offset`` to
-    add are JSON in the bytes of ``quant_state.bitsandbytes__nf4``.
+    A block is a run of codes that may continue in the next row. ``absmax`` has the largest absolute value per block:
+    float32, or, with double quantization, an index into ``nested_quant_map``, to scale by the ``nested_absmax`` of a
+    block of indices and to add ``nested_offset`` to. Block sizes and that offset are JSON in the bytes of
+    ``quant_state.bitsandbytes__nf4``.
     """
 
     def marks(self, name: str, headers: Headers) -> bool:
-        # Also match uint8 weights without statistics, so that they are rejected as incomplete.
+        # Also match uint8 weights without statistics, which are then reported as missing.
         return _state(name) in headers or (name in headers and headers[name].dtype == "U8")
 
     def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:
@@ -54,8 +56,8 @@ class Nf4Layout:
         state = _read_state(name, get)
         rows, columns = shape
         count, block = rows * columns, _size(name, state, "blocksize")
-        octets = get(name).contiguous().view(torch.uint8).flatten()
-        if state.get("shape") != [rows, columns] or state.get("quant_type") != "nf4" or len(octets) * 2 != count:
+        packed = get(name).contiguous().view(torch.uint8).flatten()
+        if state.get("shape") != [rows, columns] or state.get("quant_type") != "nf4" or len(packed) * 2 != count:
             raise ConfigError(
                 f"{_state(name)} says {state.get('quant_type')} of {state.get('shape')}, not nf4 of {shape}"
             )
@@ -64,11 +66,11 @@ class Nf4Layout:
         scales = _absmax(name, state, get)
         if len(scales) != -(-count // block):
             raise ConfigError(f"{name}.absmax holds {len(scales)} numbers, not {-(-count // block)}")
-        # A block may span rows; a group size that divides both keeps a group within one block and row.
+        # A block may span rows; a group of this size is within one block and one row.
         group = math.gcd(block, columns)
         return QuantizedMatrix(
             coding="nf4",
-            codes=unpack_halves((octets >> 4) | (octets << 4)).view(rows, columns),
+            codes=unpack_halves((packed >> 4) | (packed << 4)).view(rows, columns),
             scales=scales.repeat_interleave(block // group)[: count // group].view(rows, columns // group),
             group=group,
         )
@@ -97,22 +99,22 @@ def _size(name: str, state: dict[str, Any], key: str) -> int:
 
 def _absmax(name: str, state: dict[str, Any], get: Get) -> torch.Tensor:
     """Return the largest absolute value of each block, float32 [blocks]."""
-    found = get(f"{name}.absmax").flatten()
-    if found.dtype == torch.float32:
-        return finite(f"{name}.absmax", found)
+    absmax = get(f"{name}.absmax").flatten()
+    if absmax.dtype == torch.float32:
+        return finite(f"{name}.absmax", absmax)
     block, offset = _size(name, state, "nested_blocksize"), state.get("nested_offset")
     try:
         table, outer = get(f"{name}.nested_quant_map"), get(f"{name}.nested_absmax").flatten()
     except KeyError as missing:
         raise ConfigError(f"{missing.args[0]} is missing, which {name}.absmax in bytes needs") from None
-    if not isinstance(offset, float) or len(outer) != -(-len(found) // block):
-        raise ConfigError(f"{name}.nested_absmax and nested_offset {offset!r} do not fit {len(found)} blocks")
-    wide = table[found.long()] * outer.repeat_interleave(block)[: len(found)] + offset
-    return finite(f"{name}.nested_absmax", wide)
+    if not isinstance(offset, float) or len(outer) != -(-len(absmax) // block):
+        raise ConfigError(f"{name}.nested_absmax and nested_offset {offset!r} do not fit {len(absmax)} blocks")
+    dequantized = table[absmax.long()] * outer.repeat_interleave(block)[: len(absmax)] + offset
+    return finite(f"{name}.nested_absmax", dequantized)
 
 
 class Int8Layout:
-    """``weight`` int8 [N, K] and ``SCB`` float32 [N], the largest absolute value of each row."""
+    """int8: ``weight`` [N, K] and ``SCB`` float32 [N], the largest absolute value of each row."""
 
     def marks(self, name: str, headers: Headers) -> bool:
         return f"{stem(name)}.SCB" in headers or (name in headers and headers[name].dtype == "I8")
@@ -125,7 +127,7 @@ class Int8Layout:
         )
 
     def read(self, name: str, shape: tuple[int, int], scheme: MatrixScheme, get: Get) -> QuantizedMatrix:
-        order = found_in(f"{stem(name)}.weight_format", get)
+        order = read_optional(f"{stem(name)}.weight_format", get)
         if order is not None and int(order):
             raise ConfigError(f"{stem(name)}.weight_format is {int(order)}; only row order, 0, is supported")
         scales = finite(f"{stem(name)}.SCB", get(f"{stem(name)}.SCB")) / 127

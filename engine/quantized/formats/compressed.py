@@ -1,4 +1,4 @@
-"""Layouts of compressed-tensors and fp8: packed codes, or one per byte, with scales per row, group or block."""
+"""Layouts of compressed-tensors and fp8: codes packed in int32 or one per byte, with scales per row, group or block."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pillion.engine.quantized.formats.layout import (
     Get,
     Headers,
     Part,
-    even,
+    check_symmetric,
     finite,
-    found_in,
     from_unsigned,
     groups_of,
     largest,
+    read_optional,
     unpack,
 )
 from pillion.engine.quantized.quantization import MatrixScheme
@@ -46,43 +46,43 @@ class PackedLayout:
             Part(f"{name}_shape", ("I64", "I32"), [(2,), (*experts, 2), (len(shape),)], optional=True),
             Part(f"{name}_g_idx", ("I32", "I64"), [(*experts, columns)], optional=not scheme.ordered),
         ]
-        # Symmetric files may have all-zero zero points.
+        # Symmetric matrices may have zero points in the file, all of them in the middle of the code range.
         return [*parts, Part(f"{name}_zero_point", ("I32", "I8"), zeros, optional=scheme.symmetric)]
 
     def read(self, name: str, shape: tuple[int, int], scheme: MatrixScheme, get: Get) -> QuantizedMatrix:
         (rows, columns), bits = shape, scheme.bits
-        said = found_in(f"{name}_shape", get)
-        if said is not None and said.dim() == 1 and said.tolist()[-2:] != [rows, columns]:
-            raise ConfigError(f"{name}_shape says {said.tolist()}, not {[rows, columns]}")
+        stored_shape = read_optional(f"{name}_shape", get)
+        if stored_shape is not None and stored_shape.dim() == 1 and stored_shape.tolist()[-2:] != [rows, columns]:
+            raise ConfigError(f"{name}_shape says {stored_shape.tolist()}, not {[rows, columns]}")
         codes = unpack(get(f"{name}_packed"), bits)[:, :columns]
         scales = _scales(f"{name}_scale", get, shape, scheme, 2.0**bits)
-        groups, zeros = found_in(f"{name}_g_idx", get), found_in(f"{name}_zero_point", get)
+        input_groups, zeros = read_optional(f"{name}_g_idx", get), read_optional(f"{name}_zero_point", get)
         order = None
-        # All -1 means no order.
-        if groups is not None and not bool((groups == -1).all()):
-            order = input_order(f"{name}_g_idx", groups, scales.shape[1])
+        # -1 for all inputs means that groups are contiguous.
+        if input_groups is not None and not bool((input_groups == -1).all()):
+            order = input_order(f"{name}_g_idx", input_groups, scales.shape[1])
             codes = codes if order is None else codes[:, order]
         if zeros is not None:
-            old = zeros.dtype == torch.int8
-            if len(zeros) != (rows if old else -(-rows * bits // 32)):
+            is_int8 = zeros.dtype == torch.int8
+            if len(zeros) != (rows if is_int8 else -(-rows * bits // 32)):
                 raise ConfigError(
                     f"{name}_zero_point is {zeros.dtype} {list(zeros.shape)}, which does not fit {rows} rows"
                 )
-            zeros = _shifted(f"{name}_zero_point", zeros, bits) if old else unpack(zeros.t(), bits)[:, :rows].t()
+            zeros = _shifted(f"{name}_zero_point", zeros, bits) if is_int8 else unpack(zeros.t(), bits)[:, :rows].t()
             if scheme.symmetric:
-                even(f"{name}_zero_point", zeros, 2 ** (bits - 1))
+                check_symmetric(f"{name}_zero_point", zeros, 2 ** (bits - 1))
                 zeros = None
         return from_unsigned(codes.contiguous(), bits, scales, zeros, scheme.group, order)
 
 
 class CodesLayout:
-    """``weight`` [N, K] with one code per byte, and ``weight_scale`` (fp8: ``weight_scale_inv``): a scalar, [N, 1],
-    [N, G], or [N / rows, G] for blocks; the last blocks may be partial."""
+    """``weight`` [N, K] with one code per byte, and ``weight_scale`` (or ``weight_scale_inv``): a scalar, [N, 1],
+    [N, G], or [N / rows, G] for blocks of ``rows`` outputs, of which the last ones may be partial."""
 
     def marks(self, name: str, headers: Headers) -> bool:
-        scaled = f"{name}_scale" in headers or f"{name}_scale_inv" in headers
-        found = headers.get(name)
-        return found is not None and found.dtype not in FLOATS and (scaled or found.dtype in ("I8", "F8_E4M3"))
+        has_scale = f"{name}_scale" in headers or f"{name}_scale_inv" in headers
+        header = headers.get(name)
+        return header is not None and header.dtype not in FLOATS and (has_scale or header.dtype in ("I8", "F8_E4M3"))
 
     def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:
         scales = _scale_shapes(name, shape, scheme)
@@ -98,14 +98,14 @@ class CodesLayout:
         codes = get(name)
         fp8 = scheme.kind == "fp8"
         coding = "fp8_e4m3" if fp8 else "int8"
-        # The last code of either sign is NaN.
+        # The codes 127 and 255 of E4M3 are NaN.
         if fp8 and bool(((codes.view(torch.uint8) & 127) == 127).any()):
             raise ConfigError(f"{name} contains NaN")
-        scale = f"{name}_scale_inv" if found_in(f"{name}_scale_inv", get) is not None else f"{name}_scale"
+        scale = f"{name}_scale_inv" if read_optional(f"{name}_scale_inv", get) is not None else f"{name}_scale"
         scales = _scales(scale, get, shape, scheme, 2 * largest(coding))
-        zeros = found_in(f"{name}_zero_point", get)
+        zeros = read_optional(f"{name}_zero_point", get)
         if zeros is not None and scheme.symmetric:
-            even(f"{name}_zero_point", zeros, 0)
+            check_symmetric(f"{name}_zero_point", zeros, 0)
             zeros = None
         if zeros is not None:
             zeros = _spread(zeros, shape, scheme)
@@ -125,12 +125,12 @@ def _shifted(name: str, numbers: torch.Tensor, bits: int) -> torch.Tensor:
     """Convert signed int8 numbers of ``bits`` bits to unsigned ones. Raises ConfigError for numbers out of range."""
     half = 1 << (bits - 1)
     if int(numbers.min()) < -half or int(numbers.max()) >= half:
-        raise ConfigError(f"{name} holds numbers outside of {-half} to {half - 1}, which {bits} bits do not hold")
+        raise ConfigError(f"{name} holds numbers outside of {-half} to {half - 1}, which do not fit into {bits} bits")
     return (numbers.to(torch.int16) + half).to(torch.uint8)
 
 
 def _scale_shapes(name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> list[tuple[int, ...]]:
-    """Return the allowed shapes of scales. One scale for a matrix may be a scalar, or a vector or matrix of one."""
+    """Return the allowed shapes of a matrix's scales in the file. A single scale may have 0, 1 or 2 dimensions."""
     *experts, rows, columns = shape
     if not scheme.rows:
         return [(*experts, *ones) for ones in ((), (1,), (1, 1))]
@@ -138,16 +138,16 @@ def _scale_shapes(name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> li
         groups = groups_of(name, columns, scheme.group)
         return [(*experts, rows, groups), *([(*experts, rows)] if groups == 1 else [])]
     blocks, groups = -(-rows // scheme.rows), -(-columns // scheme.group)
-    # Model Optimizer keeps the reduced axes of blocks.
+    # Model Optimizer keeps the reduced axes of blocks, of size 1.
     return [(*experts, blocks, groups), (*experts, blocks, 1, groups, 1)]
 
 
-def _scales(name: str, get: Get, shape: tuple[int, int], scheme: MatrixScheme, most: float) -> torch.Tensor:
-    return _spread(finite(name, get(name), most), shape, scheme)
+def _scales(name: str, get: Get, shape: tuple[int, int], scheme: MatrixScheme, max_factor: float) -> torch.Tensor:
+    return _spread(finite(name, get(name), max_factor), shape, scheme)
 
 
 def _spread(values: torch.Tensor, shape: tuple[int, int], scheme: MatrixScheme) -> torch.Tensor:
-    """Broadcast stored scales or zero points to [N, G]."""
+    """Broadcast scales or zero points from their shape in the file to [N, G]."""
     rows = min(scheme.rows or shape[0], shape[0])
     matrix = values.reshape(-(-shape[0] // rows), -1)
     return matrix.repeat_interleave(rows, 0)[: shape[0]].contiguous()

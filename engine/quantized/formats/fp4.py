@@ -23,20 +23,20 @@ from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 
 _CODING = "fp4_e2m1"
-_EXPONENT_BIAS = 127
 
 
 class Nvfp4Layout:
-    """Codes uint8 [N, K / 2], the first of two in the lower half, ``weight_scale`` in E4M3 [N, G], and a factor for all
-    scales of the matrix."""
+    """NVFP4: codes uint8 [N, K / 2], the first of two in the lower half, ``weight_scale`` in E4M3 [N, G], and a float32
+    factor of all scales of the matrix."""
 
     def __init__(self, codes: str, factor: str, *, divides: bool) -> None:
-        """Take the suffixes of the names of the codes and of the factor; ``divides`` if scales are divided by it."""
+        """Set the suffixes of the tensor names of codes and factor; ``divides``: True if scales are to be divided by
+        the factor, False to be multiplied."""
         self._codes, self._factor, self._divides = codes, factor, divides
 
     def marks(self, name: str, headers: Headers) -> bool:
-        found = headers.get(name + self._codes)
-        return found is not None and found.dtype == "U8"
+        header = headers.get(name + self._codes)
+        return header is not None and header.dtype == "U8"
 
     def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:
         rows, columns = unstacked_shape(name, shape)
@@ -64,8 +64,8 @@ class PackedMxfp4Layout:
     ``weight_scale`` uint8 [N, G], the exponents."""
 
     def marks(self, name: str, headers: Headers) -> bool:
-        found = headers.get(f"{name}_packed")
-        return found is not None and found.dtype == "U8"
+        header = headers.get(f"{name}_packed")
+        return header is not None and header.dtype == "U8"
 
     def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:
         rows, columns = unstacked_shape(name, shape)
@@ -88,9 +88,9 @@ class Mxfp4Layout:
         return any(part in headers for part in _names(name))
 
     def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:
-        *lead, columns = shape
+        *leading, columns = shape
         blocks, scales = _names(name)
-        groups = (*lead, groups_of(name, columns, scheme.group))
+        groups = (*leading, groups_of(name, columns, scheme.group))
         return Part(blocks, ("U8",), [(*groups, scheme.group // 2)]), Part(scales, ("U8",), [groups])
 
     def read(self, name: str, shape: tuple[int, int], scheme: MatrixScheme, get: Get) -> QuantizedMatrix:
@@ -100,8 +100,9 @@ class Mxfp4Layout:
 
 
 def _powers(name: str, get: Get) -> torch.Tensor:
-    """Read exponents and return their powers of two, float32. Raises ConfigError for NaN."""
-    exponents = get(name).view(torch.uint8).int() - _EXPONENT_BIAS
+    """Read E8M0 exponents and return the powers of two, float32. Raises ConfigError for NaN."""
+    # 127 is the bias of E8M0.
+    exponents = get(name).view(torch.uint8).int() - 127
     powers = torch.ldexp(torch.ones(exponents.shape, dtype=torch.float64), exponents)
     return finite(name, powers, largest(_CODING))
 

@@ -1,4 +1,5 @@
-"""Layouts awq and gptq: codes packed in int32 along outputs or inputs, with scales and zero points of groups."""
+"""Layouts awq and gptq: codes packed in int32 along outputs (awq) or inputs (gptq), with scales and zero points per
+group."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from pillion.engine.quantized.formats.layout import (
     Get,
     Headers,
     Part,
-    even,
+    check_symmetric,
     finite,
-    found_in,
     from_unsigned,
     groups_of,
+    read_optional,
     stem,
     unpack,
     unstacked_shape,
@@ -25,12 +26,12 @@ from pillion.engine.quantized.quantization import MatrixScheme
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 
-# AWQ's interleaving: nibble of each of the eight outputs in a word.
+# Position of each of the eight outputs of an int32 in AWQ, in nibbles from the lowest.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class AwqLayout:
-    """``qweight`` int32 [K, N / 8], ``qzeros`` int32 [G, N / 8] and ``scales`` [G, N]."""
+    """AWQ: ``qweight`` int32 [K, N / 8], ``qzeros`` int32 [G, N / 8] and ``scales`` [G, N]."""
 
     def marks(self, name: str, headers: Headers) -> bool:
         return f"{stem(name)}.qweight" in headers
@@ -47,26 +48,26 @@ class AwqLayout:
     def read(self, name: str, shape: tuple[int, int], scheme: MatrixScheme, get: Get) -> QuantizedMatrix:
         module = stem(name)
         scales = finite(f"{module}.scales", get(f"{module}.scales"), 16.0).t().contiguous()
-        words = found_in(f"{module}.qzeros", get)
-        zeros = None if words is None else _in_order(words)
-        return from_unsigned(_in_order(get(f"{module}.qweight")), 4, scales, zeros, scheme.group)
+        words = read_optional(f"{module}.qzeros", get)
+        zeros = None if words is None else _unpack_awq(words)
+        return from_unsigned(_unpack_awq(get(f"{module}.qweight")), 4, scales, zeros, scheme.group)
 
 
-def _in_order(words: torch.Tensor) -> torch.Tensor:
-    """Unpack int32 [R, N / 8] -> uint8 [N, R]."""
-    turned = words.t().contiguous()
-    codes = torch.empty(len(turned), 8, len(words), dtype=torch.uint8)
-    for output, place in enumerate(_AWQ_ORDER):
-        codes[:, output] = (turned >> (4 * place)) & 15
+def _unpack_awq(words: torch.Tensor) -> torch.Tensor:
+    """Unpack AWQ's int32 [R, N / 8] -> uint8 [N, R]."""
+    transposed = words.t().contiguous()
+    codes = torch.empty(len(transposed), 8, len(words), dtype=torch.uint8)
+    for output, position in enumerate(_AWQ_ORDER):
+        codes[:, output] = (transposed >> (4 * position)) & 15
     return codes.flatten(0, 1)
 
 
 class GptqLayout:
-    """``qweight`` int32 [K * bits / 32, N], ``qzeros`` int32 [G, N * bits / 32], ``scales`` [G, N] and, with act-order,
-    ``g_idx`` int32 [K], the group of each input."""
+    """GPTQ: ``qweight`` int32 [K * bits / 32, N], ``qzeros`` int32 [G, N * bits / 32], ``scales`` [G, N] and, with
+    act-order, ``g_idx`` int32 [K], the group of each input."""
 
     def __init__(self, zeros_less_by: int) -> None:
-        """``zeros_less_by`` is subtracted from zero points before packing in this version of the format."""
+        """Set the version of the format: its files have zero points less ``zeros_less_by``."""
         self._zeros_less_by = zeros_less_by
 
     def marks(self, name: str, headers: Headers) -> bool:
@@ -89,8 +90,8 @@ class GptqLayout:
         zeros = unpack(get(f"{module}.qzeros"), bits).t()
         zeros = (zeros + self._zeros_less_by) & (2**bits - 1)
         if scheme.symmetric:
-            even(f"{module}.qzeros", zeros, 2 ** (bits - 1))
-        groups = found_in(f"{module}.g_idx", get)
+            check_symmetric(f"{module}.qzeros", zeros, 2 ** (bits - 1))
+        groups = read_optional(f"{module}.g_idx", get)
         order = None if groups is None else input_order(f"{module}.g_idx", groups, scales.shape[1])
         if order is not None:
             codes = codes[:, order]
@@ -98,8 +99,8 @@ class GptqLayout:
 
 
 def input_order(name: str, groups: torch.Tensor, count: int) -> torch.Tensor | None:
-    """Return the inputs sorted by group, int64 [K]; None if already sorted. Raises ConfigError unless the ``count``
-    groups are of equal size."""
+    """Return the indices of the inputs, int64 [K], sorted by ``groups``, the group of each input; None if groups are
+    contiguous and in order. Raises ConfigError unless there are ``count`` groups of equal size."""
     size = len(groups) // count
     if int(groups.min()) < 0 or int(groups.max()) >= count:
         raise ConfigError(f"{name} names groups outside of 0 to {count - 1}")

@@ -35,7 +35,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "mxfp4": Mxfp4Layout(),
     "packed_mxfp4": PackedMxfp4Layout(),
 }
-# Statistics of activations that some producers store; never read.
+# Names of statistics of activations that some producers store with a matrix; never read.
 _ACTIVATION_STATISTICS = (
     "input_scale",
     "input_zero_point",
@@ -47,16 +47,16 @@ _ACTIVATION_STATISTICS = (
 
 
 def format_of(config: ModelConfig) -> WeightFormat | None:
-    """Return the format of a model's quantized matrices; None if all of them are plain."""
+    """Return the format of a model's quantized matrices; None if its config has no quantization."""
     quantization = config.quantization
     if quantization is None:
         return None
-    own = quantization.method == OWN_METHOD
-    return PillionFormat(quantization.row_codes) if own else ConfiguredFormat(quantization)
+    is_own = quantization.method == OWN_METHOD
+    return PillionFormat(quantization.row_codes) if is_own else ConfiguredFormat(quantization)
 
 
 class ConfiguredFormat:
-    """:class:`WeightFormat` that chooses each matrix's layout by the config's schemes."""
+    """:class:`WeightFormat` of other producers, with a layout for each matrix by the config's schemes."""
 
     def __init__(self, quantization: Quantization) -> None:
         self._words = quantization.words
@@ -74,7 +74,9 @@ class ConfiguredFormat:
         parts = LAYOUTS[scheme.layout].parts(name, shape, scheme)
         for part in parts:
             _check(part, headers, self._words)
-        names = [part.name for part in parts] + [_statistic_name(name, noted) for noted in _ACTIVATION_STATISTICS]
+        names = [part.name for part in parts] + [
+            _statistic_name(name, statistic) for statistic in _ACTIVATION_STATISTICS
+        ]
         return tuple(part for part in names if part in headers)
 
     def read(self, name: str, shape: tuple[int, int], get: Callable[[str], torch.Tensor]) -> QuantizedMatrix:
@@ -87,27 +89,30 @@ class ConfiguredFormat:
     def _scheme(self, module: str) -> MatrixScheme | None:
         """Return the first scheme whose pattern matches a module's name; None if there is none."""
         if module not in self._schemes:
-            # Configs of multimodal models use longer names for the same modules.
+            # Patterns of multimodal models may include the prefix of the language model.
             names = (module, f"language_model.{module}", re.sub("^model[.]", "model.language_model.", module))
-            found = (scheme for pattern, scheme in self._patterns if any(map(pattern.match, names)))
-            self._schemes[module] = next(found, None)
+            matching = (scheme for pattern, scheme in self._patterns if any(map(pattern.match, names)))
+            self._schemes[module] = next(matching, None)
         return self._schemes[module]
 
 
-def _statistic_name(name: str, noted: str) -> str:
+def _statistic_name(name: str, statistic: str) -> str:
     """Return the name of an activation statistic of the matrix ``name``."""
     module = stem(name)
-    return f"{module}{'_' if module == name else '.'}{noted}"
+    return f"{module}{'_' if module == name else '.'}{statistic}"
 
 
-def _check(part: Part, headers: Headers, words: str) -> None:
+def _check(part: Part, headers: Headers, quantization: str) -> None:
+    """Raise ConfigError if a required tensor is missing, or a tensor has a wrong type or shape."""
     header = headers.get(part.name)
     if header is None:
         if not part.optional and part.instead not in headers:
-            raise ConfigError(f"{part.name} is missing, which a matrix of {words} needs")
+            raise ConfigError(f"{part.name} is missing, which a matrix of {quantization} needs")
         return
     if header.dtype not in part.dtypes:
-        raise ConfigError(f"{part.name} is {header.dtype}, not {' or '.join(part.dtypes)}, for a matrix of {words}")
+        raise ConfigError(
+            f"{part.name} is {header.dtype}, not {' or '.join(part.dtypes)}, for a matrix of {quantization}"
+        )
     if part.shapes and header.shape not in part.shapes:
-        wanted = " or ".join(str(list(shape)) for shape in part.shapes)
-        raise ConfigError(f"{part.name} is {list(header.shape)}, not {wanted}, for a matrix of {words}")
+        expected = " or ".join(str(list(shape)) for shape in part.shapes)
+        raise ConfigError(f"{part.name} is {list(header.shape)}, not {expected}, for a matrix of {quantization}")

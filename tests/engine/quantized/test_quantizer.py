@@ -26,10 +26,10 @@ def rounded_to_nearest(weight: torch.Tensor, kind: str) -> torch.Tensor:
     wide, levels = weight.double(), CODE_RANGES[kind]
     if levels.offsets:
         low, high = wide.aminmax(dim=1, keepdim=True)
-        scale = ((high - low) / levels.most).clamp_min(1e-30)
-        return (((wide - low) / scale).round().clamp(0, levels.most)) * scale + low
-    scale = (wide.abs().amax(1, keepdim=True) / levels.most).clamp_min(1e-30)
-    return (wide / scale).round().clamp(levels.least, levels.most) * scale
+        scale = ((high - low) / levels.highest).clamp_min(1e-30)
+        return (((wide - low) / scale).round().clamp(0, levels.highest)) * scale + low
+    scale = (wide.abs().amax(1, keepdim=True) / levels.highest).clamp_min(1e-30)
+    return (wide / scale).round().clamp(levels.lowest, levels.highest) * scale
 
 
 @st.composite
@@ -56,7 +56,7 @@ def test_no_group_is_worse_than_rounded_to_nearest(weight, kind):
     error = (found.dequantize(torch.float32).double() - weight.double()).square().sum(1)
     plain = (rounded_to_nearest(weight, kind) - weight.double()).square().sum(1)
     # float16 rounds scales and offsets by 2^-12 of them, or by 2^-25, which changes a matrix little.
-    rounding = 32 * (weight.double().abs().amax(1) * 2**-10 + CODE_RANGES[kind].most * 2**-24).square()
+    rounding = 32 * (weight.double().abs().amax(1) * 2**-10 + CODE_RANGES[kind].highest * 2**-24).square()
     assert bool((error <= plain * (1 + 1e-4) + rounding).all())
     rounding = 32 * (weight.double().abs().amax(1) * 2**-22).square()
     assert float(error.sum()) <= float((plain + rounding).sum()) * 1.011
