@@ -3,8 +3,8 @@
 The same tensor has different names in different families and versions: three projections or one fused (Phi-3), one
 tensor per expert or one for all experts of a layer (transformers 5), and the names of the published files or of
 transformers' class (``save_pretrained(save_original_format=False)``). A decoder tensor therefore has alternatives of
-*checkpoint names*: each is a list of checkpoint tensors that form it when stacked along their first dimension. The
-first complete alternative is used. Pickles and code are never read.
+*checkpoint names*, each a list of checkpoint tensors to stack along their first dimension. The first alternative whose
+tensors all exist is used. Pickles and code are never read.
 """
 
 from __future__ import annotations
@@ -29,30 +29,43 @@ from pillion.engine.quantized.formats.table import format_of
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import Matrix, plain, stack_rows
 
-# Names that are skipped: leftovers of old checkpoints, and the vision and audio parts of multimodal models.
-_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias", "attn.bias", "attention.bias", "causal_mask")
-# Scales of an 8-bit KV cache; Pillion's has more bits, or its own scales.
-_KV_SCALE_SUFFIXES = (".kv_scale", *(f".{kind}_{part}" for kind in "qkv" for part in ("scale", "zero_point")))
-_VISION_PREFIXES = (
-    *("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "mm_projector.", "vision_embedder."),
-    "embed_vision.",
-    *("audio_tower.", "embed_audio.", "image_newline", "connector.", "visual_embeddings_table."),
-    *("vision_encoder.", "vision_projection.", "vision_projector.", "vision_embed_tokens.", "high_res_vision_"),
-    *("aligner.", "projector.", "merger.", "mlp1.", "image_tower.", "video_tower."),
-    *("generation_embeddings.", "generation_aligner.", "generation_head.", "vqmodel."),
+# Names that are skipped: tensors of old versions of transformers, and scales of an 8-bit KV cache, since Pillion's has
+# more bits, or its own scales.
+_IGNORED_SUFFIXES = (
+    *("rotary_emb.inv_freq", "masked_bias", "attn.bias", "attention.bias", "causal_mask", ".kv_scale"),
+    *(f".{kind}_{part}" for kind in "qkv" for part in ("scale", "zero_point")),
 )
-_IGNORED_PREFIXES = (*_VISION_PREFIXES, *(f"model.{prefix}" for prefix in _VISION_PREFIXES))
+# Tensors of multimodal models outside of the text model.
+_IGNORED_PREFIXES = tuple(
+    outer + prefix
+    for outer in ("", "model.")
+    for prefix in (
+        *("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "mm_projector.", "vision_embedder."),
+        "embed_vision.",
+        *("audio_tower.", "embed_audio.", "image_newline", "connector.", "visual_embeddings_table."),
+        *("vision_encoder.", "vision_projection.", "vision_projector.", "vision_embed_tokens.", "high_res_vision_"),
+        *("aligner.", "projector.", "merger.", "mlp1.", "image_tower.", "video_tower."),
+        *("generation_embeddings.", "generation_aligner.", "generation_head.", "vqmodel."),
+    )
+)
 # Prefixes of the language model in multimodal models, in transformers 4 and 5.
 _TEXT_PREFIXES = ("language_model.model.", "model.language_model.", "model.text_model.")
+# Max layers for multi-token prediction after the last layer of a model.
 _MAX_DRAFT_LAYERS = 8
+# Names to list in an error.
 _LISTED_NAMES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
-    """Name and shape of a checkpoint's tensor. ``part``: the entry of its first dimension to read; None reads all.
-    ``transposed``: a plain tensor has its last two dimensions swapped in the file; None if only its shape can decide.
-    ``optional``: a checkpoint may lack it."""
+    """A tensor to read from a checkpoint.
+
+    Attributes:
+        shape: of the whole tensor, as the decoder needs it.
+        part: the entry of its first dimension to read; None reads all.
+        transposed: True if a plain tensor has its last two dimensions swapped in the file; None if its shape decides.
+        optional: True if a checkpoint may lack it.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -62,7 +75,7 @@ class CheckpointTensor:
 
     @property
     def plain_shape(self) -> tuple[int, ...]:
-        """Shape of a plain tensor in the file."""
+        """Shape in the file, if the tensor is plain."""
         return (*self.shape[:-2], *self.shape[:-3:-1]) if self.transposed else self.shape
 
 
@@ -70,7 +83,8 @@ StackedTensors = tuple[CheckpointTensor, ...]
 
 
 def decoder_tensors(config: ModelConfig) -> dict[str, tuple[StackedTensors, ...]]:
-    """Return the checkpoint names of every tensor of the model, by the decoder's name (``layers.3.qkv.weight``)."""
+    """Return the alternatives of checkpoint tensors for every tensor of the model, by the decoder's name
+    (``layers.3.qkv.weight``)."""
     wanted = {"embedding": _named("model.embed_tokens.weight", config.vocab_size, config.hidden_size)}
     for key, checkpoint_names in layer_checkpoint_names((Norm(norm(config, "final_norm", "norm")),)).items():
         wanted[key] = tuple(_of_model(stacked, "model.") for stacked in checkpoint_names)
@@ -86,34 +100,37 @@ def decoder_tensors(config: ModelConfig) -> dict[str, tuple[StackedTensors, ...]
     family = FAMILIES[config.family]
     if family.turned:
         layers = {key for key in wanted if key.startswith("layers.")}
-        wanted |= {key: tuple(_turned(stacked) for stacked in wanted[key]) for key in layers}
+        wanted |= {key: tuple(_transposed(stacked) for stacked in wanted[key]) for key in layers}
     if family.first_position is not None:
         rows = config.max_position_embeddings + family.first_position
         wanted["positions"] = _named("model.embed_positions.weight", rows, config.hidden_size)
     if config.token_inputs is not None:
         width, tokens = config.token_inputs.width, config.token_inputs.vocab_size
-        every, name = config.num_layers * width, "model.per_layer_model_projection.weight"
-        wanted["token_inputs.embedding"] = _named("model.embed_tokens_per_layer.weight", tokens, every)
-        wanted["token_inputs.projection"] = _named(name, every, config.hidden_size)
+        table_width, name = config.num_layers * width, "model.per_layer_model_projection.weight"
+        wanted["token_inputs.embedding"] = _named("model.embed_tokens_per_layer.weight", tokens, table_width)
+        wanted["token_inputs.projection"] = _named(name, table_width, config.hidden_size)
         wanted["token_inputs.norm"] = _named("model.per_layer_projection_norm.weight", width)
     return {key: _in_files(checkpoint_names, config) for key, checkpoint_names in wanted.items()}
 
 
-def _turned(stacked: StackedTensors) -> StackedTensors:
+def _transposed(stacked: StackedTensors) -> StackedTensors:
     return tuple(replace(tensor, transposed=len(tensor.shape) > 1) for tensor in stacked)
 
 
 def _in_files(checkpoint_names: tuple[StackedTensors, ...], config: ModelConfig) -> tuple[StackedTensors, ...]:
-    """Rename tensors to the family's names in checkpoints, and append transformers' own names as alternatives where
-    they differ."""
+    """Rename tensors to the family's names in checkpoints, and append alternatives with the names in transformers'
+    class if these differ."""
     family = FAMILIES[config.family]
-    named = [_renamed(stacked, family.in_files) for stacked in checkpoint_names]
-    own = [_renamed(stacked, family.in_models) for stacked in named] if family.model_names else []
-    return (*named, *(stacked for stacked, known in zip(own, named, strict=False) if stacked is not known))
+    in_files = [_renamed(stacked, family.in_files) for stacked in checkpoint_names]
+    in_models = [_renamed(stacked, family.in_models) for stacked in in_files] if family.model_names else []
+    return (
+        *in_files,
+        *(stacked for stacked, original in zip(in_models, in_files, strict=False) if stacked is not original),
+    )
 
 
 def _renamed(stacked: StackedTensors, rename: Callable[[str], str]) -> StackedTensors:
-    """Return the tensors renamed; the same object if no name changes."""
+    """Return the renamed tensors; ``stacked`` itself if no name changes."""
     names = [rename(tensor.name) for tensor in stacked]
     if all(name == tensor.name for name, tensor in zip(names, stacked, strict=True)):
         return stacked
@@ -125,8 +142,9 @@ def _of_model(stacked: StackedTensors, prefix: str) -> StackedTensors:
 
 
 def layer_checkpoint_names(operations: Layer) -> dict[str, tuple[StackedTensors, ...]]:
-    """Return the checkpoint names of every tensor of a layer, relative to the layer. Keys of a linear layer end with
-    "weight" or "bias", those of an expert contain its number: ``qkv.bias``, ``experts.3.gate_up``."""
+    """Return the alternatives of checkpoint tensors, with names relative to the layer, for every tensor of a layer. The
+    keys of linear layers end with "weight" or "bias", those of experts contain their number: ``qkv.bias``,
+    ``experts.3.gate_up``."""
     wanted: dict[str, tuple[StackedTensors, ...]] = {}
     for tensor in tensors_of(operations):
         if tensor.experts:
@@ -139,7 +157,8 @@ def layer_checkpoint_names(operations: Layer) -> dict[str, tuple[StackedTensors,
             checkpoint_names = _stacked_tensors(tensor, "" if is_vector else tensor.suffix)
             if tensor.optional:
                 checkpoint_names = tuple(
-                    tuple(replace(each, optional=True) for each in stacked) for stacked in checkpoint_names
+                    tuple(replace(checkpoint_tensor, optional=True) for checkpoint_tensor in stacked)
+                    for stacked in checkpoint_names
                 )
             wanted[tensor.name] = checkpoint_names
             if tensor.bias:
@@ -152,27 +171,33 @@ def _stacked_tensors(tensor: LayerTensor, suffix: str, number: int = 0) -> tuple
     if tensor.role is Role.TAPS:
         # Depthwise convolutions have one input channel.
         columns = [1, *columns]
-    before, behind = tensor.ones
-    if before or behind:
+    ones_before, ones_after = tensor.ones
+    if ones_before or ones_after:
         (names,) = tensor.checkpoint_names
-        return ((CheckpointTensor(names[0] + suffix, (*[1] * before, rows, *[1] * behind)),),)
+        return ((CheckpointTensor(names[0] + suffix, (*[1] * ones_before, rows, *[1] * ones_after)),),)
     of_heads = tensor.role is Role.HEAD_NORM and not tensor.by_head
     columns = [] if suffix == ".bias" and not of_heads else columns
-    sizes, found = [piece.in_files for piece in tensor.rows], []
+    sizes, alternatives = [piece.in_files for piece in tensor.rows], []
     for names in tensor.checkpoint_names:
-        first = [[]] * len(names) if of_heads else [[sum(sizes[own])] for own in tensor.pieces_of(names)]
-        found.append(
+        row_shapes = [[]] * len(names) if of_heads else [[sum(sizes[pieces])] for pieces in tensor.pieces_of(names)]
+        alternatives.append(
             tuple(
-                CheckpointTensor(name.format(number) + suffix, (*row, *columns))
-                for name, row in zip(names, first, strict=True)
+                CheckpointTensor(name.format(number) + suffix, (*row_shape, *columns))
+                for name, row_shape in zip(names, row_shapes, strict=True)
             )
         )
         if tensor.role is Role.TAPS and len(names) > 1:
-            # transformers 5 splits a fused tensor into equal parts, whatever the channels per part.
-            most = -(-rows // len(names))
-            cut = [min(most, rows - most * part) for part in range(len(names))]
-            found.append(tuple(replace(each, shape=(own, *columns)) for each, own in zip(found[-1], cut, strict=True)))
-    return tuple(found)
+            # transformers 5 splits a fused tensor into equal parts, even if its pieces have unequal numbers of
+            # channels.
+            part_rows = -(-rows // len(names))
+            part_sizes = [min(part_rows, rows - part_rows * part) for part in range(len(names))]
+            alternatives.append(
+                tuple(
+                    replace(part_tensor, shape=(size, *columns))
+                    for part_tensor, size in zip(alternatives[-1], part_sizes, strict=True)
+                )
+            )
+    return tuple(alternatives)
 
 
 def _of_experts(tensor: LayerTensor) -> dict[str, tuple[StackedTensors, ...]]:
@@ -194,7 +219,7 @@ def _named(name: str, *shape: int) -> tuple[StackedTensors, ...]:
 
 
 class TensorSource(Protocol):
-    """Source of tensors by the decoder's names; :class:`Checkpoint` reads real checkpoints."""
+    """Source of tensors by the decoder's names, e.g. a :class:`Checkpoint`."""
 
     def has(self, key: str) -> bool: ...
     def load(self, key: str, dtype: torch.dtype) -> torch.Tensor: ...
@@ -203,78 +228,78 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """Tensor of an open file. Methods raise ConfigError, with the file's name, for an unusable one."""
+    """A tensor in an open safetensors file. Methods raise ConfigError, with file and tensor, if it cannot be used."""
 
     handle: Any
     name: str
     path: Path
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """File and tensor name, for errors."""
         return f"{self.path}: {self.name}"
 
     @property
     def header(self) -> TensorHeader:
-        found = self.handle.get_slice(self.name)
-        return TensorHeader(found.get_dtype(), tuple(found.get_shape()))
+        view = self.handle.get_slice(self.name)
+        return TensorHeader(view.get_dtype(), tuple(view.get_shape()))
 
     def check(self, shape: tuple[int, ...]) -> None:
         """Raise ConfigError unless the tensor has this shape and a float type."""
         header = self.header
         if header.shape != shape:
-            raise ConfigError(f"{self.place} is {list(header.shape)}, but config.json requires {list(shape)}")
+            raise ConfigError(f"{self.location} is {list(header.shape)}, but config.json requires {list(shape)}")
         if header.dtype not in FLOATS:
-            raise ConfigError(f"{self.place} is {header.dtype}; only {', '.join(FLOATS)} are supported")
+            raise ConfigError(f"{self.location} is {header.dtype}; only {', '.join(FLOATS)} are supported")
 
     def read(self, part: int | None = None) -> torch.Tensor:
         """Return the tensor as stored, or one entry of its first dimension."""
-        found: torch.Tensor = (
+        tensor: torch.Tensor = (
             self.handle.get_tensor(self.name) if part is None else self.handle.get_slice(self.name)[part]
         )
-        return found
+        return tensor
 
     def numbers(self, dtype: torch.dtype, part: int | None = None) -> torch.Tensor:
-        """Return the tensor, or one entry of it, cast to ``dtype``. Raises ConfigError for NaN or infinities, which
-        would make every answer nonsense."""
+        """Return the tensor, or one entry of its first dimension, cast to ``dtype``. Raises ConfigError for NaN and
+        infinities, which would make every answer nonsense."""
         tensor = self.read(part).to(dtype)
         if not finite(tensor):
-            raise ConfigError(f"{self.place} contains NaN or infinities in {str(dtype).removeprefix('torch.')}")
+            raise ConfigError(f"{self.location} contains NaN or infinities in {str(dtype).removeprefix('torch.')}")
         return tensor
 
 
 class Checkpoint:
-    """Open weight files of a folder, checked against a config. Tensors are views of mapped files.
+    """The open weight files of a decoder, checked against its config. Tensors are views of mapped files.
 
-    ``chooses_tokens``: True if the model has an lm_head. Classifiers have none, nor do files saved without one, unless
-    it is tied to the embedding.
-    that was saved without its head, unless that is the embedding.
+    ``chooses_tokens``: True if the model has an LM head, in its own tensor or tied to the embedding. Classifiers have
+    none.
     """
 
     def __init__(self, folder: Path, config: ModelConfig, handles: dict[str, FileTensor], *, within: bool) -> None:
-        """Take ``handles``, the tensors of all files by plain name; ``within`` if the files lack the wrapper model.
-        Raises ConfigError if they do not fit the config."""
+        """Choose the tensors of the model among ``handles``, those of all files by plain name. ``within``: True if the
+        files were saved from the model inside of the class with the head. Raises ConfigError if they do not fit the
+        config."""
         self._folder = folder
         self._family = config.family
-        # Layers after the last one are for multi-token prediction, in families that have it.
-        behind = [rf"model\.layers\.{config.num_layers + more}\." for more in range(_MAX_DRAFT_LAYERS)]
+        # In families with multi-token prediction, layers after the last one are for it.
+        draft_layers = [rf"model\.layers\.{config.num_layers + number}\." for number in range(_MAX_DRAFT_LAYERS)]
         drafting = FAMILIES[config.family].draft_layers
-        self._draft_tokens = re.compile("|".join((r"(model\.)?mtp", *behind)) if drafting else r"(?!)")
-        # Layers that share the KV of another layer may keep unused projections from training.
+        self._draft_names = re.compile("|".join((r"(model\.)?mtp", *draft_layers)) if drafting else r"(?!)")
+        # Layers that read another layer's KV may have key and value projections, left over from training.
         idle = "|".join(str(layer) for layer, source in enumerate(config.kv_sources) if layer != source)
         self._idle = re.compile(rf"model\.layers\.({idle})\.self_attn\.[kv]_(proj|norm)\." if idle else r"(?!)")
         self._handles = handles
         self._format: WeightFormat | None = format_of(config)
-        self._headers = {plain_name: found.header for plain_name, found in handles.items()}
+        self._headers = {plain_name: tensor.header for plain_name, tensor in handles.items()}
         # Plain name -> names of the quantized tensors that replace it.
-        self._stored: dict[str, tuple[str, ...]] = {}
+        self._stored_names: dict[str, tuple[str, ...]] = {}
         wanted = decoder_tensors(config)
         (plain,) = _named("lm_head.weight", config.vocab_size, config.hidden_size)
         head = _in_files((plain,), config)
         self.chooses_tokens = not config.labels
         has_head = any(self._has(tensor) for (tensor,) in head)
         if config.tie_word_embeddings and not config.labels and has_head:
-            # The config ties the head to the embedding, but a head in the file wins, equal or not.
+            # The config ties the head to the embedding, but a head in the files is used anyway.
             wanted["lm_head"] = head
         elif (within or config.headless) and "lm_head" in wanted and not has_head:
             self.chooses_tokens = False
@@ -286,17 +311,17 @@ class Checkpoint:
         self._check_shapes()
 
     def load(self, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor by the decoder's name, in ``dtype``; a view of the file if nothing has to change. Raises
-        ConfigError for NaN or infinities."""
+        """Return a tensor by the decoder's name, dequantized, in ``dtype``; a view of the file if possible. Raises
+        ConfigError for NaN and infinities."""
         return plain(self.load_matrix(key, dtype), dtype)
 
     def load_matrix(self, key: str, dtype: torch.dtype) -> Matrix:
-        """Return a quantized matrix if the checkpoint has all its parts quantized and compatible, else what
-        :meth:`load` returns."""
+        """Return a matrix by the decoder's name: quantized if all tensors that form it are, in layouts that can be
+        stacked; else what :meth:`load` returns."""
         return stack_rows([self._read(wanted, dtype) for wanted in self._checkpoint_names[key]], dtype)
 
     def _read(self, wanted: CheckpointTensor, dtype: torch.dtype) -> Matrix:
-        if self._stored.get(wanted.name):
+        if self._stored_names.get(wanted.name):
             assert self._format is not None
             rows, columns = wanted.shape[-2:]
             with self._naming_files(wanted.name):
@@ -307,18 +332,18 @@ class Checkpoint:
         return tensor.mT if wanted.transposed else tensor
 
     def tensors(self) -> Iterator[tuple[CheckpointTensor, torch.Tensor]]:
-        """Yield the model's plain tensors as stored."""
-        every = {tensor.name: tensor for stacked in self._checkpoint_names.values() for tensor in stacked}
-        for name, tensor in every.items():
+        """Yield all tensors of the model, which must be plain, as they are in the files."""
+        by_name = {tensor.name: tensor for stacked in self._checkpoint_names.values() for tensor in stacked}
+        for name, tensor in by_name.items():
             yield tensor, self._handles[name].read()
 
     def has(self, key: str) -> bool:
         return key in self._checkpoint_names
 
     def _choose(self, wanted: dict[str, tuple[StackedTensors, ...]]) -> dict[str, StackedTensors]:
-        """Choose the first complete alternative for each tensor; of several with the same names, the one whose shapes
-        fit. Raises ConfigError if a tensor has none; if all parts are missing, the error names the fused one, in
-        families that fuse them."""
+        """Choose the first alternative for each tensor that the files have; of several alternatives with the same
+        names, the one with the shapes in the files. Raises ConfigError if the files have no alternative for a tensor;
+        the error names the alternative with the fewest missing tensors."""
 
         def absent(stacked: StackedTensors) -> list[str]:
             return [tensor.name for tensor in stacked if not self._has(tensor)]
@@ -344,75 +369,74 @@ class Checkpoint:
     def _resolve_transposed(self, chosen: dict[str, StackedTensors]) -> dict[str, StackedTensors]:
         """Decide whether ambiguous tensors are stored transposed.
 
-        A square one does not show it and follows the others: of an expert's two matrices at least one is not square.
-        Raises ConfigError if the tensors disagree.
+        A square matrix is stored like the others: of an expert's two matrices, at least one is not square. Raises
+        ConfigError if some are stored transposed and others not.
         """
-        either = [tensor for stacked in chosen.values() for tensor in stacked if tensor.transposed is None]
-        if not either:
+        ambiguous = [tensor for stacked in chosen.values() for tensor in stacked if tensor.transposed is None]
+        if not ambiguous:
             return chosen
-        ways: dict[bool, str] = {}
-        for way in (True, False):
-            for tensor in (replace(tensor, transposed=way) for tensor in either):
+        examples: dict[bool, str] = {}
+        for is_transposed in (True, False):
+            for tensor in (replace(tensor, transposed=is_transposed) for tensor in ambiguous):
                 header = self._headers.get(tensor.name)
                 if tensor.shape[-1] != tensor.shape[-2] and header and header.shape == tensor.plain_shape:
-                    ways[way] = tensor.name
-        if len(ways) > 1:
+                    examples[is_transposed] = tensor.name
+        if len(examples) > 1:
             raise ConfigError(
-                f"{self._handles[ways[True]].place} is [experts, inputs, outputs], and"
-                f" {self._handles[ways[False]].place} is [experts, outputs, inputs]; save the model again, with"
+                f"{self._handles[examples[True]].location} is [experts, inputs, outputs], and"
+                f" {self._handles[examples[False]].location} is [experts, outputs, inputs]; save the model again, with"
                 " both in one layout"
             )
-        way = next(iter(ways), True)
+        is_transposed = next(iter(examples), True)
         return {
-            key: tuple(replace(each, transposed=way) if each.transposed is None else each for each in stacked)
+            key: tuple(replace(one, transposed=is_transposed) if one.transposed is None else one for one in stacked)
             for key, stacked in chosen.items()
         }
 
     def _has(self, wanted: CheckpointTensor) -> bool:
-        """Return whether the files have a tensor, plain or quantized."""
-        if self._format is not None and wanted.name not in self._stored and len(wanted.shape) > 1:
+        """Return whether the files have a tensor, plain or quantized. Finds the tensors of a quantized matrix."""
+        if self._format is not None and wanted.name not in self._stored_names and len(wanted.shape) > 1:
             with self._naming_files(wanted.name):
-                self._stored[wanted.name] = self._format.stored(wanted.name, wanted.shape, self._headers)
-        return bool(self._stored.get(wanted.name)) or wanted.name in self._handles
+                self._stored_names[wanted.name] = self._format.stored(wanted.name, wanted.shape, self._headers)
+        return bool(self._stored_names.get(wanted.name)) or wanted.name in self._handles
 
     @contextmanager
     def _naming_files(self, name: str) -> Iterator[None]:
-        """Prefix ConfigErrors of a weight format with the file of a matrix, or with the folder if several files have
-        parts of it."""
+        """Prefix ConfigErrors of a weight format with the file of the matrix ``name``, or with the folder if its
+        tensors are in several files."""
         try:
             yield
         except ConfigError as error:
             module = name.removesuffix(".weight")
-            paths = {found.path for plain_name, found in self._handles.items() if plain_name.startswith(module)}
-            place = paths.pop() if len(paths) == 1 else self._folder
-            raise ConfigError(f"{place}: {error.message}") from None
+            paths = {tensor.path for plain_name, tensor in self._handles.items() if plain_name.startswith(module)}
+            location = paths.pop() if len(paths) == 1 else self._folder
+            raise ConfigError(f"{location}: {error.message}") from None
 
     def _check_names(self) -> None:
+        """Raise ConfigError for a tensor that the model does not have, and that is not known to be ignored."""
         wanted = {tensor.name for stacked in self._checkpoint_names.values() for tensor in stacked}
-        known = wanted.union(*(self._stored.get(name, ()) for name in wanted))
-        left = (
-            name for name in self._handles.keys() - known if not name.endswith(_IGNORED_SUFFIXES + _KV_SCALE_SUFFIXES)
-        )
+        known = wanted.union(*(self._stored_names.get(name, ()) for name in wanted))
+        extra = (name for name in self._handles.keys() - known if not name.endswith(_IGNORED_SUFFIXES))
         idle = FAMILIES[self._family].idle
-        left = (name for name in left if not self._draft_tokens.match(name) and not self._idle.match(name))
-        left = (name for name in left if not re.match(idle, name))
-        unknown = sorted(name for name in left if not self._is_idle_bias(name))
+        extra = (name for name in extra if not self._draft_names.match(name) and not self._idle.match(name))
+        extra = (name for name in extra if not re.match(idle, name))
+        unknown = sorted(name for name in extra if not self._is_idle_bias(name))
         if unknown:
             paths = {self._handles[name].path for name in unknown}
-            place = paths.pop() if len(paths) == 1 else self._folder
-            raise ConfigError(f"{place} holds {format_names(unknown)}, which a {self._family} model does not have")
+            location = paths.pop() if len(paths) == 1 else self._folder
+            raise ConfigError(f"{location} holds {format_names(unknown)}, which a {self._family} model does not have")
 
     def _is_idle_bias(self, name: str) -> bool:
-        """Return whether a tensor is an all-zero bias beside a quantized matrix; old quantizers add one to every
-        layer."""
-        if not name.endswith(".bias") or not self._stored.get(name.removesuffix("bias") + "weight"):
+        """Return whether a tensor is the all-zero bias of a quantized linear layer without bias: old quantizers add one
+        to every layer."""
+        if not name.endswith(".bias") or not self._stored_names.get(name.removesuffix("bias") + "weight"):
             return False
         return not bool(self._handles[name].read().any())
 
     def _check_shapes(self) -> None:
         shapes = {tensor.name: tensor.plain_shape for stacked in self._checkpoint_names.values() for tensor in stacked}
         for plain_name, shape in shapes.items():
-            if not self._stored.get(plain_name):
+            if not self._stored_names.get(plain_name):
                 self._handles[plain_name].check(shape)
 
 
@@ -421,27 +445,30 @@ def open_files(folder: Path) -> Iterator[dict[str, FileTensor]]:
     """Open a folder's weight files and yield their tensors by name. Raises ConfigError for a file that is truncated or
     not safetensors."""
     with ExitStack() as stack:
-        found: dict[str, FileTensor] = {}
+        tensors: dict[str, FileTensor] = {}
         for path in weight_files(folder):
             try:
                 handle = stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
                 size = f"{path.stat().st_size:,} bytes" if path.is_file() else "no file"
                 raise ConfigError(f"{path} ({size}) is truncated, or not a safetensors file: {error}") from None
-            found |= {name: FileTensor(handle, name, path) for name in handle.keys()}  # noqa: SIM118  (it is no mapping)
-        yield found
+            tensors |= {name: FileTensor(handle, name, path) for name in handle.keys()}  # noqa: SIM118  (it is no mapping)
+        yield tensors
 
 
 @contextmanager
 def _open_decoder(folder: Path, config: ModelConfig) -> Iterator[tuple[dict[str, FileTensor], bool]]:
-    """Open a decoder's files and yield its tensors by plain name, and whether the files lack the wrapper model."""
+    """Open a decoder's files and yield its tensors by plain name, and whether the files were saved from the model
+    inside of the class with the head."""
     with open_files(folder) as files:
-        handles = {_plain(name): found for name, found in files.items() if not name.startswith(_IGNORED_PREFIXES)}
+        handles = {_plain(name): tensor for name, tensor in files.items() if not name.startswith(_IGNORED_PREFIXES)}
         prefix, _, embedding = FAMILIES[config.family].in_files("model.embed_tokens.weight").partition(".")
         within = embedding in handles
         if within:
-            kept = ("score.",) if config.labels else ()
-            handles = {name if name.startswith(kept) else f"{prefix}.{name}": found for name, found in handles.items()}
+            unprefixed = ("score.",) if config.labels else ()
+            handles = {
+                name if name.startswith(unprefixed) else f"{prefix}.{name}": tensor for name, tensor in handles.items()
+            }
         yield handles, within
 
 
@@ -455,8 +482,8 @@ def open_checkpoint(folder: Path, config: ModelConfig) -> Iterator[Checkpoint]:
 
 
 def chooses_tokens(folder: Path, config: ModelConfig) -> bool:
-    """Return whether a decoder's files have an lm_head. Raises ConfigError for unreadable files, and for files that do
-    not fit the config if the head may be absent."""
+    """Return whether a decoder has an LM head, in its own tensor or tied to the embedding. Raises ConfigError for
+    unreadable files, and, if only the files decide, for files that do not fit the config."""
     if config.labels or config.tie_word_embeddings:
         return not config.labels
     with _open_decoder(folder, config) as (handles, within):
@@ -465,12 +492,13 @@ def chooses_tokens(folder: Path, config: ModelConfig) -> bool:
 
 
 def finite(tensor: torch.Tensor) -> bool:
-    """Return whether all elements are finite. A sum runs at memory bandwidth; on overflow every element is checked."""
-    return bool(tensor.sum().isfinite()) or all(bool(end.isfinite()) for end in torch.aminmax(tensor))
+    """Return whether all elements are finite. Fast if the sum is finite; otherwise it may have overflowed, and minimum
+    and maximum decide."""
+    return bool(tensor.sum().isfinite()) or all(bool(extreme.isfinite()) for extreme in torch.aminmax(tensor))
 
 
 def _plain(name: str) -> str:
-    # The last two are for files without the wrapper and the head.
+    # The last two prefixes: files saved from the text model inside of the class with the head.
     for prefix in (*_TEXT_PREFIXES, "language_model.", "text_model."):
         if name.startswith(prefix):
             rest = name.removeprefix(prefix)
@@ -482,5 +510,6 @@ def _plain(name: str) -> str:
 
 
 def format_names(names: list[str]) -> str:
+    """Return up to _LISTED_NAMES names, and the number of further ones, for an error."""
     shown = ", ".join(names[:_LISTED_NAMES])
     return shown if len(names) <= _LISTED_NAMES else f"{shown} and {len(names) - _LISTED_NAMES} more tensors"

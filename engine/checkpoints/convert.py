@@ -1,4 +1,4 @@
-"""Model folders made of links and a converted tokenizer."""
+"""Model folders that consist of links to another folder's files and a converted tokenizer."""
 
 from __future__ import annotations
 
@@ -24,49 +24,51 @@ from pillion.engine.models.config_json import read_json
 from pillion.engine.models.config_parser import QUANTIZATION_FILES
 from pillion.errors import ConfigError
 
-# Limits for test-loading a tokenizer; the largest published take 2 s and 1 GiB.
+# Limits of a tokenizer's trial; the largest published tokenizers take 2 s and 1 GiB.
 TRIAL_CPU_S = 60
 TRIAL_WALL_S = 300.0
 TRIAL_MEMORY_BYTES = 4 * 2**30
 _OVER_LIMITS = f"it took more than {TRIAL_CPU_S} s of computing or {TRIAL_MEMORY_BYTES // 2**30} GiB of memory"
 
+# Tokenizer files that transformers can convert.
 OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
 
 
 def link_with_tokenizer(source: Path, folder: Path, progress: Progress, tokenizer: Path | None = None) -> None:
-    """Fill ``folder`` with links to the model in ``source`` and with a tokenizer.json. ``tokenizer`` is the folder of
-    the tokenizer and the chat template; by default ``source``. Raises ConfigError if transformers cannot convert it."""
+    """Fill ``folder`` with links to the files of the model in ``source``, and with a tokenizer.json, converted if
+    necessary. ``tokenizer``: folder of the tokenizer and chat template, by default ``source``. Raises ConfigError if
+    transformers cannot convert the tokenizer."""
     origin = tokenizer or source
     if (origin / "tokenizer.json").is_file():
         _link(origin, folder, TOKENIZER_FILES)
     else:
         _convert(origin, folder, progress)
-    others = ["config.json", *TEXT_FILES, *QUANTIZATION_FILES]
+    names = ["config.json", *TEXT_FILES, *QUANTIZATION_FILES]
     if tokenizer is not None:
-        others = [name for name in others if name not in TOKENIZER_FILES]
-    _link(source, folder, (*others, *(path.name for path in (*weight_files(source), *index_files(source)))))
+        names = [name for name in names if name not in TOKENIZER_FILES]
+    _link(source, folder, (*names, *(path.name for path in (*weight_files(source), *index_files(source)))))
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFacts:
-    """Result of a tokenizer's trial. ``end_id``: id of tokenizer_config.json's eos_token, None if unknown;
-    ``largest_id``: -1 for a tokenizer without tokens."""
+    """Result of a tokenizer's trial: id of the eos_token of tokenizer_config.json, None if there is none, and the
+    largest id, -1 for a tokenizer without tokens."""
 
     end_id: int | None
     largest_id: int
 
 
 def try_tokenizer(folder: Path) -> TokenizerFacts:
-    """Try a folder's tokenizer.json in a process with limited memory and time. Raises ConfigError if it is unreadable
-    or exceeds them."""
+    """Load and use a folder's tokenizer.json in a process with limited memory and time. Raises ConfigError if that
+    fails or exceeds a limit."""
     path, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    end = read_json(config).get("eos_token") if config.is_file() else None
-    end = end.get("content") if isinstance(end, dict) else end
-    setup = {
+    eos_token = read_json(config).get("eos_token") if config.is_file() else None
+    eos_token = eos_token.get("content") if isinstance(eos_token, dict) else eos_token
+    settings = {
         "path": str(path),
         "cpu_s": TRIAL_CPU_S,
         "memory_bytes": TRIAL_MEMORY_BYTES,
-        "end": end if isinstance(end, str) else None,
+        "end": eos_token if isinstance(eos_token, str) else None,
     }
     # -I: import installed packages only, nothing from the current folder.
     argv = [sys.executable, "-I", str(Path(__file__).with_name("tokenizer_trial.py"))]
@@ -74,7 +76,7 @@ def try_tokenizer(folder: Path) -> TokenizerFacts:
     try:
         run = subprocess.run(  # noqa: S603
             argv,
-            input=json.dumps(setup),
+            input=json.dumps(settings),
             capture_output=True,
             text=True,
             env=environ,

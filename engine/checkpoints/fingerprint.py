@@ -1,8 +1,8 @@
-"""Hash of everything that decides a model's numbers, so that components, tiers and versions agree on the origin of KV.
+"""Fingerprint of a model: hash of everything that decides its KV and logits.
 
 A fingerprint is part of every block's hash (I2), and a gateway only uses workers with its own fingerprint. It must stay
-the same across releases as long as the numbers do: otherwise an upgrade would invalidate all blocks on disks, in
-buckets and at other nodes, and gateways would ignore the workers that are not yet upgraded.
+the same across releases as long as KV and logits do: otherwise an upgrade would invalidate all blocks on disks, in
+buckets and on other nodes, and gateways would ignore the workers that are not yet upgraded.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from safetensors import safe_open
 from pillion.engine.checkpoints.model_cache import CONVERSION_VERSION, digest_file
 from pillion.engine.models.model_config import ModelConfig
 
-# Fields with defaults that 0.2.0 wrote into fingerprints nevertheless. Never extend these rows: a new field is written
-# only if it differs from its default, which must therefore mean the behavior before the field.
+# Fields that are written into a fingerprint even if they have their defaults, as in 0.2.0. Never extend these rows: a
+# new field is written only if it differs from its default, which must therefore stand for the behavior without it.
 _ALWAYS_WRITTEN = {
     "ModelConfig": "tie_word_embeddings qkv_bias o_bias mlp_bias gated activation norm norm_bias qk_norm post_norm"
     " parallel attention_softcap logit_softcap embedding_scale residual_scale logit_divisor moe bos_token_id"
@@ -31,21 +31,21 @@ _ALWAYS_WRITTEN = {
     "MatrixScheme": "kind group rows symmetric ordered activations row_codes",
     "Quantization": "schemes weights row_codes",
 }
-# Removed fields, with the values that older releases wrote for everything still supported.
+# Removed fields, with the values that older releases wrote for all models that are still supported.
 _ONCE_WRITTEN = {"MatrixScheme": {"row_zeros": False}}
 
 
 def fingerprint(
     weights: Sequence[Path], config: ModelConfig, dtype: str, count: Callable[[int], None] = lambda size: None
 ) -> str:
-    """Return the SHA-256, in hexadecimal, of a model computed in ``dtype`` from these safetensors and text files (none
-    for random weights). ``count`` is called with the size of each piece read."""
+    """Return the SHA-256, in hexadecimal, of a model with ``dtype`` and these safetensors and text files (none for
+    random weights). ``count`` is called with the number of bytes after each read."""
     # 0.2.0 rounded the weights of float32 norms to bfloat16.
     rounded = config.norm != "plain" and dtype == "bfloat16" and any(map(_has_wider_vectors, weights))
     digest = hashlib.sha256(f"pillion model {CONVERSION_VERSION} {dtype}{' wide-norms' * rounded}\n".encode())
     written = _written(config)
-    # 0.2.0 could not norm queries and keys in this family and wrote the default of the unused ``qk_norm``, true.
-    # Today's false corresponds to it.
+    # 0.2.0 did not norm queries and keys in this family, but wrote the default of ``qk_norm``, true. So false is
+    # written as true, and true as a new value.
     if config.family == "cohere":
         written["qk_norm"] = "by head" if config.qk_norm else True
     digest.update(json.dumps(written, sort_keys=True).encode() + b"\n")
@@ -55,19 +55,22 @@ def fingerprint(
 
 
 def _has_wider_vectors(path: Path) -> bool:
-    """Return whether a safetensors file has a vector in another type than bfloat16, e.g. of a norm."""
+    """Return whether a safetensors file has a vector, e.g. a norm's weight, in float16 or float32."""
     with safe_open(path, framework="numpy") as file:
         tensors = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118  (the file is no mapping)
         return any(len(tensor.get_shape()) == 1 and tensor.get_dtype() in ("F16", "F32") for tensor in tensors)
 
 
 def _written(value: Any) -> Any:
-    """Return a part of a config as JSON, without newer fields at their defaults."""
+    """Return a part of a config as JSON, without fields at their defaults, except those of _ALWAYS_WRITTEN."""
     if is_dataclass(value):
-        kind, named = type(value).__name__, ((one, getattr(value, one.name)) for one in fields(value))
-        always = _ALWAYS_WRITTEN.get(kind, "").split()
-        now = {one.name: _written(content) for one, content in named if one.name in always or content != _default(one)}
-        return now | _ONCE_WRITTEN.get(kind, {})
+        kind = type(value).__name__
+        always, written = _ALWAYS_WRITTEN.get(kind, "").split(), dict(_ONCE_WRITTEN.get(kind, {}))
+        for field in fields(value):
+            content = getattr(value, field.name)
+            if field.name in always or content != _default(field):
+                written[field.name] = _written(content)
+        return written
     if isinstance(value, Mapping):
         return {key: _written(content) for key, content in value.items()}
     if isinstance(value, (list, tuple)):

@@ -13,14 +13,15 @@ from pillion.types import SamplingParams
 
 FILE_NAME = "generation_config.json"
 AUTO = "auto"
-LEFT_OUT = ("vllm", "none")
+# Values of --generation-config that use no recommended values.
+WITHOUT_DEFAULTS = ("vllm", "none")
 
 
 def default_sampling(model: PreparedModel, flags: AnswerFlags) -> SamplingParams:
-    """Return the sampling values to use where a client sets none; fields without a recommendation are None. Raises
-    ConfigError."""
+    """Return the default sampling values of requests; fields without a recommended value are None. Raises ConfigError
+    for invalid files and flags."""
     override = override_of(flags.override_generation_config)
-    if flags.generation_config in LEFT_OUT:
+    if flags.generation_config in WITHOUT_DEFAULTS:
         return override
     if flags.generation_config == AUTO:
         return joined(override, joined(_of_folder(model.folder), read_defaults(model.sampling, model.name)))
@@ -29,8 +30,8 @@ def default_sampling(model: PreparedModel, flags: AnswerFlags) -> SamplingParams
 
 
 def check_folder(chosen: str) -> None:
-    """Raise ConfigError for a value of --generation-config that is neither a folder nor a known word."""
-    if chosen not in (AUTO, *LEFT_OUT) and not (Path(chosen).expanduser() / FILE_NAME).is_file():
+    """Raise ConfigError for a value of --generation-config that is neither a keyword nor a folder with the file."""
+    if chosen not in (AUTO, *WITHOUT_DEFAULTS) and not (Path(chosen).expanduser() / FILE_NAME).is_file():
         raise ConfigError(f"--generation-config {chosen}: it is auto, vllm, none, or a folder with a {FILE_NAME}")
 
 

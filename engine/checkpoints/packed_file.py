@@ -28,7 +28,7 @@ from pillion.kernels.cpu.runtime.code_cache import others_could_write
 
 _MAGIC = b"PILLIONW"
 _PAGE_BYTES = 4096
-# Reserved for the header, which is written after the tensors.
+# Space for the header, which is written after the tensors.
 _HEADER_BYTES = 2**20
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -49,16 +49,16 @@ class PackedWriter:
         self._end = _HEADER_BYTES
 
     def tensor(self, name: str, tensor: torch.Tensor) -> None:
-        """Append a tensor. Raises ConfigError for a duplicate name."""
+        """Append a tensor. Raises ConfigError if the file already has one with this name."""
         if name in self._tensors:
             raise ConfigError(f"{name} is packed twice")
         dtype = str(tensor.dtype).removeprefix("torch.")
         assert dtype in _DTYPES, dtype
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        flat_bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         self._tensors[name] = [dtype, list(tensor.shape), self._end]
         self._file.seek(self._end)
-        self._file.write(flat.numpy().data)
-        self._end += -(-flat.numel() // _PAGE_BYTES) * _PAGE_BYTES
+        self._file.write(flat_bytes.numpy().data)
+        self._end += -(-flat_bytes.numel() // _PAGE_BYTES) * _PAGE_BYTES
 
     def number(self, name: str, value: int) -> None:
         self._numbers[name] = value
@@ -74,7 +74,7 @@ class PackedWriter:
 
 @contextmanager
 def write_packed(path: Path) -> Iterator[PackedWriter]:
-    """Yield a writer; its file appears at ``path`` only if the block succeeds."""
+    """Yield the writer of a packed file, which is renamed to ``path`` if the block succeeds, and removed otherwise."""
     draft = path.with_name(path.name + TEMP_SUFFIX)
     try:
         with draft.open("wb") as file:
@@ -97,7 +97,7 @@ class PackedFile:
     read_ahead = True
 
     def __init__(self, path: Path) -> None:
-        """Map the file. Raises ConfigError for an incomplete file, OSError for a missing one."""
+        """Map the file. Raises ConfigError for a damaged file, OSError for a missing one."""
         try:
             with path.open("rb") as file:
                 if others_could_write(os.fstat(file.fileno())):
@@ -129,7 +129,7 @@ class PackedFile:
         if begin < _HEADER_BYTES or count < 0 or begin + size > len(self._map):
             raise ValueError("a tensor reaches beyond the file")
         with warnings.catch_warnings():
-            # Torch has no read-only tensors and warns.
+            # Torch warns about read-only memory, since it has no read-only tensors.
             warnings.simplefilter("ignore", UserWarning)
             return torch.frombuffer(self._map, dtype=_DTYPES[dtype], count=count, offset=begin).view(shape)
 
@@ -140,7 +140,8 @@ F = TypeVar("F", bound=PackedFile)
 def packed_once(
     path: Path, make: Callable[[Path], F], pack: Callable[[PackedWriter], None], cache: ModelCache, progress: Progress
 ) -> F:
-    """Map the file at ``path`` with ``make``; if it is missing, one process of the machine packs it first."""
+    """Return ``make(path)``, which maps a packed file. If the file is missing, one process of the machine writes it
+    with ``pack`` first."""
     with contextlib.suppress(OSError):
         return make(path)
     with cache.lock(path, progress):
@@ -154,7 +155,8 @@ def packed_once(
 
 
 def _remove_older(path: Path) -> None:
-    """Remove all models' files of older packing versions. Workers of an older release keep their mappings."""
+    """Remove the files of all models with an older packing version. Running workers of an older release keep their
+    mappings."""
     for other in path.parent.iterdir():
         version = other.name.rpartition("-")[2].removesuffix(".weights")
         if version.isdigit() and int(version) < PACKING_VERSION:

@@ -49,26 +49,28 @@ from pillion.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+# Max --max-model-len if the flag is not given.
 MAX_DEFAULT_MODEL_LEN_TOKENS = 8192
-_END_FILE = "tokenizer_end.json"
+# File with the EOS id of --tokenizer, in the folder that links to the tokenizer.
+_EOS_FILE = "tokenizer_end.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedModel:
-    """A model that every component can open.
+    """A model that is converted and fingerprinted, so that every component can load it.
 
     Attributes:
-        folder: config.json, tokenizer.json, tokenizer_config.json, *.safetensors and, where the model has one,
-            chat_template.jinja; some are links.
+        folder: folder with config.json, tokenizer.json, tokenizer_config.json, *.safetensors and, if the model has one,
+            chat_template.jinja; files may be links.
         name: the model's name for clients.
-        aliases: further names for clients: those of --served-model-name after the first; without that flag the value of
-            --model, if it is not the name.
+        aliases: further names for clients: those of --served-model-name after the first; without that flag, the value
+            of --model if it differs from the name.
         fingerprint: SHA-256 over weights, config and conversion, in hexadecimal (I2).
         dtype: "bfloat16" or "float32", of arithmetic and KV.
         max_model_len: max tokens of prompt plus answer.
-        original_tokens: max length with the rotary frequencies of training, if longer texts use others; else 0.
-        weights: storage of the weights, e.g. "awq, 4 bits in groups of 128"; ``dtype`` for plain ones.
-        sampling: recommended values for those that generation_config.json lacks, by its keys.
+        original_tokens: max length with the rotary frequencies of training; 0 if all texts have them.
+        weights: storage of the weights, e.g. "awq, 4 bits in groups of 128"; ``dtype`` for plain weights.
+        sampling: recommended sampling values that generation_config.json lacks, by its keys.
     """
 
     folder: Path
@@ -86,31 +88,31 @@ class PreparedModel:
 
 
 def prepare(flags: ModelFlags, progress: Progress = lambda line: None) -> PreparedModel:
-    """Find, convert and fingerprint ``flags.model``; ``progress`` gets a line per longer stage. Raises ConfigError, in
-    one line, for a missing model, an unknown architecture or damaged files."""
+    """Find, convert and fingerprint ``flags.model``; ``progress`` is called with a line for each longer stage. Raises
+    ConfigError, in one line, for a missing model, an unknown architecture or damaged files."""
     weights = WeightKind.of(flags)
     source = _source(flags, progress)
     record = _record_of_dummy(source, weights) if flags.load_format == "dummy" else _recorded(source, weights, progress)
-    ends = set(record.eos_token_ids)
+    eos_ids = set(record.eos_token_ids)
     name, *aliases = flags.served_model_name or dict.fromkeys((source.name, flags.model))
     folder = Path(record.folder)
     config = load_config(folder)
-    if passed := unused_keys(read_json(folder / "config.json")):
-        progress(f"ignored keys of config.json: {', '.join(passed)}")
+    if ignored := unused_keys(read_json(folder / "config.json")):
+        progress(f"ignored keys of config.json: {', '.join(ignored)}")
     if flags.tokenizer:
         origin = folder_of(flags.tokenizer, "main", TOKENIZER_PATTERNS, "--tokenizer")
         folder = _with_tokenizer(folder, origin, record.vocab_size, progress)
-        ends.update(vocabulary_ids(read_json(folder / _END_FILE), "id", record.vocab_size, str(folder / _END_FILE)))
+        eos_ids.update(vocabulary_ids(read_json(folder / _EOS_FILE), "id", record.vocab_size, str(folder / _EOS_FILE)))
     original = original_tokens(config.ropes)
     return PreparedModel(
         folder=folder,
         name=name,
-        aliases=tuple(one for one in dict.fromkeys(aliases) if one != name),
+        aliases=tuple(alias for alias in dict.fromkeys(aliases) if alias != name),
         fingerprint=record.fingerprint,
         dtype=weights.dtype,
         max_model_len=_model_len(flags.max_model_len, record.max_position_embeddings, original),
         vocab_size=record.vocab_size,
-        eos_token_ids=tuple(sorted(ends)),
+        eos_token_ids=tuple(sorted(eos_ids)),
         bos_token_id=record.bos_token_id,
         original_tokens=original,
         weights=config.quantization.words if config.quantization else weights.dtype,
@@ -119,8 +121,8 @@ def prepare(flags: ModelFlags, progress: Progress = lambda line: None) -> Prepar
 
 
 def is_prepared(flags: ModelFlags) -> bool:
-    """Return whether :func:`prepare` would only read a record. Always False for hub ids, since the hub is asked for
-    newer files, and with --tokenizer. Raises ConfigError where :func:`prepare` does."""
+    """Return whether :func:`prepare` would only read a record; False for hub ids, since the hub is asked for newer
+    files, and with --tokenizer. Raises ConfigError for a model that does not exist, and for unsupported flags."""
     if not is_local(flags.model) or flags.tokenizer:
         return False
     source = _source(flags, lambda line: None)
@@ -128,7 +130,8 @@ def is_prepared(flags: ModelFlags) -> bool:
 
 
 def _source(flags: ModelFlags, progress: Progress) -> ModelSource:
-    """Return the model's files; with --ignore-config-key, a folder of links to them with the keys removed."""
+    """Return the model's files. With --ignore-config-key, return a folder with links to them, and with config.json
+    without these keys."""
     source, ignored = locate(flags.model, flags.revision, progress, flags.ignore_config_key), flags.ignore_config_key
     if not ignored:
         return source
@@ -146,7 +149,8 @@ def _source(flags: ModelFlags, progress: Progress) -> ModelSource:
 
 @dataclass(frozen=True, slots=True)
 class WeightKind:
-    """Kind of weights to make from a checkpoint. Each field is the value of the flag of the same name."""
+    """Kind of weights to make from a checkpoint: type and quantization. Each field is the value of the flag with its
+    name."""
 
     dtype: str
     quantization: str
@@ -155,8 +159,8 @@ class WeightKind:
 
     @classmethod
     def of(cls, flags: ModelFlags) -> WeightKind:
-        """Return the kind that flags ask for, with "auto" of --dtype resolved. Raises ConfigError for an unsupported
-        type."""
+        """Return the kind of weights of ``flags``, with "auto" of --dtype resolved. Raises ConfigError for an
+        unsupported type."""
         return cls(
             choose_dtype(flags.dtype)[0],
             flags.quantization,
@@ -166,7 +170,7 @@ class WeightKind:
 
     @property
     def quantizes_inputs(self) -> bool:
-        """True if the inputs of layers are quantized. Raises ConfigError if two flags ask for it."""
+        """True with --activation-quantization. Raises ConfigError if --quantization quantizes inputs, too."""
         if self.activation_quantization != "auto" and self.quantization == "int8-dynamic":
             raise ConfigError(
                 f"--activation-quantization {self.activation_quantization} and --quantization int8-dynamic both round"
@@ -177,7 +181,7 @@ class WeightKind:
 
     @property
     def group(self) -> int:
-        """Weights per scale; 0 for one scale per output."""
+        """Weights per scale; 0 for one scale per output. Raises ConfigError for incompatible flags."""
         if self.quantization == "int8-dynamic" and self.quantization_group_size != "auto":
             raise ConfigError(
                 f"--quantization-group-size {self.quantization_group_size} is for int4 and int8; int8-dynamic"
@@ -191,28 +195,27 @@ class WeightKind:
 
     @property
     def weights(self) -> str:
-        """Key of what decides the weights alone."""
+        """Part of the key that decides the weights, without the quantization of inputs."""
         return self.dtype if self.quantization == "none" else f"{self.dtype}-{self.quantization}-{self.group}"
 
 
 def _recorded(source: ModelSource, weights: WeightKind, progress: Progress) -> ModelRecord:
-    """Return a model's record; the first process makes it under its lock."""
+    """Return a model's record; if it is missing, make it under its lock."""
     cache = ModelCache()
     record = cache.read_record(source.path, str(weights))
     if record is None:
         with cache.lock(cache.record_path(source.path, str(weights)), progress):
             record = cache.read_record(source.path, str(weights))
             if record is None:
-                record = _examine(cache, source, weights, progress)
+                record = _make_record(cache, source, weights, progress)
                 cache.write_record(source.path, str(weights), record)
     return record
 
 
 def choose_dtype(dtype: str) -> tuple[str, str]:
-    """Resolve "auto": bfloat16 with an NVIDIA GPU or a CPU that computes in bfloat16, else float32. float16 becomes
-    float32, which represents each of its values exactly; nothing computes in float16.
-
-    Returns the type and the reason in a few words. Raises ConfigError for an unsupported type.
+    """Return the type for a value of --dtype, and the reason in a few words. "auto" is bfloat16 with an NVIDIA GPU or a
+    CPU that computes in bfloat16, else float32. float16 becomes float32, which represents its values exactly, because
+    nothing computes in float16. Raises ConfigError for an unsupported type.
     """
     if dtype != "auto":
         if dtype not in DTYPE_CHOICES:
@@ -223,30 +226,30 @@ def choose_dtype(dtype: str) -> tuple[str, str]:
     if Path("/proc/driver/nvidia/version").exists():
         return "bfloat16", "for there is an NVIDIA GPU"
     try:
-        words = set(Path("/proc/cpuinfo").read_text("utf-8").split())
+        cpu_flags = set(Path("/proc/cpuinfo").read_text("utf-8").split())
     except OSError:
         return "float32", "which every processor computes in"
-    if words & {"avx512_bf16", "amx_bf16", "bf16"}:
+    if cpu_flags & {"avx512_bf16", "amx_bf16", "bf16"}:
         return "bfloat16", "which this processor computes in"
     return "float32", "for this processor does not compute in bfloat16"
 
 
 def _model_len(requested: int, longest: int, original: int) -> int:
-    """Return the max length served; ``original`` is ``original_tokens`` of PreparedModel. It caps the default, so that
+    """Return the max length to serve. ``original``, PreparedModel's ``original_tokens``, limits the default, so that
     requests without ``max_tokens`` get the rotary frequencies of training."""
     if requested < 0 or requested > longest:
         raise ConfigError(f"--max-model-len {requested} is not between 1 and the model's {longest} tokens")
     return requested or min(longest, MAX_DEFAULT_MODEL_LEN_TOKENS, original or longest)
 
 
-def _examine(cache: ModelCache, source: ModelSource, kind: WeightKind, progress: Progress) -> ModelRecord:
+def _make_record(cache: ModelCache, source: ModelSource, kind: WeightKind, progress: Progress) -> ModelRecord:
     sources = []
     if source.is_gguf:
         sources = [*gguf_parts(source.path)]
         if kind.quantization != "none":
             _check_unquantized(source, kind, quantized_types(sources))
-        read = WorkReport(progress, f"reading {source.path.name}", _bytes_of(sources))
-        digests = [digest_file(path, read.add) for path in sources]
+        reading = WorkReport(progress, f"reading {source.path.name}", _bytes_of(sources))
+        digests = [digest_file(path, reading.add) for path in sources]
         digest = (digests[0] if len(digests) == 1 else hashlib.sha256(" ".join(digests).encode()).hexdigest())[:32]
         folder = cache.folder(
             f"{digest}-{kind.dtype}-{CONVERSION_VERSION}.{TEXTS_VERSION}",
@@ -254,21 +257,21 @@ def _examine(cache: ModelCache, source: ModelSource, kind: WeightKind, progress:
             progress,
         )
     else:
-        folder = _complete(cache, source.path, progress)
+        folder = _with_tokenizer_json(cache, source.path, progress)
     if kind.quantization != "none":
         sources += _small_files(folder) + list(weight_files(folder))
         folder = _quantized(cache, source, folder, kind, progress)
     if kind.quantizes_inputs:
         sources += _small_files(folder)
-        folder = _rounding_rows(cache, source, folder, kind, progress)
+        folder = _with_quantized_inputs(cache, source, folder, kind, progress)
     config = load_config(folder)
     weights = weight_files(folder)
-    end = try_tokenizer(folder).end_id
-    fingerprinted = WorkReport(progress, "fingerprinting weights", _bytes_of(weights))
+    tokenizer_eos = try_tokenizer(folder).end_id
+    fingerprinting = WorkReport(progress, "fingerprinting weights", _bytes_of(weights))
     files = stamp([*sources, *_small_files(folder), *weights])
-    record = _record_of(folder, config, fingerprint(weights, config, kind.dtype, fingerprinted.add), files)
-    own = set() if end is None or end >= config.vocab_size else {end}
-    return replace(record, eos_token_ids=tuple(sorted({*record.eos_token_ids, *own})))
+    record = _record_of(folder, config, fingerprint(weights, config, kind.dtype, fingerprinting.add), files)
+    eos_ids = set() if tokenizer_eos is None or tokenizer_eos >= config.vocab_size else {tokenizer_eos}
+    return replace(record, eos_token_ids=tuple(sorted({*record.eos_token_ids, *eos_ids})))
 
 
 def _bytes_of(files: Iterable[Path]) -> int:
@@ -276,7 +279,7 @@ def _bytes_of(files: Iterable[Path]) -> int:
 
 
 def _small_files(folder: Path) -> list[Path]:
-    """Return the files besides weights that a record depends on. Missing ones are included, as they may appear."""
+    """Return the files, other than weights, that a record depends on, including missing ones, which may be created."""
     return [
         *(folder / name for name in ("config.json", *TEXT_FILES, SINGLE_NAME, INDEX_NAME, *QUANTIZATION_FILES)),
         *index_files(folder),
@@ -284,16 +287,15 @@ def _small_files(folder: Path) -> list[Path]:
 
 
 def _quantized(cache: ModelCache, source: ModelSource, folder: Path, kind: WeightKind, progress: Progress) -> Path:
-    """Return the folder of a plain model's quantized weights; the first call makes it."""
+    """Return the folder with quantized weights of a plain model; if it is missing, make it."""
     config = load_config(folder)
     if config.quantization is not None:
         _check_unquantized(source, kind, config.quantization.words)
-    # Part of the digest, since the folder has copies of the texts (e.g. chat templates), which may differ for equal
-    # weights.
+    # The folder also has copies of these files, e.g. of a chat template, which may differ for equal weights.
     texts = (folder / name for name in TEXT_FILES)
     files = (*weight_files(folder), *(path for path in texts if path.is_file()))
-    fingerprinted = WorkReport(progress, "fingerprinting weights", _bytes_of(files))
-    digest = fingerprint(files, config, f"{kind.weights} {TEXTS_VERSION}", fingerprinted.add)[:32]
+    fingerprinting = WorkReport(progress, "fingerprinting weights", _bytes_of(files))
+    digest = fingerprint(files, config, f"{kind.weights} {TEXTS_VERSION}", fingerprinting.add)[:32]
 
     def fill(into: Path) -> None:
         from pillion.engine.quantized.quantizer import quantize_folder
@@ -303,8 +305,10 @@ def _quantized(cache: ModelCache, source: ModelSource, folder: Path, kind: Weigh
     return cache.folder(digest, fill, progress)
 
 
-def _rounding_rows(cache: ModelCache, source: ModelSource, folder: Path, kind: WeightKind, progress: Progress) -> Path:
-    """Return a folder of links to a quantized model whose config asks for quantized inputs."""
+def _with_quantized_inputs(
+    cache: ModelCache, source: ModelSource, folder: Path, kind: WeightKind, progress: Progress
+) -> Path:
+    """Return a folder with links to a quantized model's files, and with a config that enables quantized inputs."""
     raw = read_config(folder)
     if load_config(folder).quantization is None:
         raise ConfigError(
@@ -322,16 +326,18 @@ def _rounding_rows(cache: ModelCache, source: ModelSource, folder: Path, kind: W
     return cache.folder(f"{digest}-inputs", fill, progress)
 
 
-def _check_unquantized(source: ModelSource, kind: WeightKind, found: str) -> None:
-    if found:
+def _check_unquantized(source: ModelSource, kind: WeightKind, quantization: str) -> None:
+    """Raise ConfigError if ``quantization``, that of a model to quantize, is not "" for plain weights."""
+    if quantization:
         raise ConfigError(
             f"--quantization {kind.quantization} is for plain weights, and {source.name} is quantized already"
-            f" ({found}); leave the flag out"
+            f" ({quantization}); leave the flag out"
         )
 
 
 def _record_of_dummy(source: ModelSource, kind: WeightKind) -> ModelRecord:
-    """Return the record of a folder without weights, for measurements with random ones. It is never written to disk."""
+    """Return the record of a folder without weights, for measurements with random weights. It is not written to
+    disk."""
     if source.is_gguf:
         raise ConfigError("--load-format dummy needs a folder with config.json and tokenizer.json")
     if kind.quantization != "none":
@@ -356,8 +362,8 @@ def _record_of(
     )
 
 
-def _complete(cache: ModelCache, folder: Path, progress: Progress) -> Path:
-    """Return the folder itself if it has a tokenizer.json, else a folder of links with a converted tokenizer."""
+def _with_tokenizer_json(cache: ModelCache, folder: Path, progress: Progress) -> Path:
+    """Return ``folder`` if it has a tokenizer.json, else a folder with links to its files and a converted tokenizer."""
     check_counts(load_config(folder), weight_files(folder))
     indexes = [path.name for path in index_files(folder)]
     if indexes and (folder / SINGLE_NAME).is_file():
@@ -369,7 +375,7 @@ def _complete(cache: ModelCache, folder: Path, progress: Progress) -> Path:
 
 
 def _with_tokenizer(folder: Path, tokenizer: Path, vocab_size: int, progress: Progress) -> Path:
-    """Return a folder of links to the model's files and another folder's tokenizer and chat template."""
+    """Return a folder with links to the model's files, and to the tokenizer and chat template in ``tokenizer``."""
     sources = [str(folder), _stamps(folder), str(tokenizer), _stamps(tokenizer)]
     digest = hashlib.sha256(json.dumps(sources).encode()).hexdigest()[:32]
 
@@ -377,7 +383,7 @@ def _with_tokenizer(folder: Path, tokenizer: Path, vocab_size: int, progress: Pr
         link_with_tokenizer(folder, into, progress, tokenizer)
         facts = try_tokenizer(into)
         check_vocabulary(facts, vocab_size)
-        (into / _END_FILE).write_text(json.dumps({"id": facts.end_id}), "utf-8")
+        (into / _EOS_FILE).write_text(json.dumps({"id": facts.end_id}), "utf-8")
 
     return ModelCache().folder(f"{digest}-tokenizer", fill, progress)
 
@@ -387,18 +393,18 @@ def _stamps(folder: Path) -> tuple[tuple[str, int, int], ...]:
 
 
 def _eos_token_ids(folder: Path, config: ModelConfig) -> tuple[int, ...]:
-    """Return the EOS ids of config.json and generation_config.json; chat models list their end-of-turn token in the
-    latter."""
-    found = set(config.eos_token_ids)
+    """Return the EOS ids of config.json, and of generation_config.json, where chat models list their end-of-turn
+    token."""
+    ids = set(config.eos_token_ids)
     path = folder / "generation_config.json"
     if path.is_file():
-        found.update(vocabulary_ids(read_json(path), "eos_token_id", config.vocab_size, str(path)))
-    return tuple(sorted(found))
+        ids.update(vocabulary_ids(read_json(path), "eos_token_id", config.vocab_size, str(path)))
+    return tuple(sorted(ids))
 
 
 def check_counts(config: ModelConfig, weights: Sequence[Path]) -> None:
-    """Raise ConfigError if a config has more matrices than the files could store at one bit per weight. Otherwise the
-    per-layer and per-expert objects would fill the memory before a missing tensor is found."""
+    """Raise ConfigError if a config has more layers and experts than the files can store at one bit per weight: objects
+    per layer and expert would otherwise fill the memory before a missing tensor is noticed."""
     sparse = config.moe.layers.count(True) if config.moe is not None else 0
     matrices = config.num_layers + (sparse * config.moe.num_experts if config.moe is not None else 0)
     stored = sum(path.stat().st_size for path in weights)

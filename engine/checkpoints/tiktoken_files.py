@@ -1,7 +1,8 @@
 """Conversion of the vocabulary of Moonshot's models (Kimi K2, Moonlight) to tokenizer.json. Imports no torch.
 
-Their folders have a ``tiktoken.model`` and a program that reads it. The program is not run; it splits texts by one
-regular expression, merges bytes by rank, and names the tokens after the last rank by tokenizer_config.json.
+Their folders have a ``tiktoken.model`` and a program that reads it. The program is not run. It splits texts by one
+regular expression, merges bytes in the order of ranks, and takes the tokens after the last rank from
+tokenizer_config.json.
 """
 
 from __future__ import annotations
@@ -16,47 +17,49 @@ from pillion.engine.models.config_json import read_json
 from pillion.errors import ConfigError
 
 VOCABULARY_NAME = "tiktoken.model"
-# Pieces: runs of Chinese characters, words of other letters with an English ending, up to three digits, other symbols,
-# and spaces.
-_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
-_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
-_BEFORE, _ENDING = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_PIECES = "|".join(
-    (
-        r"[\p{Han}]+",
-        f"{_BEFORE}{_UPPER}*{_LOWER}+{_ENDING}",
-        f"{_BEFORE}{_UPPER}+{_LOWER}*{_ENDING}",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    )
-)
 
 
 def has_vocabulary(folder: Path) -> bool:
-    """Return whether a folder has a tiktoken.model and the tokenizer class that this module supports."""
+    """Return whether a folder has a tiktoken.model, and a tokenizer_config.json that names Moonshot's class."""
     config = folder / "tokenizer_config.json"
-    known = config.is_file() and read_json(config).get("tokenizer_class") == "TikTokenTokenizer"
-    return known and (folder / VOCABULARY_NAME).is_file()
+    is_supported = config.is_file() and read_json(config).get("tokenizer_class") == "TikTokenTokenizer"
+    return is_supported and (folder / VOCABULARY_NAME).is_file()
+
+
+def _split_pattern() -> str:
+    """Return the regular expression whose matches are the substrings to merge: runs of Chinese characters, words of
+    other letters with an English ending, up to three digits, other symbols, and spaces."""
+    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+    before, ending = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    return "|".join(
+        (
+            r"[\p{Han}]+",
+            f"{before}{upper}*{lower}+{ending}",
+            f"{before}{upper}+{lower}*{ending}",
+            r"\p{N}{1,3}",
+            r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+            r"\s*[\r\n]+",
+            r"\s+(?!\S)",
+            r"\s+",
+        )
+    )
 
 
 def write_tokenizer(source: Path, folder: Path) -> None:
-    """Write a tokenizer.json made from the vocabulary in ``source`` to ``folder``. Raises ConfigError for a damaged
+    """Convert the vocabulary in ``source`` to a tokenizer.json in ``folder``. Raises ConfigError for a damaged
     vocabulary."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     ranks = _ranks(source / VOCABULARY_NAME)
     letters = bytes_to_unicode()
-    words = {token: "".join(map(letters.__getitem__, token)) for token in ranks}
-    merges = [(words[left], words[right]) for left, right in _merges(ranks)]
-    vocabulary = {words[token]: rank for token, rank in ranks.items()}
+    spelling = {token: "".join(map(letters.__getitem__, token)) for token in ranks}
+    merges = [(spelling[left], spelling[right]) for left, right in _merges(ranks)]
+    vocabulary = {spelling[token]: rank for token, rank in ranks.items()}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_PIECES), "isolated"),
+            pre_tokenizers.Split(Regex(_split_pattern()), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -67,7 +70,7 @@ def write_tokenizer(source: Path, folder: Path) -> None:
 
 
 def _ranks(path: Path) -> dict[bytes, int]:
-    """Return the rank of each token, by its bytes."""
+    """Return the ranks of tokens by their bytes, in ascending order. Raises ConfigError for a damaged file."""
     ranks: dict[bytes, int] = {}
     try:
         for line in path.read_bytes().splitlines():
@@ -82,7 +85,7 @@ def _ranks(path: Path) -> dict[bytes, int]:
 
 
 def _merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """Yield every pair of tokens that concatenate to a token, in the order of its rank."""
+    """Yield every pair of tokens whose concatenation is a token, in the order of that token's rank."""
     for token in ranks:
         for middle in range(1, len(token)):
             if token[:middle] in ranks and token[middle:] in ranks:
@@ -90,8 +93,8 @@ def _merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _named_tokens(source: Path, first: int) -> Iterator[tuple[str, bool]]:
-    """Yield the tokens from ``first`` to the model's last one, and whether each is special. Unnamed ones are
-    reserved."""
+    """Yield the tokens with ids from ``first`` to the end of the model's vocabulary, and whether each is special. Ids
+    without a name become reserved tokens."""
     named: dict[int, Mapping[str, Any]] = {
         int(number): token
         for number, token in (read_json(source / "tokenizer_config.json").get("added_tokens_decoder") or {}).items()

@@ -1,7 +1,7 @@
-"""Loading of a decoder's weights; :mod:`~pillion.engine.checkpoints.checkpoint` names the tensors of the folder.
+"""Loader of a decoder's weights from a checkpoint (:mod:`~pillion.engine.checkpoints.checkpoint`).
 
-Unchanged tensors are views of the mapped file, whose pages all workers of a machine share; fused, converted and packed
-tensors are private to the process.
+Tensors that are used as stored are views of the mapped file, whose pages all workers of a machine share; fused,
+converted and packed tensors are private to the process.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from pillion.kernels.torch.quantized_matrix import (
 from pillion.kernels.torch.recurrences import Taps
 from pillion.kernels.torch.torch_linear import Linear
 
+# Values of --dtype, resolved -> torch types.
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 MakeLinear = Callable[[Matrix, torch.Tensor | None], Linear]
 
 
 def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> ModelWeights:
-    """Load and fuse all weights for torch, which dequantizes matrices. Raises ConfigError for tensors that do not fit
-    the config."""
+    """Load all weights for torch, with fused matrices, dequantized. Raises ConfigError for tensors that do not fit the
+    config."""
 
     def linear(weight: Matrix, bias: torch.Tensor | None) -> Linear:
         return Linear(plain(weight, dtype), bias, row_group=row_group_of([weight]))
@@ -62,6 +63,7 @@ def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
 
 
 def rounded(factor: float, dtype: torch.dtype) -> float:
+    """Return ``factor`` rounded to ``dtype``."""
     return float(torch.tensor(factor, dtype=dtype))
 
 
@@ -70,31 +72,31 @@ def load_final_norm(checkpoint: TensorSource, config: ModelConfig, dtype: torch.
 
 
 def load_head(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, embedding: torch.Tensor) -> Matrix:
-    """Load the output projection: the embedding if the two are tied and the checkpoint has no other. A tied head stays
-    quantized if the embedding is."""
+    """Load the LM head; if the checkpoint has none, or an equal one, return the embedding, quantized if it is stored
+    so."""
     if not checkpoint.has("lm_head"):
         tied = checkpoint.load_matrix("embedding", dtype)
         return _without_row_codes(tied) if isinstance(tied, QuantizedMatrix) else embedding
     head = _without_row_codes(checkpoint.load_matrix("lm_head", dtype))
-    same = config.tie_word_embeddings and isinstance(head, torch.Tensor) and torch.equal(head, embedding)
-    return embedding if same else head
+    is_embedding = config.tie_word_embeddings and isinstance(head, torch.Tensor) and torch.equal(head, embedding)
+    return embedding if is_embedding else head
 
 
 def _without_row_codes(head: Matrix) -> Matrix:
-    """Exempt the output projection from grouped input quantization, which would disturb logits directly."""
+    """Return the LM head without grouped input quantization, whose errors would go directly into the logits."""
     if isinstance(head, QuantizedMatrix) and head.row_codes == GROUPED_ROWS:
         return replace(head, row_codes="")
     return head
 
 
 def load_positions(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype) -> torch.Tensor | None:
-    """Load the position embeddings [positions, hidden]; None for a model without."""
+    """Load the learned position embeddings [positions, hidden]; None for a model without them."""
     first = FAMILIES[config.family].first_position
     return None if first is None else checkpoint.load("positions", dtype)[first:]
 
 
 def load_token_inputs(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype) -> TokenInputWeights | None:
-    """Load the weights of per-layer token inputs (Gemma 3n, 4); None for a model without."""
+    """Load the weights of per-layer token inputs (Gemma 4); None for a model without them."""
     if config.token_inputs is None:
         return None
     embedding, projection = (checkpoint.load(f"token_inputs.{part}", dtype) for part in ("embedding", "projection"))
@@ -114,7 +116,7 @@ def load_labels(folder: Path, config: ModelConfig) -> torch.Tensor | None:
 def load_layer(
     checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, index: int, linear: MakeLinear
 ) -> LayerWeights:
-    """Load one layer; ``linear`` makes its linear layers."""
+    """Load one layer; ``linear`` makes a linear layer from a matrix and its bias."""
     prefix, weights = f"layers.{index}.", LayerWeights()
     for tensor in tensors_of(layers_of(config)[index]):
         key = prefix + tensor.name
@@ -144,8 +146,7 @@ def load_layer(
 def _norm(
     checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, prefix: str, tensor: LayerTensor
 ) -> RmsNorm | LayerNorm:
-    """Load a norm, in the model's type for plain norms, else in float32. For families that multiply by 1 + w, the 1 is
-    added here."""
+    """Load a norm: its weight in ``dtype`` for "plain" norms, else in float32; for "offset" norms plus 1."""
     key = prefix + tensor.name
     kind = dtype if config.norm == "plain" else torch.float32
     shape = (len(tensor.rows), *tensor.shape[1:]) if tensor.role is Role.HEAD_NORM else tensor.shape
@@ -162,7 +163,7 @@ def _norm(
 
 
 def _linear(checkpoint: TensorSource, dtype: torch.dtype, key: str, tensor: LayerTensor, linear: MakeLinear) -> Linear:
-    """Load a linear layer with its outputs in the order of :func:`row_order`."""
+    """Load a linear layer, with its rows in the order of :func:`row_order`."""
     return linear(_matrix(checkpoint, dtype, key + ".weight", tensor), _bias(checkpoint, dtype, key, tensor))
 
 
@@ -173,10 +174,10 @@ def _matrix(checkpoint: TensorSource, dtype: torch.dtype, key: str, tensor: Laye
     weight = weight if order is None else select_rows(weight, order)
     if not tensor.scales:
         return weight
-    wide = plain(weight, torch.float32)
+    floats = plain(weight, torch.float32)
     parts = zip(tensor.rows, tensor.scales, strict=True)
-    factors = torch.cat([torch.full((row.size, 1), by, device=wide.device) for row, by in parts])
-    return (wide * factors).to(dtype)
+    factors = torch.cat([torch.full((row.size, 1), by, device=floats.device) for row, by in parts])
+    return (floats * factors).to(dtype)
 
 
 def _bias(checkpoint: TensorSource, dtype: torch.dtype, key: str, tensor: LayerTensor) -> torch.Tensor | None:
@@ -187,21 +188,21 @@ def _bias(checkpoint: TensorSource, dtype: torch.dtype, key: str, tensor: LayerT
 
 
 def _padded(values: torch.Tensor, pieces: Sequence[Entries], dimension: int) -> torch.Tensor:
-    """Return a tensor with zeros for the head entries that checkpoints lack."""
+    """Return a tensor with zeros, along ``dimension``, for the entries of heads that checkpoints lack."""
     if not any(piece.stored for piece in pieces):
         return values
-    places = [
+    entries = [
         torch.arange(piece.size).view(-1, piece.head)[:, : piece.stored or piece.head].reshape(-1) + first
         for piece, first in _placed(pieces)
     ]
     shape = [*values.shape]
     shape[dimension] = sum(piece.size for piece in pieces)
-    return values.new_zeros(shape).index_copy_(dimension, torch.cat(places).to(values.device), values)
+    return values.new_zeros(shape).index_copy_(dimension, torch.cat(entries).to(values.device), values)
 
 
 def row_order(tensor: LayerTensor) -> torch.Tensor | None:
-    """Return the checkpoint's row of each row of a tensor; None if the orders are equal. In partially rotated heads the
-    rotated values are put in the order of ``partial_order``."""
+    """Return for each row of a tensor the index of its row in the checkpoint; None if the orders are equal. Rotated
+    heads are in the order of :func:`pillion.engine.models.rope.partial_order`."""
     if tensor.alternating:
         return torch.arange(tensor.shape[0]).view(-1, 2).t().reshape(-1)
     if tensor.gated:
@@ -214,24 +215,25 @@ def row_order(tensor: LayerTensor) -> torch.Tensor | None:
 
 
 def _gates_first(tensor: LayerTensor) -> torch.Tensor:
-    """Return the checkpoint's rows of all gates, then of the queries, which alternate with them by head, then the
-    rest."""
-    gates, queries, *others = tensor.rows
-    both = torch.arange(gates.size + queries.size).view(-1, 2, queries.head)
-    ordered = both[:, 0].reshape(-1)[_head_order(queries)]
-    behind = [_head_order(piece) + first + both.numel() for piece, first in _placed(others)]
-    return torch.cat((both[:, 1].reshape(-1), ordered, *behind))
+    """Return the indices of rows in the checkpoint, where gates alternate with queries by head: of all gates, then of
+    the queries, then of the other pieces."""
+    gates, queries, *other_pieces = tensor.rows
+    pairs = torch.arange(gates.size + queries.size).view(-1, 2, queries.head)
+    ordered = pairs[:, 0].reshape(-1)[_head_order(queries)]
+    other_rows = [_head_order(piece) + first + pairs.numel() for piece, first in _placed(other_pieces)]
+    return torch.cat((pairs[:, 1].reshape(-1), ordered, *other_rows))
 
 
 def _ungrouped(pieces: Sequence[Entries], count: int) -> torch.Tensor:
-    """Return the checkpoint's rows of each piece; the checkpoint interleaves the pieces in ``count`` groups."""
+    """Return the indices of rows in the checkpoint, which has ``count`` groups with a part of each piece: of the first
+    piece, then of the second ..."""
     groups = torch.arange(sum(piece.size for piece in pieces)).view(count, -1)
     widths = [piece.size // count for piece in pieces]
     return torch.cat([part.reshape(-1) for part in torch.split(groups, widths, 1)])
 
 
 def in_order(weight: torch.Tensor, tensor: LayerTensor) -> torch.Tensor:
-    """Return a norm's weight, stored as one row for the heads of each piece, in the decoder's order."""
+    """Return a norm's weight in the decoder's order; for Role.HEAD_NORM, with a row per head."""
     if tensor.role is Role.HEAD_NORM:
         (entries,) = tensor.inputs
         rows = weight.view(-1, entries.size)
@@ -244,8 +246,8 @@ def in_order(weight: torch.Tensor, tensor: LayerTensor) -> torch.Tensor:
 
 
 def output_orders(config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Return the output orders of fused layers that differ from the checkpoint's: the checkpoint's output for each
-    output, by layer name ("qkv"). The order is the same in all layers of a model."""
+    """Return, by the name of a linear layer ("qkv"), the index in the checkpoint of each of its outputs, if the orders
+    differ. The order is the same in all layers of a model."""
     tensors = {tensor.name: tensor for layer in layers_of(config) for tensor in tensors_of(layer)}
     matrices = [tensor for tensor in tensors.values() if tensor.role is Role.MATRIX]
     orders = {tensor.name: row_order(tensor) for tensor in matrices}
@@ -253,7 +255,8 @@ def output_orders(config: ModelConfig) -> dict[str, torch.Tensor]:
 
 
 def _head_order(piece: Entries) -> torch.Tensor:
-    """Return the checkpoint's entry for each entry of a piece of heads."""
+    """Return for each entry of a piece the index of its entry in the checkpoint, which may rotate heads in another
+    order."""
     entries = torch.arange(piece.size)
     if not piece.rotated:
         return entries
@@ -262,7 +265,7 @@ def _head_order(piece: Entries) -> torch.Tensor:
 
 
 def _placed(pieces: Sequence[Entries]) -> Iterator[tuple[Entries, int]]:
-    """Yield each piece with the index of its first entry."""
+    """Yield each piece and the index of its first entry in the tensor."""
     first = 0
     for piece in pieces:
         yield piece, first
@@ -270,11 +273,12 @@ def _placed(pieces: Sequence[Entries]) -> Iterator[tuple[Entries, int]]:
 
 
 def _unify_row_codes(experts: list[Matrix]) -> Iterator[Matrix]:
-    """Yield and drop a layer's expert matrices; inputs are quantized for all of them or for none."""
-    rounded = row_group_of(experts)
+    """Yield the matrices of a layer's experts and remove them from the list. If not all of them quantize inputs, none
+    of those yielded does."""
+    quantizes_inputs = row_group_of(experts)
     experts.reverse()
     while experts:
         matrix = experts.pop()
-        if isinstance(matrix, QuantizedMatrix) and not rounded:
+        if isinstance(matrix, QuantizedMatrix) and not quantizes_inputs:
             matrix = replace(matrix, row_codes="")
         yield matrix
