@@ -18,14 +18,14 @@ from pillion.kernels.step import Float32, StepBatch
 
 
 class EncoderBackend(HostBackend):
-    """:class:`HostBackend` over an :class:`Encoder`. Does not use the pool. Texts are not batched in products, whose
-    last bits depend on the number of rows, so a vector has the same bits in any batch."""
+    """:class:`HostBackend` over an :class:`Encoder`. Does not use the pool. Each text is computed alone, because the
+    last bits of a matrix product depend on its number of rows, and a vector should have the same bits in any batch."""
 
     gives_vectors = True
 
     def __init__(self, prepared: PreparedModel, block_size: int, threads: int) -> None:
-        """Load the weights. ``threads`` sets torch's threads for the whole process; 0 keeps the default. Raises
-        ConfigError if the weights do not fit the config."""
+        """Load the weights. ``threads``: torch's threads in this process; 0 keeps the default. Raises ConfigError if
+        the weights do not fit the config."""
         if threads:
             torch.set_num_threads(threads)
         config = load_config(prepared.folder)
@@ -49,12 +49,13 @@ class EncoderBackend(HostBackend):
         return torch.empty((0, self.vocab_size), dtype=torch.float32)
 
     def _read_vectors(self, batch: StepBatch) -> Float32:
-        wanted = torch.from_numpy(batch.sample_rows[-batch.pooled :].astype(np.int64))
-        found: Float32 = self._hidden[wanted].float().numpy()
-        return found
+        rows = torch.from_numpy(batch.sample_rows[-batch.pooled :].astype(np.int64))
+        vectors: Float32 = self._hidden[rows].float().numpy()
+        return vectors
 
 
 def load_encoder(prepared: PreparedModel, block_size: int, threads: int) -> LoadedModel:
+    """Load an encoder; arguments as of :class:`EncoderBackend`."""
     backend = EncoderBackend(prepared, block_size, threads)
     head = backend.encoder if load_config(prepared.folder).labels else None
     return LoadedModel(prepared, backend, "torch", chooses_tokens=False, head=head, whole_texts=True)

@@ -1,4 +1,4 @@
-"""The ``config.json`` of an encoder. Imports no torch."""
+"""Parser of an encoder's ``config.json``. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pillion.engine.models.families import FAMILY_KEYS
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
 
+# Encoders with learned positions -> head of their classifiers (``EncoderConfig.head``).
 _LEARNED = {"bert": "pooler", "roberta": "dense", "xlm-roberta": "dense"}
 _ACTIVATIONS = {
     **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
@@ -19,6 +20,7 @@ _ACTIVATIONS = {
     "relu": "relu",
     **dict.fromkeys(("silu", "swish"), "silu"),
 }
+# Keys that are read, or ignored, in addition to those of all models; and those of encoders with rotary embeddings.
 _OWN = frozenset({"layer_norm_eps", "type_vocab_size"})
 _OWN_ROTARY = frozenset(
     {
@@ -42,7 +44,8 @@ ENCODER_KINDS = (*_LEARNED, "modernbert")
 
 
 def parse_encoder(raw: Mapping[str, Any], labels: int) -> ModelConfig:
-    """Parse the config of an encoder with ``labels`` labels. Raises ConfigError for unsupported values."""
+    """Parse the config of an encoder, a classifier with ``labels`` labels unless 0. Raises ConfigError for unsupported
+    values."""
     kind = str(raw["model_type"])
     learned = kind in _LEARNED
     fixed = {"is_causal": False, **({"position_embedding_type": "absolute"} if learned else {})}
@@ -63,12 +66,12 @@ def parse_encoder(raw: Mapping[str, Any], labels: int) -> ModelConfig:
         hidden_size=hidden,
         intermediate_size=size(raw, "intermediate_size"),
         num_layers=1,
-        # The pool needs a KV size: one small dummy head.
+        # One small dummy head, since the pool needs a KV size.
         num_heads=1,
         num_kv_heads=1,
         head_dim=16,
         rms_norm_eps=encoder.eps,
-        # One more for the token that a decoder would generate.
+        # Plus the token that a decoder would generate.
         max_position_embeddings=(longest if learned else size(raw, "max_position_embeddings", 8192)) + 1,
         ropes=(),
         layer_ropes=(None,),
@@ -82,10 +85,10 @@ def parse_encoder(raw: Mapping[str, Any], labels: int) -> ModelConfig:
 
 
 def _activation(raw: Mapping[str, Any], key: str) -> str:
-    named = raw.get(key) or "gelu"
-    if named not in _ACTIVATIONS:
-        raise ConfigError(f"{raw['model_type']}: {key} {named!r} is not supported; known are {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[named]
+    name = raw.get(key) or "gelu"
+    if name not in _ACTIVATIONS:
+        raise ConfigError(f"{raw['model_type']}: {key} {name!r} is not supported; known are {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
 
 
 def _learned(kind: str, raw: Mapping[str, Any], labels: int) -> EncoderConfig:
@@ -107,8 +110,8 @@ def _rotary(raw: Mapping[str, Any], labels: int) -> EncoderConfig:
     layers = size(raw, "num_hidden_layers")
     kinds = per_layer(raw, "layer_types", layers)
     if kinds is None:
-        every = size(raw, "global_attn_every_n_layers", 3)
-        kinds = ["sliding_attention" if layer % every else "full_attention" for layer in range(layers)]
+        interval = size(raw, "global_attn_every_n_layers", 3)
+        kinds = ["sliding_attention" if layer % interval else "full_attention" for layer in range(layers)]
     if not {*kinds} <= {"sliding_attention", "full_attention"}:
         raise ConfigError(f"modernbert: layer_types {sorted({*map(str, kinds)})} are not all supported")
     window = size(raw, "local_attention", 128) // 2
@@ -133,14 +136,14 @@ def _rotary(raw: Mapping[str, Any], labels: int) -> EncoderConfig:
 
 
 def _theta(raw: Mapping[str, Any], kind: str, old_key: str, default: float) -> float:
-    """Return the rotary base of a kind of layers. Raises ConfigError for another rotary embedding."""
-    every = raw.get("rope_parameters")
-    own = every.get(kind) if isinstance(every, Mapping) else None
-    own = own if isinstance(own, Mapping) else {}
+    """Return the rotary base of the layers of type ``kind``. Raises ConfigError if their rotary embedding is scaled."""
+    ropes = raw.get("rope_parameters")
+    rope = ropes.get(kind) if isinstance(ropes, Mapping) else None
+    rope = rope if isinstance(rope, Mapping) else {}
     if (
-        own.get("rope_type", "default") != "default"
-        or set(own) - {"rope_type", "rope_theta"}
+        rope.get("rope_type", "default") != "default"
+        or set(rope) - {"rope_type", "rope_theta"}
         or raw.get("rope_scaling")
     ):
-        raise ConfigError(f"modernbert: a rotary embedding other than the default one is not supported: {dict(own)}")
-    return above_zero(own, "rope_theta", above_zero(raw, old_key, default))
+        raise ConfigError(f"modernbert: a rotary embedding other than the default one is not supported: {dict(rope)}")
+    return above_zero(rope, "rope_theta", above_zero(raw, old_key, default))
