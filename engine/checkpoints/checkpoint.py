@@ -85,32 +85,32 @@ StackedTensors = tuple[CheckpointTensor, ...]
 def decoder_tensors(config: ModelConfig) -> dict[str, tuple[StackedTensors, ...]]:
     """Return the alternatives of checkpoint tensors for every tensor of the model, by the decoder's name
     (``layers.3.qkv.weight``)."""
-    wanted = {"embedding": _named("model.embed_tokens.weight", config.vocab_size, config.hidden_size)}
+    alternatives = {"embedding": _named("model.embed_tokens.weight", config.vocab_size, config.hidden_size)}
     for key, checkpoint_names in layer_checkpoint_names((Norm(norm(config, "final_norm", "norm")),)).items():
-        wanted[key] = tuple(_of_model(stacked, "model.") for stacked in checkpoint_names)
+        alternatives[key] = tuple(_of_model(stacked, "model.") for stacked in checkpoint_names)
     if config.labels:
-        wanted["score"] = _named("score.weight", config.labels, config.hidden_size)
+        alternatives["score"] = _named("score.weight", config.labels, config.hidden_size)
     elif not config.tie_word_embeddings:
-        wanted["lm_head"] = _named("lm_head.weight", config.vocab_size, config.hidden_size)
+        alternatives["lm_head"] = _named("lm_head.weight", config.vocab_size, config.hidden_size)
     for layer, operations in enumerate(layers_of(config)):
         for key, checkpoint_names in layer_checkpoint_names(operations).items():
-            wanted[f"layers.{layer}.{key}"] = tuple(
+            alternatives[f"layers.{layer}.{key}"] = tuple(
                 _of_model(stacked, f"model.layers.{layer}.") for stacked in checkpoint_names
             )
     family = FAMILIES[config.family]
     if family.turned:
-        layers = {key for key in wanted if key.startswith("layers.")}
-        wanted |= {key: tuple(_transposed(stacked) for stacked in wanted[key]) for key in layers}
+        layers = {key for key in alternatives if key.startswith("layers.")}
+        alternatives |= {key: tuple(_transposed(stacked) for stacked in alternatives[key]) for key in layers}
     if family.first_position is not None:
         rows = config.max_position_embeddings + family.first_position
-        wanted["positions"] = _named("model.embed_positions.weight", rows, config.hidden_size)
+        alternatives["positions"] = _named("model.embed_positions.weight", rows, config.hidden_size)
     if config.token_inputs is not None:
         width, tokens = config.token_inputs.width, config.token_inputs.vocab_size
         table_width, name = config.num_layers * width, "model.per_layer_model_projection.weight"
-        wanted["token_inputs.embedding"] = _named("model.embed_tokens_per_layer.weight", tokens, table_width)
-        wanted["token_inputs.projection"] = _named(name, table_width, config.hidden_size)
-        wanted["token_inputs.norm"] = _named("model.per_layer_projection_norm.weight", width)
-    return {key: _in_files(checkpoint_names, config) for key, checkpoint_names in wanted.items()}
+        alternatives["token_inputs.embedding"] = _named("model.embed_tokens_per_layer.weight", tokens, table_width)
+        alternatives["token_inputs.projection"] = _named(name, table_width, config.hidden_size)
+        alternatives["token_inputs.norm"] = _named("model.per_layer_projection_norm.weight", width)
+    return {key: _in_files(checkpoint_names, config) for key, checkpoint_names in alternatives.items()}
 
 
 def _transposed(stacked: StackedTensors) -> StackedTensors:
@@ -145,13 +145,13 @@ def layer_checkpoint_names(operations: Layer) -> dict[str, tuple[StackedTensors,
     """Return the alternatives of checkpoint tensors, with names relative to the layer, for every tensor of a layer. The
     keys of linear layers end with "weight" or "bias", those of experts contain their number: ``qkv.bias``,
     ``experts.3.gate_up``."""
-    wanted: dict[str, tuple[StackedTensors, ...]] = {}
+    alternatives: dict[str, tuple[StackedTensors, ...]] = {}
     for tensor in tensors_of(operations):
         if tensor.experts:
-            wanted |= _of_experts(tensor)
+            alternatives |= _of_experts(tensor)
         elif tensor.role is Role.MATRIX:
             parts = ("weight", "bias") if tensor.bias else ("weight",)
-            wanted |= {f"{tensor.name}.{part}": _stacked_tensors(tensor, f".{part}") for part in parts}
+            alternatives |= {f"{tensor.name}.{part}": _stacked_tensors(tensor, f".{part}") for part in parts}
         elif tensor.checkpoint_names:
             is_vector = tensor.role in (Role.VECTOR, Role.EXACT_VECTOR)
             checkpoint_names = _stacked_tensors(tensor, "" if is_vector else tensor.suffix)
@@ -160,10 +160,10 @@ def layer_checkpoint_names(operations: Layer) -> dict[str, tuple[StackedTensors,
                     tuple(replace(checkpoint_tensor, optional=True) for checkpoint_tensor in stacked)
                     for stacked in checkpoint_names
                 )
-            wanted[tensor.name] = checkpoint_names
+            alternatives[tensor.name] = checkpoint_names
             if tensor.bias:
-                wanted[f"{tensor.name}.bias"] = _stacked_tensors(tensor, ".bias")
-    return wanted
+                alternatives[f"{tensor.name}.bias"] = _stacked_tensors(tensor, ".bias")
+    return alternatives
 
 
 def _stacked_tensors(tensor: LayerTensor, suffix: str, number: int = 0) -> tuple[StackedTensors, ...]:
@@ -203,15 +203,15 @@ def _stacked_tensors(tensor: LayerTensor, suffix: str, number: int = 0) -> tuple
 def _of_experts(tensor: LayerTensor) -> dict[str, tuple[StackedTensors, ...]]:
     group, _, name = tensor.name.partition(".")
     shape = (tensor.experts, *tensor.shape)
-    wanted: dict[str, tuple[StackedTensors, ...]] = {}
+    alternatives: dict[str, tuple[StackedTensors, ...]] = {}
     for number in range(tensor.experts):
         key = f"{group}.{number}.{name}"
         stacked = ((CheckpointTensor(name, shape, number, tensor.transposed),) for name in tensor.stacked)
-        wanted[key] = (*_stacked_tensors(tensor, ".weight", number), *stacked)
+        alternatives[key] = (*_stacked_tensors(tensor, ".weight", number), *stacked)
         if tensor.bias:
             biases = ((CheckpointTensor(f"{name}_bias", shape[:2], number),) for name in tensor.stacked)
-            wanted[f"{key}.bias"] = (*_stacked_tensors(tensor, ".bias", number), *biases)
-    return wanted
+            alternatives[f"{key}.bias"] = (*_stacked_tensors(tensor, ".bias", number), *biases)
+    return alternatives
 
 
 def _named(name: str, *shape: int) -> tuple[StackedTensors, ...]:
@@ -293,20 +293,20 @@ class Checkpoint:
         self._headers = {plain_name: tensor.header for plain_name, tensor in handles.items()}
         # Plain name -> names of the quantized tensors that replace it.
         self._stored_names: dict[str, tuple[str, ...]] = {}
-        wanted = decoder_tensors(config)
+        alternatives = decoder_tensors(config)
         (plain,) = _named("lm_head.weight", config.vocab_size, config.hidden_size)
         head = _in_files((plain,), config)
         self.chooses_tokens = not config.labels
         has_head = any(self._has(tensor) for (tensor,) in head)
         if config.tie_word_embeddings and not config.labels and has_head:
             # The config ties the head to the embedding, but a head in the files is used anyway.
-            wanted["lm_head"] = head
-        elif (within or config.headless) and "lm_head" in wanted and not has_head:
+            alternatives["lm_head"] = head
+        elif (within or config.headless) and "lm_head" in alternatives and not has_head:
             self.chooses_tokens = False
-            wanted = {
-                key: checkpoint_names for key, checkpoint_names in wanted.items() if not key.startswith("lm_head")
+            alternatives = {
+                key: checkpoint_names for key, checkpoint_names in alternatives.items() if not key.startswith("lm_head")
             }
-        self._checkpoint_names = self._resolve_transposed(self._choose(wanted))
+        self._checkpoint_names = self._resolve_transposed(self._choose(alternatives))
         self._check_names()
         self._check_shapes()
 
@@ -318,18 +318,18 @@ class Checkpoint:
     def load_matrix(self, key: str, dtype: torch.dtype) -> Matrix:
         """Return a matrix by the decoder's name: quantized if all tensors that form it are, in layouts that can be
         stacked; else what :meth:`load` returns."""
-        return stack_rows([self._read(wanted, dtype) for wanted in self._checkpoint_names[key]], dtype)
+        return stack_rows([self._read(source, dtype) for source in self._checkpoint_names[key]], dtype)
 
-    def _read(self, wanted: CheckpointTensor, dtype: torch.dtype) -> Matrix:
-        if self._stored_names.get(wanted.name):
+    def _read(self, source: CheckpointTensor, dtype: torch.dtype) -> Matrix:
+        if self._stored_names.get(source.name):
             assert self._format is not None
-            rows, columns = wanted.shape[-2:]
-            with self._naming_files(wanted.name):
+            rows, columns = source.shape[-2:]
+            with self._naming_files(source.name):
                 return self._format.read(
-                    wanted.name, (rows, columns), lambda name: self._handles[name].read(wanted.part)
+                    source.name, (rows, columns), lambda name: self._handles[name].read(source.part)
                 )
-        tensor = self._handles[wanted.name].numbers(dtype, wanted.part)
-        return tensor.mT if wanted.transposed else tensor
+        plain_tensor = self._handles[source.name].numbers(dtype, source.part)
+        return plain_tensor.mT if source.transposed else plain_tensor
 
     def tensors(self) -> Iterator[tuple[CheckpointTensor, torch.Tensor]]:
         """Yield all tensors of the model, which must be plain, as they are in the files."""
@@ -340,7 +340,7 @@ class Checkpoint:
     def has(self, key: str) -> bool:
         return key in self._checkpoint_names
 
-    def _choose(self, wanted: dict[str, tuple[StackedTensors, ...]]) -> dict[str, StackedTensors]:
+    def _choose(self, alternatives: dict[str, tuple[StackedTensors, ...]]) -> dict[str, StackedTensors]:
         """Choose the first alternative for each tensor that the files have; of several alternatives with the same
         names, the one with the shapes in the files. Raises ConfigError if the files have no alternative for a tensor;
         the error names the alternative with the fewest missing tensors."""
@@ -354,7 +354,7 @@ class Checkpoint:
                 return share, sum(not self._fits(tensor) for tensor in stacked)
             return share, len(stacked) if share == 1 else 0
 
-        chosen = {key: min(checkpoint_names, key=lack) for key, checkpoint_names in wanted.items()}
+        chosen = {key: min(checkpoint_names, key=lack) for key, checkpoint_names in alternatives.items()}
         for key in [key for key, (tensor, *_) in chosen.items() if tensor.optional and not self._has(tensor)]:
             del chosen[key]
         missing = sorted({name for stacked in chosen.values() for name in absent(stacked)})
@@ -393,12 +393,12 @@ class Checkpoint:
             for key, stacked in chosen.items()
         }
 
-    def _has(self, wanted: CheckpointTensor) -> bool:
+    def _has(self, tensor: CheckpointTensor) -> bool:
         """Return whether the files have a tensor, plain or quantized. Finds the tensors of a quantized matrix."""
-        if self._format is not None and wanted.name not in self._stored_names and len(wanted.shape) > 1:
-            with self._naming_files(wanted.name):
-                self._stored_names[wanted.name] = self._format.stored(wanted.name, wanted.shape, self._headers)
-        return bool(self._stored_names.get(wanted.name)) or wanted.name in self._handles
+        if self._format is not None and tensor.name not in self._stored_names and len(tensor.shape) > 1:
+            with self._naming_files(tensor.name):
+                self._stored_names[tensor.name] = self._format.stored(tensor.name, tensor.shape, self._headers)
+        return bool(self._stored_names.get(tensor.name)) or tensor.name in self._handles
 
     @contextmanager
     def _naming_files(self, name: str) -> Iterator[None]:
@@ -414,8 +414,8 @@ class Checkpoint:
 
     def _check_names(self) -> None:
         """Raise ConfigError for a tensor that the model does not have, and that is not known to be ignored."""
-        wanted = {tensor.name for stacked in self._checkpoint_names.values() for tensor in stacked}
-        known = wanted.union(*(self._stored_names.get(name, ()) for name in wanted))
+        needed = {tensor.name for stacked in self._checkpoint_names.values() for tensor in stacked}
+        known = needed.union(*(self._stored_names.get(name, ()) for name in needed))
         extra = (name for name in self._handles.keys() - known if not name.endswith(_IGNORED_SUFFIXES))
         idle = FAMILIES[self._family].idle
         extra = (name for name in extra if not self._draft_names.match(name) and not self._idle.match(name))

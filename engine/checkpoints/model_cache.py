@@ -122,7 +122,7 @@ class ModelCache:
             reported = False
             while not try_lock(file):
                 if time.monotonic() > deadline:
-                    raise ConfigError(f"another process is still writing {target}: waited too long")
+                    raise ConfigError(f"another process is still writing {target} after {LOCK_TIMEOUT_S:.0f} s")
                 if not reported:
                     progress("waiting for another process that prepares the same model")
                     reported = True

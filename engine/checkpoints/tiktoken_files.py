@@ -95,14 +95,14 @@ def _merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
 def _named_tokens(source: Path, first: int) -> Iterator[tuple[str, bool]]:
     """Yield the tokens with ids from ``first`` to the end of the model's vocabulary, and whether each is special. Ids
     without a name become reserved tokens."""
-    named: dict[int, Mapping[str, Any]] = {
+    added_tokens: dict[int, Mapping[str, Any]] = {
         int(number): token
         for number, token in (read_json(source / "tokenizer_config.json").get("added_tokens_decoder") or {}).items()
     }
-    if min(named, default=first) < first:
-        raise ConfigError(f"{source}: tokenizer_config.json names token {min(named)}, also in {VOCABULARY_NAME}")
+    if min(added_tokens, default=first) < first:
+        raise ConfigError(f"{source}: tokenizer_config.json names token {min(added_tokens)}, also in {VOCABULARY_NAME}")
     model = read_json(source / "config.json") if (source / "config.json").is_file() else {}
     count = model.get("vocab_size", (model.get("text_config") or {}).get("vocab_size", 0))
-    for number in range(first, max(count, max(named, default=0) + 1)):
-        token = named.get(number, {})
+    for number in range(first, max(count, max(added_tokens, default=0) + 1)):
+        token = added_tokens.get(number, {})
         yield token.get("content", f"<|reserved_token_{number}|>"), bool(token.get("special", True))

@@ -52,7 +52,7 @@ def vocabulary_ids(raw: Mapping[str, Any], key: str, vocab_size: int, source: st
         raise ConfigError(f"{source}: {key} has {len(items)} ids; the limit is {MAX_IDS}")
     for item in items:
         if not isinstance(item, int) or isinstance(item, bool) or not 0 <= item < MAX_TOKENS:
-            raise ConfigError(f"{source}: {key} must name tokens of the vocabulary, from 0 on, not {item!r}")
+            raise ConfigError(f"{source}: {key} must be token ids of the vocabulary, from 0 on, not {item!r}")
     return tuple(item for item in items if item < vocab_size)
 
 
@@ -79,7 +79,7 @@ def number(raw: Mapping[str, Any], key: str, default: float) -> float:
     try:
         result = float(value)
     except OverflowError:
-        raise ConfigError(f"config.json: {key} is too large a number") from None
+        raise ConfigError(f"config.json: {key} is too large") from None
     if not math.isfinite(result):
         raise ConfigError(f"config.json: {key} must be a finite number, not {value!r}")
     return result
@@ -99,5 +99,5 @@ def per_layer(raw: Mapping[str, Any], key: str, num_layers: int) -> list[Any] | 
     if value is None:
         return None
     if not isinstance(value, list) or len(value) < num_layers:
-        raise ConfigError(f"config.json: {key} must name all {num_layers} layers")
+        raise ConfigError(f"config.json: {key} must have an entry for each of the {num_layers} layers")
     return value[:num_layers]

@@ -333,10 +333,10 @@ def _kv_heads(name: str, raw: Mapping[str, Any], heads: int, latents: LatentConf
     ConfigError for inconsistent numbers of heads."""
     kv_heads = size(raw, "num_key_value_heads", heads)
     if latents is not None and kv_heads != heads:
-        raise ConfigError(f"{name}: {heads} heads and num_key_value_heads = {kv_heads} do not fit together")
+        raise ConfigError(f"{name}: {heads} heads and num_key_value_heads = {kv_heads} are inconsistent")
     head_dim = size(raw, "head_dim", size(raw, "hidden_size") // heads) if latents is None else latents.rotary
     if heads % kv_heads or head_dim % 2:
-        raise ConfigError(f"{name}: {heads} heads over {kv_heads} KV heads of {head_dim} values do not fit together")
+        raise ConfigError(f"{name}: {heads} heads over {kv_heads} KV heads of {head_dim} values are inconsistent")
     return kv_heads, head_dim
 
 
@@ -513,7 +513,7 @@ def _query_growth(
     else:
         return None
     if original_tokens(ropes):
-        raise ConfigError(f"queries that grow with their position do not go with rope type {ropes[0].kind!r}")
+        raise ConfigError(f"a position-dependent query scale is not supported with rope type {ropes[0].kind!r}")
     return growth if growth.rate else None
 
 
@@ -539,9 +539,7 @@ def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily
     num_experts = size(raw, count_key)
     per_token = size(options, per_token_key)
     if per_token > num_experts:
-        raise ConfigError(
-            f"config.json: {per_token_key} = {per_token} experts per token are more than there are: {num_experts}"
-        )
+        raise ConfigError(f"config.json: {per_token_key} = {per_token} exceeds the number of experts, {num_experts}")
     of_experts = options.get("moe_intermediate_size") is not None
     inner = size(options, "moe_intermediate_size") if of_experts else size(raw, "intermediate_size")
     groups, kept_groups = _expert_groups(options, count_key, num_experts, per_token)

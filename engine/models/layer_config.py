@@ -37,8 +37,8 @@ def _narrow_values(name: str, raw: Mapping[str, Any], heads: int, slides: Sequen
     count, width, values = size(raw, "num_key_value_heads", heads), size(raw, "head_dim"), size(raw, "v_head_dim")
     if values > width or heads % (2 * count):
         raise ConfigError(
-            f"{name}: {heads} heads over {count} KV heads with head_dim = {width} and v_head_dim = {values} do not fit"
-            " together"
+            f"{name}: {heads} heads over {count} KV heads with head_dim = {width} and v_head_dim = {values} are"
+            " inconsistent"
         )
     return {
         "layer_heads": tuple(LayerHeads(2 * count if slide else count, width) for slide in slides),
@@ -61,7 +61,7 @@ def _layer_heads(name: str, raw: Mapping[str, Any], heads: int, slides: Sequence
         if len(kinds) > 1:
             raise ConfigError(f"{name}: config.json has {_BY_LAYER} with several sizes of heads for layers of one kind")
         if any(heads % kind.kv_heads or kind.head_dim % 2 for kind in kinds):
-            raise ConfigError(f"{name}: {heads} heads and {kinds} do not fit together")
+            raise ConfigError(f"{name}: {heads} heads and {kinds} are inconsistent")
     return tuple(layer_heads)
 
 

@@ -39,7 +39,7 @@ def delta_layers(raw: Mapping[str, Any]) -> LinearConfig:
     heads = size(raw, "linear_num_value_heads", size(raw, "num_attention_heads"))
     if heads % key_heads:
         raise ConfigError(
-            f"config.json: linear_num_value_heads = {heads} and linear_num_key_heads = {key_heads} do not fit together"
+            f"config.json: linear_num_value_heads = {heads} and linear_num_key_heads = {key_heads} are inconsistent"
         )
     key_dim = size(raw, "linear_key_head_dim", max(1, int(0.75 * size(raw, "hidden_size") / key_heads)))
     return LinearConfig(
@@ -186,7 +186,7 @@ def _state_spaces(raw: Mapping[str, Any], layers: tuple[bool, ...]) -> LinearCon
     if head_dim * heads != inner or heads % groups:
         raise ConfigError(
             f"config.json: mamba_n_heads = {heads}, mamba_d_head = {given!r}, mamba_n_groups = {groups} and"
-            f" mamba_expand = {raw['mamba_expand']}, mamba_d_ssm = {given_inner} do not fit together"
+            f" mamba_expand = {raw['mamba_expand']}, mamba_d_ssm = {given_inner} are inconsistent"
         )
     limit = raw.get("time_step_limit")
     # Only limits without effect are supported: (0, inf), and inf as transformers 5 writes it.

@@ -165,7 +165,7 @@ def _parse(
         share = above_zero(rope, "partial_rotary_factor", 1.0)
         turning = int(share * head_dim // 2)
         if not 0 < turning <= head_dim // 2:
-            raise ConfigError(f"a rotary embedding of {share} of {head_dim} values is not possible")
+            raise ConfigError(f"partial_rotary_factor = {share} does not fit heads of {head_dim} values")
         theta, factor = above_zero(rope, "rope_theta", theta), above_zero(rope, "factor", 1.0)
         return RopeConfig(kind=PROPORTIONAL, theta=theta, rotary_dim=head_dim, factor=factor, turning=turning)
     if kind not in ROPE_KINDS:

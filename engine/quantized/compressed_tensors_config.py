@@ -82,7 +82,10 @@ def _refuse_other_compression(raw: Raw) -> None:
         raise unsupported(f"{_METHOD} with transform_config = {repr(transform)[:60]}")
     cache = raw.get("kv_cache_scheme")
     if cache and (not isinstance(cache, Mapping) or cache.get("num_bits") != 8):
-        raise unsupported(f"{_METHOD} with kv_cache_scheme = {repr(cache)[:60]}", "8 bits are read as more exact ones")
+        raise unsupported(
+            f"{_METHOD} with kv_cache_scheme = {repr(cache)[:60]}",
+            "8 bits are ignored, since Pillion's cache is more exact",
+        )
 
 
 def _scheme(group: Raw, model_format: str) -> MatrixScheme:

@@ -323,7 +323,7 @@ def _gemma4(model: GgufModel, config: Config) -> Config:
     for kind, size in (("", config["global_head_dim"]), ("_swa", config["head_dim"])):
         for key in (f"attention.value_length{kind}", f"rope.dimension_count{kind}"):
             if model.get(key) not in (None, size):
-                raise ConfigError(f"its heads have {size} values, and gemma4.{key} is another number")
+                raise ConfigError(f"its heads have {size} values, but gemma4.{key} = {model.get(key)}")
     if model.get("rope.scaling.type") not in (None, "none", "linear"):
         raise ConfigError(f"gemma4.rope.scaling.type is {model.get('rope.scaling.type')!r}, which is not supported")
     tensors = {tensor.name: tensor for tensor in model.tensors}
@@ -717,9 +717,7 @@ def _add_head(config: dict[str, Any], model: GgufModel, row: GgufArchitecture) -
     """Add head_dim and partial_rotary_factor. Raises ConfigError for unsupported widths."""
     head_dim = config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     if model.get("attention.value_length") not in (None, head_dim):
-        raise ConfigError(
-            f"its keys have {head_dim} values, and {model.architecture}.attention.value_length is another number"
-        )
+        raise ConfigError(f"its keys have {head_dim} values, but {model.architecture}.attention.value_length differs")
     rotated = model.get("rope.dimension_count") or head_dim
     if rotated != head_dim:
         if not row.partial_rope:

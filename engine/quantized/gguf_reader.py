@@ -118,7 +118,7 @@ def _check_counts(metadata: Mapping[str, Any], tensors: int) -> None:
     for key, value in metadata.items():
         limit = {"block_count": tensors, "expert_count": MAX_EXPERTS}.get(key.rpartition(".")[2])
         if limit is not None and isinstance(value, int) and value > limit:
-            raise ConfigError(f"{key} = {value}, and at most {limit} have room in the file")
+            raise ConfigError(f"{key} = {value}, but the file has room for at most {limit}")
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], list[GgufTensor]]:
@@ -143,7 +143,7 @@ def _read_file(path: Path) -> tuple[dict[str, Any], list[GgufTensor]]:
     headers = [_tensor_header(cursor) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
-        raise ConfigError(f"its alignment is {alignment!r}, which is no power of two")
+        raise ConfigError(f"its alignment is {alignment!r}, which is not a power of two")
     begin = -(-cursor.offset // alignment) * alignment
     return metadata, [_tensor(cursor, begin + offset, name, shape, kind) for name, shape, kind, offset in headers]
 

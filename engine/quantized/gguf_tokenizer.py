@@ -189,7 +189,7 @@ def _bpe(metadata: Mapping[str, Any], ids: Mapping[str, int], pre: PreTokenizer)
     for merge in merge_strings:
         space = merge.find(" ", 1)
         if space < 0:
-            raise ConfigError(f"its tokenizer.ggml.merges have {merge!r}, which is no pair")
+            raise ConfigError(f"its tokenizer.ggml.merges have {merge!r}, which is not a pair")
         merges.append((merge[:space], merge[space + 1 :]))
     model = {**_bpe_model(ids, merges), "ignore_merges": pre.ignore_merges, "byte_fallback": not pre.byte_level}
     splits = [

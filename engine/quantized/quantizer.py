@@ -194,14 +194,14 @@ def quantize_folder(source: Path, folder: Path, kind: str, group: int, progress:
             names, linear = decoder_tensors(untied), _linear_names(untied)
             embeddings, heads = ({tensor.name for (tensor,) in names[key]} for key in ("embedding", "lm_head"))
             tied_head = names["lm_head"][0][0].name
-            for index, (wanted, tensor) in enumerate(checkpoint.tensors()):
-                name = wanted.name
+            for index, (source_tensor, tensor) in enumerate(checkpoint.tensors()):
+                name = source_tensor.name
                 if index % 100 == 0:
                     progress(f"quantizing weights to {kind}: tensor {index}")
                 if name in heads:
                     writer.add(_stored(name, tensor, "int8", 0, pool))
                 elif name in linear:
-                    matrix = tensor.mT if wanted.transposed else tensor
+                    matrix = tensor.mT if source_tensor.transposed else tensor
                     writer.add(_stored(name, matrix, kind, group, pool))
                 else:
                     writer.add({name: tensor})

@@ -59,13 +59,13 @@ class Nf4Layout:
         packed = get(name).contiguous().view(torch.uint8).flatten()
         if state.get("shape") != [rows, columns] or state.get("quant_type") != "nf4" or len(packed) * 2 != count:
             raise ConfigError(
-                f"{_state(name)} says {state.get('quant_type')} of {state.get('shape')}, not nf4 of {shape}"
+                f"{_state(name)} is for {state.get('quant_type')} of {state.get('shape')}, not nf4 of {shape}"
             )
         if not torch.equal(get(f"{name}.quant_map"), CODINGS["nf4"]):
-            raise ConfigError(f"{name}.quant_map holds other values than NF4's")
+            raise ConfigError(f"{name}.quant_map has other values than NF4's")
         scales = _absmax(name, state, get)
         if len(scales) != -(-count // block):
-            raise ConfigError(f"{name}.absmax holds {len(scales)} numbers, not {-(-count // block)}")
+            raise ConfigError(f"{name}.absmax has {len(scales)} values, not {-(-count // block)}")
         # A block may span rows; a group of this size is within one block and one row.
         group = math.gcd(block, columns)
         return QuantizedMatrix(

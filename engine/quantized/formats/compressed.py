@@ -53,7 +53,7 @@ class PackedLayout:
         (rows, columns), bits = shape, scheme.bits
         stored_shape = read_optional(f"{name}_shape", get)
         if stored_shape is not None and stored_shape.dim() == 1 and stored_shape.tolist()[-2:] != [rows, columns]:
-            raise ConfigError(f"{name}_shape says {stored_shape.tolist()}, not {[rows, columns]}")
+            raise ConfigError(f"{name}_shape is {stored_shape.tolist()}, not {[rows, columns]}")
         codes = unpack(get(f"{name}_packed"), bits)[:, :columns]
         scales = _scales(f"{name}_scale", get, shape, scheme, 2.0**bits)
         input_groups, zeros = read_optional(f"{name}_g_idx", get), read_optional(f"{name}_zero_point", get)
@@ -125,7 +125,7 @@ def _shifted(name: str, numbers: torch.Tensor, bits: int) -> torch.Tensor:
     """Convert signed int8 numbers of ``bits`` bits to unsigned ones. Raises ConfigError for numbers out of range."""
     half = 1 << (bits - 1)
     if int(numbers.min()) < -half or int(numbers.max()) >= half:
-        raise ConfigError(f"{name} holds numbers outside of {-half} to {half - 1}, which do not fit into {bits} bits")
+        raise ConfigError(f"{name} has numbers outside of {-half} to {half - 1}, which do not fit into {bits} bits")
     return (numbers.to(torch.int16) + half).to(torch.uint8)
 
 

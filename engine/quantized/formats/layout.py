@@ -149,7 +149,7 @@ def from_unsigned(
 def check_symmetric(name: str, zeros: torch.Tensor, middle: int) -> None:
     """Raise ConfigError unless all zero points of a symmetric matrix are ``middle``."""
     if not bool((zeros == middle).all()):
-        raise ConfigError(f"{name} holds zero points other than {middle}, though quantization_config says symmetric")
+        raise ConfigError(f"{name} has zero points other than {middle}, but quantization_config is symmetric")
 
 
 def largest(coding: str) -> float:

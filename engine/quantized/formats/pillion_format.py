@@ -47,7 +47,7 @@ class PillionFormat:
         header = headers[codes]
         width = {"U8": -(-columns // 2), "I8": columns}.get(header.dtype)
         if header.shape != (*rows, width):
-            raise ConfigError(f"{codes} is {header.dtype} {list(header.shape)}, which holds no codes of {list(shape)}")
+            raise ConfigError(f"{codes} is {header.dtype} {list(header.shape)}, which does not fit {list(shape)}")
         if scales not in headers:
             raise ConfigError(f"{scales} is missing beside {codes}")
         groups = headers[scales].shape[-1] if headers[scales].shape else 0
@@ -58,7 +58,7 @@ class PillionFormat:
         for part in parts:
             if headers[part] != TensorHeader("F32", (*rows, groups)) or not groups or columns % groups:
                 kind, sizes = headers[part].dtype, list(headers[part].shape)
-                raise ConfigError(f"{part} is {kind} {sizes}, which gives no groups to {list(shape)}")
+                raise ConfigError(f"{part} is {kind} {sizes}, which does not fit {list(shape)}")
         return (codes, *parts)
 
     def read(self, name: str, shape: tuple[int, int], get: Callable[[str], torch.Tensor]) -> QuantizedMatrix:

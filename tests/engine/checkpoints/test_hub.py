@@ -129,7 +129,7 @@ def test_several_gguf_models_need_a_choice(tmp_path: pathlib.Path) -> None:
         done = pillion("prepare", "some/model")
         assert not sent
     assert (
-        "some/model has 2 GGUF models: m-Q4_0.gguf, m-Q8_0.gguf; which one? bring it with `hf download some/model FILE`"
+        "some/model has 2 GGUF models: m-Q4_0.gguf, m-Q8_0.gguf; which one? run `hf download some/model FILE`"
         in done.stderr
     )
 

@@ -108,8 +108,8 @@ def test_an_unknown_architecture_is_refused_by_name_with_those_near_it():
         ({"vocab_size": 0}, "vocab_size"),
         ({"hidden_size": "64"}, "hidden_size"),
         ({"num_hidden_layers": None}, "num_hidden_layers"),
-        ({"num_key_value_heads": 3}, "do not fit"),
-        ({"head_dim": 15}, "do not fit"),
+        ({"num_key_value_heads": 3}, "are inconsistent"),
+        ({"head_dim": 15}, "are inconsistent"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"quantization_config": {"load_in_4bit": True}}, "bitsandbytes, 4 bits"),
         ({"quantization_config": {"zero_point": True}}, "an unnamed method"),
@@ -143,7 +143,7 @@ def test_an_unknown_architecture_is_refused_by_name_with_those_near_it():
         ({"model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": [1.0]}}, "8 factors in short_factor"),
         ({"rope_scaling": {"rope_type": "longrope", **SETS, "long_factor": [1.0, 0.0] * 4}}, "long_factor"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps"),
-        ({"model_type": "qwen2", **WINDOW, "layer_types": ["full_attention"]}, "all 2 layers"),
+        ({"model_type": "qwen2", **WINDOW, "layer_types": ["full_attention"]}, "each of the 2 layers"),
         ({"model_type": "qwen2", **WINDOW, "layer_types": ["chunked_attention"] * 2}, "chunked_attention"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "bidirectional"),
         ({"model_type": "gemma2", "hidden_activation": "relu"}, "relu"),
@@ -166,7 +166,7 @@ def test_an_unknown_architecture_is_refused_by_name_with_those_near_it():
         ({"model_type": "glm4_moe", "num_key_value_heads": 4, "n_group": 64}, "fewer than the 8 of a token"),
         (
             {"model_type": "mixtral", "num_key_value_heads": 4, "num_local_experts": 2, "num_experts_per_tok": 3},
-            "3 experts per token",
+            "= 3 exceeds the number of experts, 2",
         ),
     ],
 )
@@ -369,7 +369,7 @@ def test_published_configs_of_mimo_have_keys_of_their_own():
         check_adapters(config)
     for change, words in (
         ({"swa_num_key_value_heads": 2}, "swa_num_key_value_heads = 2, not 4"),
-        ({"v_head_dim": 24}, "v_head_dim = 24 do not fit"),
+        ({"v_head_dim": 24}, "v_head_dim = 24 are inconsistent"),
     ):
         with pytest.raises(ConfigError, match=words):
             parse_config({**base, **new, **change})
@@ -434,7 +434,7 @@ def test_every_field_of_transformers_config_counts_or_is_bookkeeping(name):
         try:
             assert parse_config({**base, key: other}) != plain, key
         except ConfigError as error:
-            assert key in error.message or "fit together" in error.message or "'strange'" in error.message  # noqa: PT017
+            assert key in error.message or "inconsistent" in error.message or "'strange'" in error.message  # noqa: PT017
 
 
 def test_options_of_other_families_that_are_switched_off_are_ignored():
@@ -516,7 +516,7 @@ def test_queries_that_grow_with_their_position():
     assert (config.max_position_embeddings, config.ropes[0].kind) == (256, "yarn")
     assert config.query_growth == QueryGrowth(rate=0.1, length=64)
     assert parse_config({**raw, "rope_parameters": {**rope, "llama_4_scaling_beta": 0}}).query_growth is None
-    with pytest.raises(ConfigError, match=r"queries that grow .* do not go with rope type 'dynamic'"):
+    with pytest.raises(ConfigError, match=r"query scale is not supported with rope type 'dynamic'"):
         parse_config({**raw, "rope_parameters": {**rope, "rope_type": "dynamic"}})
     with pytest.raises(ConfigError, match=r"llama_4_scaling_beta = 0\.1"):
         parse_config({**BASE, "rope_parameters": rope})
@@ -617,10 +617,10 @@ def test_gemma_4():
         ({"per_layer_config": {"1": {"intermediate_size": 8}}}, "per_layer_config = .* for layer 1"),
         ({"per_layer_config": {"0": {"head_dim": 32}, "1": {}}, "num_hidden_layers": 3}, "layers of one kind"),
         ({"per_layer_config": [1]}, "per_layer_config must be an object"),
-        ({"num_global_key_value_heads": 3, "attention_k_eq_v": True}, "do not fit together"),
+        ({"num_global_key_value_heads": 3, "attention_k_eq_v": True}, "are inconsistent"),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 3.0}}},
-            "3.0 of",
+            "3.0 does not fit",
         ),
     ],
 )

@@ -169,7 +169,7 @@ def test_counts_of_a_header_fit_into_the_file(written: bytes, said: str, tmp_pat
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "it is in big-endian byte order"),
         (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 1, which is not known"),
         (header(2, 0, entry("a", 7, b"\1"), entry("a", 7, b"\1")), "its header has 'a' twice"),
-        (header(1, 0, entry("general.alignment", 4, struct.pack("<I", 24))), "alignment is 24, which is no power"),
+        (header(1, 0, entry("general.alignment", 4, struct.pack("<I", 24))), "alignment is 24, which is not a power"),
     ],
 )
 def test_files_of_another_kind_are_refused(written: bytes, said: str, tmp_path: pathlib.Path) -> None:

@@ -158,7 +158,7 @@ def test_no_key_of_a_tokenizer_is_dropped(name: str) -> None:
         ({"tokenizer.ggml.tokens": []}, "no vocabulary"),
         ({"tokenizer.ggml.token_type": np.array([1])}, "token_type has 1 items"),
         ({"tokenizer.ggml.merges": None}, "no tokenizer.ggml.merges"),
-        ({"tokenizer.ggml.merges": ["ab"]}, "'ab', which is no pair"),
+        ({"tokenizer.ggml.merges": ["ab"]}, "'ab', which is not a pair"),
     ],
 )
 def test_metadata_that_contradict_each_other_are_refused(change: dict[str, Any], said: str) -> None:
