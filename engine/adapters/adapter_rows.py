@@ -141,7 +141,7 @@ def adapter_shapes(config: ModelConfig, targets: Sequence[str] = ()) -> dict[str
                     found[name] = LayerShape(outputs, inputs, tensor.experts, exact, _ends(tensor))
                     if tensor.role is Role.HEAD_MATRICES:
                         assert config.latents is not None
-                        both = config.latents.still, config.latents.values
+                        both = config.latents.qk_nope_head_dim, config.latents.v_head_dim
                         found[name] = replace(found[name], by_head=both, heads=outputs // sum(both))
     return found
 

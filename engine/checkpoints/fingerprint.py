@@ -33,6 +33,16 @@ _ALWAYS_WRITTEN = {
 }
 # Removed fields, with the values that older releases wrote for all models that are still supported.
 _ONCE_WRITTEN = {"MatrixScheme": {"row_zeros": False}}
+# Renamed fields, with their names in fingerprints: those of older releases.
+_WRITTEN_NAMES = {
+    "LatentConfig": {
+        "kv_lora_rank": "rank",
+        "qk_rope_head_dim": "rotary",
+        "qk_nope_head_dim": "still",
+        "v_head_dim": "values",
+        "q_lora_rank": "query_rank",
+    }
+}
 
 
 def fingerprint(
@@ -66,10 +76,11 @@ def _written(value: Any) -> Any:
     if is_dataclass(value):
         kind = type(value).__name__
         always, written = _ALWAYS_WRITTEN.get(kind, "").split(), dict(_ONCE_WRITTEN.get(kind, {}))
+        names = _WRITTEN_NAMES.get(kind, {})
         for field in fields(value):
             content = getattr(value, field.name)
             if field.name in always or content != _default(field):
-                written[field.name] = _written(content)
+                written[names.get(field.name, field.name)] = _written(content)
         return written
     if isinstance(value, Mapping):
         return {key: _written(content) for key, content in value.items()}

@@ -334,7 +334,7 @@ def _kv_heads(name: str, raw: Mapping[str, Any], heads: int, latents: LatentConf
     kv_heads = size(raw, "num_key_value_heads", heads)
     if latents is not None and kv_heads != heads:
         raise ConfigError(f"{name}: {heads} heads and num_key_value_heads = {kv_heads} are inconsistent")
-    head_dim = size(raw, "head_dim", size(raw, "hidden_size") // heads) if latents is None else latents.rotary
+    head_dim = size(raw, "head_dim", size(raw, "hidden_size") // heads) if latents is None else latents.qk_rope_head_dim
     if heads % kv_heads or head_dim % 2:
         raise ConfigError(f"{name}: {heads} heads over {kv_heads} KV heads of {head_dim} values are inconsistent")
     return kv_heads, head_dim
@@ -348,11 +348,11 @@ def _latents(raw: Mapping[str, Any], options: Mapping[str, Any], heads: int) -> 
     if size(raw, "head_dim", rotary) != rotary:
         raise ConfigError(f"config.json: head_dim = {raw['head_dim']} is not qk_rope_head_dim = {rotary}")
     return LatentConfig(
-        rank=size(options, "kv_lora_rank"),
-        rotary=rotary,
-        still=size(options, "qk_nope_head_dim"),
-        values=size(options, "v_head_dim", size(raw, "hidden_size") // heads),
-        query_rank=0 if options["q_lora_rank"] is None else size(options, "q_lora_rank"),
+        kv_lora_rank=size(options, "kv_lora_rank"),
+        qk_rope_head_dim=rotary,
+        qk_nope_head_dim=size(options, "qk_nope_head_dim"),
+        v_head_dim=size(options, "v_head_dim", size(raw, "hidden_size") // heads),
+        q_lora_rank=0 if options["q_lora_rank"] is None else size(options, "q_lora_rank"),
         **_token_index(raw, options),
     )
 

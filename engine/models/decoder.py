@@ -323,10 +323,12 @@ class LayerRun:
         if operation.grows:
             assert self.growth is not None
             q = (q * self.growth).to(q.dtype)
-        q_nope, q_rope = q.tensor_split([latents.still], -1)
-        latent_rows, k_rope = self.linear(operation.down, self.rows).tensor_split([latents.rank], -1)
-        kv_up = self.weights.tensor(operation.up).view(-1, latents.still + latents.values, latents.rank)
-        key_up, value_up = kv_up.tensor_split([latents.still], 1)
+        q_nope, q_rope = q.tensor_split([latents.qk_nope_head_dim], -1)
+        latent_rows, k_rope = self.linear(operation.down, self.rows).tensor_split([latents.kv_lora_rank], -1)
+        kv_up = self.weights.tensor(operation.up).view(
+            -1, latents.qk_nope_head_dim + latents.v_head_dim, latents.kv_lora_rank
+        )
+        key_up, value_up = kv_up.tensor_split([latents.qk_nope_head_dim], 1)
         rotated = torch.cat((q_rope, k_rope[:, None]), 1)
         if operation.rope is not None:
             rotated = rotate(rotated, *self.tables[operation.rope])
@@ -339,7 +341,7 @@ class LayerRun:
             return
         # Absorb each head's key projection into its queries.
         q_absorbed = torch.bmm(q_nope.transpose(0, 1), key_up).transpose(0, 1)
-        up, sizes = f"layers.{self.index}.{operation.up.name}", (latents.still, latents.values)
+        up, sizes = f"layers.{self.index}.{operation.up.name}", (latents.qk_nope_head_dim, latents.v_head_dim)
         if self.adapters is not None:
             self.adapters.add_by_head(up, sizes, 0, q_nope, q_absorbed)
         queries = torch.cat((q_absorbed, rotated[:, :-1]), -1)
@@ -347,7 +349,7 @@ class LayerRun:
             self._select(operation, operation.index, query_inputs)
             queries = pad(queries, (0, operation.index.dim))
         attended = self.attention.attend(self.index, queries)
-        self.rows = attended.view(count, -1, self.config.head_dim)[..., : latents.rank]
+        self.rows = attended.view(count, -1, self.config.head_dim)[..., : latents.kv_lora_rank]
         self._drop_unsampled()
         values = torch.bmm(self.rows.transpose(0, 1), value_up.mT).transpose(0, 1)
         if self.adapters is not None:
@@ -372,7 +374,7 @@ class LayerRun:
         weights = linear(self.rows.float(), self.weights.tensor(operation.index_weights).float())
         self._adapt(operation.index_weights, self.rows, weights)
         weights = weights * (index.heads * index.dim) ** -0.5
-        first = self.config.latents.rank + self.config.latents.rotary
+        first = self.config.latents.kv_lora_rank + self.config.latents.qk_rope_head_dim
         assert isinstance(self.attention, StepAttention)
         self.attention.select(self.index, self._rotate_index(operation, queries), weights, first, index.top)
 
@@ -381,7 +383,7 @@ class LayerRun:
         if operation.rope is None:
             return heads
         assert self.config.latents is not None
-        rotated, unrotated = heads.tensor_split([self.config.latents.rotary], -1)
+        rotated, unrotated = heads.tensor_split([self.config.latents.qk_rope_head_dim], -1)
         return torch.cat((rotate(rotated, *self.tables[operation.rope]), unrotated), -1)
 
     def mlp(self, operation: Mlp) -> None:

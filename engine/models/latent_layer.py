@@ -13,16 +13,21 @@ _EPS = 1e-6
 
 def latent_attention(config: ModelConfig, latents: LatentConfig, layer: int) -> AttendLatents:
     """Return the attention of a layer, from normed rows to the output of all heads."""
-    rotated, interleaved = latents.rotary, config.ropes[0].interleaved
-    hidden, rank = (Entries(config.hidden_size),), (Entries(latents.rank),)
+    rotated, interleaved = latents.qk_rope_head_dim, config.ropes[0].interleaved
+    hidden, rank = (Entries(config.hidden_size),), (Entries(latents.kv_lora_rank),)
     queries = Entries(
-        config.num_heads * latents.head_dim, Share.HEADS, latents.head_dim, rotated, interleaved, latents.still
+        config.num_heads * latents.head_dim,
+        Share.HEADS,
+        latents.head_dim,
+        rotated,
+        interleaved,
+        latents.qk_nope_head_dim,
     )
-    head_rows = latents.still + latents.values
+    head_rows = latents.qk_nope_head_dim + latents.v_head_dim
     query_down = query_norm = None
     inputs, name = hidden, "self_attn.q_proj"
-    if latents.query_rank:
-        inputs, name = (Entries(latents.query_rank),), "self_attn.q_b_proj"
+    if latents.q_lora_rank:
+        inputs, name = (Entries(latents.q_lora_rank),), "self_attn.q_b_proj"
         query_down = matrix("query_down", inputs, hidden, ("self_attn.q_a_proj",), bias=config.qkv_bias)
         query_norm = _norm("query_norm", inputs, "self_attn.q_a_layernorm")
     rotated_key = Entries(rotated, head=rotated, rotated=rotated, interleaved=interleaved)
@@ -51,8 +56,13 @@ def _indexer(latents: LatentConfig, hidden: tuple[Entries, ...], query_inputs: t
     multiplies, and so do the index queries."""
     index, prefix = latents.index, "self_attn.indexer"
     assert index is not None
-    rotated = Entries(latents.rotary, head=latents.rotary, rotated=latents.rotary, interleaved=index.interleaved)
-    head = rotated, Entries(index.dim - latents.rotary)
+    rotated = Entries(
+        latents.qk_rope_head_dim,
+        head=latents.qk_rope_head_dim,
+        rotated=latents.qk_rope_head_dim,
+        interleaved=index.interleaved,
+    )
+    head = rotated, Entries(index.dim - latents.qk_rope_head_dim)
     weights = LayerTensor(
         name="index_weights",
         role=Role.EXACT_MATRIX,

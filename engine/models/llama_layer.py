@@ -279,7 +279,7 @@ def output(config: ModelConfig, index: int = 0) -> LayerTensor:
 
 def attended_values(config: ModelConfig, index: int = 0) -> Entries:
     """Return the values of the attention output in layer ``index``, by query heads."""
-    size = config.heads_of(index).head_dim if config.latents is None else config.latents.values
+    size = config.heads_of(index).head_dim if config.latents is None else config.latents.v_head_dim
     return Entries(config.num_heads * size, Share.HEADS, size)
 
 

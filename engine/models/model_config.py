@@ -67,32 +67,32 @@ class LatentConfig:
     part of its keys, and its index key, if any.
 
     Attributes:
-        rank: latents per token.
-        rotary: rotated values of a query and key.
-        still: other values of a query and key; keys derive them from latents.
-        values: width of a head's output, also derived from latents.
-        query_rank: rank of the queries' low-rank projection; 0 for none.
+        kv_lora_rank: latents per token.
+        qk_rope_head_dim: width of the rotated part of a head's query and key.
+        qk_nope_head_dim: width of the other part; that of keys is a projection of the latents.
+        v_head_dim: width of a head's value, a projection of the latents, and of its output.
+        q_lora_rank: rank of the queries' low-rank projection; 0 for none.
         index: indexer of sparse attention; None if queries see all tokens.
         selecting: for each layer, whether it runs the indexer or reuses the selection of the layer before.
     """
 
-    rank: int
-    rotary: int
-    still: int
-    values: int
-    query_rank: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    qk_nope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int
     index: TokenIndex | None = None
     selecting: tuple[bool, ...] = ()
 
     @property
     def head_dim(self) -> int:
         """Width of a head's query and key."""
-        return self.still + self.rotary
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def row(self) -> int:
         """Values of a row of KV."""
-        return self.rank + self.rotary + (0 if self.index is None else self.index.dim)
+        return self.kv_lora_rank + self.qk_rope_head_dim + (0 if self.index is None else self.index.dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,12 +270,12 @@ class ModelConfig:
     @property
     def rotary_width(self) -> int:
         """Width of a head, or with MLA of its part that has a rotary embedding."""
-        return self.head_dim if self.latents is None else self.latents.rotary
+        return self.head_dim if self.latents is None else self.latents.qk_rope_head_dim
 
     @property
     def value_dim(self) -> int:
         """Values that a head reads from a token's row of KV."""
-        return self.head_dim if self.latents is None else self.latents.rank
+        return self.head_dim if self.latents is None else self.latents.kv_lora_rank
 
     @property
     def kv_planes(self) -> int:

@@ -215,7 +215,7 @@ class LayerEmitter:
         shape = attention_shape(builder.config, builder.layout, builder.dtype, self._index)
         heads = builder.config.num_heads
         if operation.query_down is not None and operation.query_norm is not None:
-            few, width = builder.buffer("few", latents.query_rank, "float32"), latents.query_rank
+            few, width = builder.buffer("few", latents.q_lora_rank, "float32"), latents.q_lora_rank
             yield from builder.gemm(prefix + operation.query_down.name, x, few, "store")
             x = builder.buffer("few_normed", width, builder.row_dtype)
             yield builder.norm(prefix + operation.query_norm.name, x, few, width, operation.query_norm.eps)
@@ -223,9 +223,9 @@ class LayerEmitter:
         yield from builder.gemm(prefix + operation.query_up.name, x, projected, "act_none")
         rows = builder.buffer("latents", builder.config.head_dim, "float32")
         yield from builder.gemm(prefix + operation.down.name, self._rows, rows, "store")
-        yield builder.norm(prefix + operation.norm.name, rows, rows, latents.rank, operation.norm.eps)
-        absorbed, ups = builder.buffer("absorbed", heads * latents.rank, "float32"), prefix + operation.up.name
-        steps = latents.head_dim * shape.element_bytes, latents.rank * 4
+        yield builder.norm(prefix + operation.norm.name, rows, rows, latents.kv_lora_rank, operation.norm.eps)
+        absorbed, ups = builder.buffer("absorbed", heads * latents.kv_lora_rank, "float32"), prefix + operation.up.name
+        steps = latents.head_dim * shape.element_bytes, latents.kv_lora_rank * 4
         yield from builder.gemm(f"{ups}.keys", projected, absorbed, "store", steps=steps)
         queries = builder.buffer("queries", heads * shape.head_dim, builder.row_dtype)
         cos, sin = (None, None) if operation.rope is None else builder.ropes[operation.rope]
@@ -251,7 +251,7 @@ class LayerEmitter:
             yield builder.norm(name, index_key, index_key, shape.index, eps, centered=True)
         values["index_key"] = index_key
         spec = WriteLatents(
-            *(latents.rank, latents.rotary, latents.still),
+            *(latents.kv_lora_rank, latents.qk_rope_head_dim, latents.qk_nope_head_dim),
             *(heads, shape.block_size, builder.bf16),
             codes=shape.codes,
             grows=operation.grows,
@@ -268,8 +268,8 @@ class LayerEmitter:
         self._mixers -= 1
         yield from self._attention(Attend(0), shape, queries, {**places, "selected": selected})
         yield from self._continue_with(self._attended)
-        steps = latents.rank * shape.element_bytes, latents.values * shape.element_bytes
-        found = self._builder.buffer("found_values", heads * latents.values, builder.row_dtype)
+        steps = latents.kv_lora_rank * shape.element_bytes, latents.v_head_dim * shape.element_bytes
+        found = self._builder.buffer("found_values", heads * latents.v_head_dim, builder.row_dtype)
         yield from self._builder.gemm(f"{ups}.values", self._rows, found, "act_none", steps=steps)
         self._rows = found
 
@@ -300,7 +300,9 @@ class LayerEmitter:
             "layer_offset": builder.layout.place(self._index).offset,
             "slot_bytes": builder.layout.block_bytes,
         }
-        spec = SelectTokens(shape, index.heads, index.dim, index.top, latents.rotary, operation.rope is not None)
+        spec = SelectTokens(
+            shape, index.heads, index.dim, index.top, latents.qk_rope_head_dim, operation.rope is not None
+        )
         yield Operation(spec, values, "num_samples" if self._last else builder.when)
 
     def mlp(self, operation: Mlp, following: LayerOperation | None) -> Iterator[Operation]:
@@ -607,7 +609,7 @@ _EMIT: dict[type, Callable[[LayerEmitter, Any, LayerOperation | None], Iterator[
 def attention_shape(config: ModelConfig, layout: KVLayout, dtype: str, layer: int) -> AttentionShape:
     """Return the parameters of a layer's attention kernels in a model of type ``dtype``."""
     heads = config.heads_of(layer)
-    latents = 0 if config.latents is None else config.latents.rank
+    latents = 0 if config.latents is None else config.latents.kv_lora_rank
     codes = layout.dtype if layout.dtype in EIGHT_BIT_KV.values() else ""
     group = config.num_heads // heads.kv_heads
     index = 0 if config.latents is None or config.latents.index is None else config.latents.index.dim

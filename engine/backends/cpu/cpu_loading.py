@@ -109,10 +109,10 @@ def unsupported(config: ModelConfig, block_size: int) -> str:
     if config.linear is not None and config.linear.head_dim % PIECE_COLUMNS:
         return f"states need heads of a multiple of {PIECE_COLUMNS} values, not {config.linear.head_dim}"
     latents = config.latents
-    if latents is not None and (latents.rank % PANEL_COLUMNS or latents.values % PANEL_COLUMNS):
+    if latents is not None and (latents.kv_lora_rank % PANEL_COLUMNS or latents.v_head_dim % PANEL_COLUMNS):
         return f"products by head need a multiple of {PANEL_COLUMNS} latents and values"
-    if latents is not None and latents.rotary % LANES:
-        return f"attention over latents rotates a multiple of {LANES} values, not {latents.rotary}"
+    if latents is not None and latents.qk_rope_head_dim % LANES:
+        return f"attention over latents rotates a multiple of {LANES} values, not {latents.qk_rope_head_dim}"
     if latents is not None and latents.index is not None and latents.index.dim % LANES:
         return f"index keys need a multiple of {LANES} values, not {latents.index.dim}"
     if config.token_inputs is not None and config.token_inputs.width % LANES:

@@ -260,9 +260,9 @@ class MatrixPacker:
         latents to values."""
         latents = self.config.latents
         assert latents is not None
-        heads = ups.view(-1, latents.still + latents.values, latents.rank)
-        keys: list[Matrix] = [head[: latents.still].T.contiguous() for head in heads]
-        values: list[Matrix] = [head[latents.still :].contiguous() for head in heads]
+        heads = ups.view(-1, latents.qk_nope_head_dim + latents.v_head_dim, latents.kv_lora_rank)
+        keys: list[Matrix] = [head[: latents.qk_nope_head_dim].T.contiguous() for head in heads]
+        values: list[Matrix] = [head[latents.qk_nope_head_dim :].contiguous() for head in heads]
         for part, matrices in (("keys", keys), ("values", values)):
             kind, offsets = self._chosen(matrices, len(matrices))
             self._write(f"{name}.{part}", [pack_linear(matrix, kind, offsets) for matrix in matrices])

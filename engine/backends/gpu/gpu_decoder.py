@@ -414,7 +414,9 @@ class GpuDecoder:
         assert latents is not None
         assert buffers is not None
         heads = model.config.num_heads
-        key_up, value_up = layer.tensor(operation.up).view(heads, -1, latents.rank).tensor_split([latents.still], 1)
+        key_up, value_up = (
+            layer.tensor(operation.up).view(heads, -1, latents.kv_lora_rank).tensor_split([latents.qk_nope_head_dim], 1)
+        )
         queries = self._write_latents(index, layer, operation, step.rows, key_up, shape)
         if self._ends(index, step, shape):
             return
@@ -451,7 +453,7 @@ class GpuDecoder:
         if operation.grows:
             projected.mul_(self._growth(count))
         projected, queries = projected.view(by_head), model.qkv[:count].view(by_head)
-        still, absorbed = projected[..., : latents.still], queries[..., : latents.rank]
+        still, absorbed = projected[..., : latents.qk_nope_head_dim], queries[..., : latents.kv_lora_rank]
         model.by_head(still, key_up.mT, absorbed)
         self._adapt(index, f"{operation.up.name}.keys", still, absorbed, shape)
         if operation.rope is None:

@@ -201,8 +201,8 @@ def check_operations(config: ModelConfig) -> None:
     latents = config.latents
     if latents is not None and latents.index is not None:
         raise ConfigError(f"{config.family}: no GPU kernel selects tokens by an indexer; use --device cpu")
-    if latents is not None and not widths_fit(latents.rank, latents.rotary):
-        widths = f"{latents.rank} latents and {latents.rotary} rotated values"
+    if latents is not None and not widths_fit(latents.kv_lora_rank, latents.qk_rope_head_dim):
+        widths = f"{latents.kv_lora_rank} latents and {latents.qk_rope_head_dim} rotated values"
         raise ConfigError(f"{config.family}: the GPU kernels do not attend over {widths}; use --device cpu")
 
 

@@ -62,7 +62,7 @@ class _LatentBuffers:
         latents, heads = config.latents, config.num_heads
         if latents is None:
             return None
-        widths = latents.query_rank, heads * latents.head_dim, config.head_dim, heads * latents.values
+        widths = latents.q_lora_rank, heads * latents.head_dim, config.head_dim, heads * latents.v_head_dim
         return _LatentBuffers(*map(rows, widths))
 
 
@@ -329,6 +329,6 @@ def _inner_values(weights: GpuWeights) -> dict[str, torch.Tensor]:
 
 def _no_rope(config: ModelConfig, max_tokens: int, dtype: torch.dtype, device: torch.device) -> Rotary:
     """Build rotary tables that rotate by 0, for a model whose latents have a key that is not rotated."""
-    half = 0 if config.latents is None else config.latents.rotary // 2
+    half = 0 if config.latents is None else config.latents.qk_rope_head_dim // 2
     cos, sin = (make(1, half, dtype=dtype, device=device) for make in (torch.ones, torch.zeros))
     return Rotary(cos, sin, torch.zeros(max_tokens, dtype=torch.int32, device=device))

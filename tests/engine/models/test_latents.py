@@ -141,7 +141,7 @@ def test_rows_in_8_bits(own_cache, tmp_path, monkeypatch, dtype, flag, kind):
     folder, flags = make_model(tmp_path / "model", FAMILIES["youtu"])
     enlarge_keys(folder)
     prepared, text = prepare(dataclasses.replace(flags, dtype=dtype)), tokens_of(100, 2)
-    chunks, rank = [33, 1, 2, 20], load_config(prepared.folder).latents.rank
+    chunks, rank = [33, 1, 2, 20], load_config(prepared.folder).latents.kv_lora_rank
     exact = BackendDriver(prepare(flags))
     wanted, write = exact.run_all(exact.sequences.add()[0], text, chunks), StepAttention.write
     driver = CpuDriver(prepared, backend=cpu_backend(prepared, kv_cache_dtype=flag, checked=dtype == "float32"))
@@ -169,9 +169,9 @@ def enlarge_keys(folder):
     latents = config.latents
     for name, tensor in tensors.items():
         if ".kv_a_proj_with_mqa." in name:
-            tensor[latents.rank :] *= 64
+            tensor[latents.kv_lora_rank :] *= 64
         elif ".q_b_proj." in name:
-            tensor.view(config.num_heads, latents.head_dim, -1)[:, latents.still :] /= 64
+            tensor.view(config.num_heads, latents.head_dim, -1)[:, latents.qk_nope_head_dim :] /= 64
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -204,7 +204,7 @@ def test_quantized_checkpoints(own_cache, tmp_path, name, shape):
     plain, _ = make_model(tmp_path / "plain", shape)
     few, wide = quantize_folder(plain, tmp_path / "few", PRODUCERS[name](16))
     prepared, config = prepare(ModelFlags(model=str(few), dtype="float32")), load_config(few)
-    down = "query_down" if config.latents.query_rank else "query_up"
+    down = "query_down" if config.latents.q_lora_rank else "query_up"
     with open_checkpoint(few, config) as checkpoint:
         for tensor in (f"{down}.weight", "query_up.weight", "latents.weight", "o.weight", "latent_up"):
             assert isinstance(checkpoint.load_matrix(f"layers.1.{tensor}", torch.float32), QuantizedMatrix), tensor

@@ -115,7 +115,7 @@ def test_matrices_in_8_bits_and_kv_in_8_bits(family, monkeypatch):
     write, latents = StepAttention.write, load_config(prepared.folder).latents
 
     def rounded(self, layer, *rows):
-        parts = rows if latents is None else rows[0].tensor_split([latents.rank], -1)
+        parts = rows if latents is None else rows[0].tensor_split([latents.kv_lora_rank], -1)
         pairs = [quantize_rows(part, kind) for part in parts]
         values = [codes.float() * scales[..., None] for codes, scales in pairs]
         write(self, layer, *(values if latents is None else [torch.cat(values, -1)]))
