@@ -18,9 +18,8 @@ from torch.nn.functional import linear, pad, silu, softplus
 
 from pillion.engine.adapters.step_adapters import StepAdapters
 from pillion.engine.models.layer_operations import (
+    AddToLayerSum,
     AddToResidual,
-    AddUp,
-    Again,
     ApplyTokenInputs,
     Attend,
     AttendLatents,
@@ -28,7 +27,6 @@ from pillion.engine.models.layer_operations import (
     Experts,
     Gate,
     GrowQueries,
-    Keep,
     KeepGate,
     Layer,
     LayerTensor,
@@ -39,7 +37,9 @@ from pillion.engine.models.layer_operations import (
     NormHeads,
     NormProjections,
     NormValues,
+    RestoreRows,
     Rotate,
+    SaveRows,
     ScaleResidual,
     SelectiveScan,
     ShortConvolution,
@@ -85,8 +85,8 @@ class LayerRun:
         token_inputs: the layer's per-layer token inputs [T, width]; None in a model without.
         sample_rows: in the last layer, the rows that continue after its attention; None elsewhere.
         rows: the last operation's result [T, ...].
-        kept: stack of rows kept for later operations.
-        added_up: running sum of AddUp operations.
+        saved: stack of the rows of SaveRows operations.
+        layer_sum: running sum of the AddToLayerSum operations so far; None before the first.
         rotated: queries and keys [T, heads, head_dim] if they are normed, scaled or rotated; else None.
         values: values [T, KV heads, head_dim] if they are normed; else None.
         gate: gate [T, ...] of the attention output, before its sigmoid; None without one.
@@ -106,8 +106,8 @@ class LayerRun:
     token_inputs: torch.Tensor | None = None
     sample_rows: torch.Tensor | None = None
     rows: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    kept: list[torch.Tensor] = field(default_factory=list)
-    added_up: torch.Tensor | None = None
+    saved: list[torch.Tensor] = field(default_factory=list)
+    layer_sum: torch.Tensor | None = None
     rotated: torch.Tensor | None = None
     values: torch.Tensor | None = None
     gate: torch.Tensor | None = None
@@ -399,11 +399,11 @@ class LayerRun:
             outputs = gates.sigmoid() * outputs
         self.rows = outputs
 
-    def keep(self, _: Keep) -> None:
-        self.kept.append(self.rows)
+    def save_rows(self, _: SaveRows) -> None:
+        self.saved.append(self.rows)
 
-    def again(self, _: Again) -> None:
-        self.rows = self.kept.pop()
+    def restore_rows(self, _: RestoreRows) -> None:
+        self.rows = self.saved.pop()
 
     def mix_experts(self, operation: Experts) -> None:
         act = expert_activation(operation)
@@ -426,9 +426,9 @@ class LayerRun:
             self.rows, router, run, operation, RouterBiases(logit_bias, choice_bias, scales, change), router_rows
         )
 
-    def add_up(self, operation: AddUp) -> None:
+    def add_to_layer_sum(self, operation: AddToLayerSum) -> None:
         normed = self.rows if operation.norm is None else self.weights.norm(operation.norm)(self.rows)
-        self.rows = self.added_up = normed if self.added_up is None else self.added_up + normed
+        self.rows = self.layer_sum = normed if self.layer_sum is None else self.layer_sum + normed
 
     def apply_token_inputs(self, operation: ApplyTokenInputs) -> None:
         assert self.token_inputs is not None
@@ -475,10 +475,10 @@ _RUN: dict[type, Callable[[LayerRun, Any], None]] = {
     StateSpace: LayerRun.state_space,
     SelectiveScan: LayerRun.selective_scan,
     Mlp: LayerRun.mlp,
-    Keep: LayerRun.keep,
-    Again: LayerRun.again,
+    SaveRows: LayerRun.save_rows,
+    RestoreRows: LayerRun.restore_rows,
     Experts: LayerRun.mix_experts,
-    AddUp: LayerRun.add_up,
+    AddToLayerSum: LayerRun.add_to_layer_sum,
     ApplyTokenInputs: LayerRun.apply_token_inputs,
     ScaleResidual: LayerRun.scale,
     AddToResidual: LayerRun.add,

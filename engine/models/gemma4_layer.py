@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pillion.engine.models.layer_operations import (
+    AddToLayerSum,
     AddToResidual,
-    AddUp,
     ApplyTokenInputs,
     Attend,
     Entries,
@@ -88,10 +88,10 @@ def _head_norms(config: ModelConfig, index: int, *, writes: bool) -> LayerTensor
 def _add_experts(config: ModelConfig) -> Layer:
     """Return the operations from the dense MLP's output to its sum with the experts'."""
     return (
-        AddUp(norm(config, "mlp_branch_norm", "post_feedforward_layernorm_1")),
+        AddToLayerSum(norm(config, "mlp_branch_norm", "post_feedforward_layernorm_1")),
         Norm(norm(config, "experts_norm", "pre_feedforward_layernorm_2")),
         _experts(config),
-        AddUp(norm(config, "experts_branch_norm", "post_feedforward_layernorm_2")),
+        AddToLayerSum(norm(config, "experts_branch_norm", "post_feedforward_layernorm_2")),
     )
 
 

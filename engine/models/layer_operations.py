@@ -500,7 +500,7 @@ class Experts(LayerOperation):
 
 
 @dataclass(frozen=True, slots=True)
-class AddUp(LayerOperation):
+class AddToLayerSum(LayerOperation):
     """Addition of the rows, normed if there is a norm, to the layer's running sum, which becomes the rows."""
 
     norm: LayerTensor | None
@@ -532,12 +532,12 @@ class AddToResidual(LayerOperation):
 
 
 @dataclass(frozen=True, slots=True)
-class Keep(LayerOperation):
+class SaveRows(LayerOperation):
     """Push of the rows onto the layer's stack."""
 
 
 @dataclass(frozen=True, slots=True)
-class Again(LayerOperation):
+class RestoreRows(LayerOperation):
     """Pop of the rows from the layer's stack."""
 
 

@@ -14,18 +14,18 @@ from typing import Any
 
 from pillion.engine.models.layer_operations import (
     AddToResidual,
-    Again,
     Attend,
     DeltaRule,
     Entries,
-    Keep,
     Layer,
     LayerOperation,
     LayerTensor,
     Mlp,
     Multiply,
     Norm,
+    RestoreRows,
     Role,
+    SaveRows,
     SelectiveScan,
     Share,
     ShortConvolution,
@@ -226,7 +226,7 @@ def falcon_h1_layer(config: ModelConfig, index: int) -> Layer:
         layer.append(operation)
     space = replace(space, inputs=replace(space.inputs, scales=scales.inputs))
     out = Multiply(replace(out.matrix, scales=(scales.outputs,)))
-    return (normed, Keep(), space, out, AddToResidual(None, config.residual_scale), Again(), *layer)
+    return (normed, SaveRows(), space, out, AddToResidual(None, config.residual_scale), RestoreRows(), *layer)
 
 
 def nemotron_h_layer(config: ModelConfig, index: int) -> Layer:
@@ -251,7 +251,7 @@ def nemotron_h_layer(config: ModelConfig, index: int) -> Layer:
         checkpoint_names=(("mlp.experts.{}.up_proj",),),
         stacked=("mlp.experts.up_proj",),
     )
-    return before, Keep(), replace(routed, gate_up=up, gated=False), add, Again(), shared, add
+    return before, SaveRows(), replace(routed, gate_up=up, gated=False), add, RestoreRows(), shared, add
 
 
 def _of_heads(linear: LinearConfig, width: int) -> Entries:

@@ -14,15 +14,13 @@ from typing import Any
 
 from pillion.engine.models.latent_layer import latent_attention
 from pillion.engine.models.layer_operations import (
+    AddToLayerSum,
     AddToResidual,
-    AddUp,
-    Again,
     Attend,
     Entries,
     Experts,
     Gate,
     GrowQueries,
-    Keep,
     KeepGate,
     Layer,
     LayerOperation,
@@ -32,8 +30,10 @@ from pillion.engine.models.layer_operations import (
     Norm,
     NormHeads,
     NormProjections,
+    RestoreRows,
     Role,
     Rotate,
+    SaveRows,
     Share,
     matrix,
 )
@@ -149,7 +149,7 @@ def llama_layer(
         after_mlp = norm(config, "mlp_post_norm", experts.sum_norm) if experts.sum_norm else after_mlp
     mlp_branch = *mlp_branch, AddToResidual(after_mlp, scale)
     if config.parallel:
-        return (*attention_branch, Keep(), *mlp_branch, Again(), *end_of_attention)
+        return (*attention_branch, SaveRows(), *mlp_branch, RestoreRows(), *end_of_attention)
     return (*attention_branch, *end_of_attention, *mlp_branch)
 
 
@@ -174,8 +174,8 @@ def _mixture(config: ModelConfig, names: ExpertNames, scale: float) -> Layer:
         return (routed,)
     shared = _shared(config, names)
     if names.sum_norm:
-        return Keep(), routed, AddUp(None), Again(), shared, AddUp(None)
-    return Keep(), routed, AddToResidual(None, scale), Again(), shared
+        return SaveRows(), routed, AddToLayerSum(None), RestoreRows(), shared, AddToLayerSum(None)
+    return SaveRows(), routed, AddToResidual(None, scale), RestoreRows(), shared
 
 
 def _attention(config: ModelConfig, index: int, projections: Projections, qk_norm: QkNorm | None, sinks: bool) -> Layer:

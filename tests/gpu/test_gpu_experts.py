@@ -18,17 +18,17 @@ from pillion.engine.backends.gpu.shared_experts import JoinedExperts, join_opera
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models import families
 from pillion.engine.models.layer_operations import (
+    AddToLayerSum,
     AddToResidual,
-    AddUp,
-    Again,
     ClampedSwiglu,
     Entries,
     Experts,
-    Keep,
     LayerTensor,
     Mlp,
     Norm,
+    RestoreRows,
     Role,
+    SaveRows,
     Share,
     matrix,
 )
@@ -211,11 +211,29 @@ def test_sums_of_a_layer_are_the_decoders(tmp_path, monkeypatch):
     def layer(config, index):
         whole = family.layer(config, index)
         weights = (one.weight for one in whole if isinstance(one, Norm))
-        norms = [AddUp(replace(one, name=f"of_sums.{place}")) for place, one in enumerate(weights)]
+        norms = [AddToLayerSum(replace(one, name=f"of_sums.{place}")) for place, one in enumerate(weights)]
         match list(whole):
-            case [*before, Keep() as keep, mixed, AddUp() as add, again, beside, AddUp(), after] if index == 1:
+            case [
+                *before,
+                SaveRows() as keep,
+                mixed,
+                AddToLayerSum() as add,
+                again,
+                beside,
+                AddToLayerSum(),
+                after,
+            ] if index == 1:
                 return *before, keep, beside, norms[0], again, mixed, norms[1], after
-            case [*before, Keep() as keep, mixed, AddUp() as add, again, beside, AddUp(), after] if index == 2:
+            case [
+                *before,
+                SaveRows() as keep,
+                mixed,
+                AddToLayerSum() as add,
+                again,
+                beside,
+                AddToLayerSum(),
+                after,
+            ] if index == 2:
                 return *before, keep, mixed, add, again, beside, norms[0], after
         return whole
 
@@ -247,7 +265,7 @@ def shared(name: str, joined: int, gated: bool, shard: ModelShard = WHOLE, rows:
     )
     own = {each.name: torch.randn(each.shape).to(DEVICE) / 5 for each in (mlp.gate_up, mlp.down, gate) if each}
     add = AddToResidual(None, 1.0)
-    operations = (Keep(), how, add, Again(), mlp, add)
+    operations = (SaveRows(), how, add, RestoreRows(), mlp, add)
     weights = LayerWeights({one: Linear.plain(own[one], None) for one in (mlp.gate_up.name, mlp.down.name)})
     for tensor in (how.gate_up, how.down):
         weights[tensor.name] = tuple(Linear.plain(each, None) for each in layer.matrices[tensor.name])

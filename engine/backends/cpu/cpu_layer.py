@@ -30,9 +30,8 @@ from pillion.engine.backends.cpu.cpu_operations import ExpertGroups, OperationBu
 from pillion.engine.backends.cpu.cpu_states import BufferOf, StateEmitter, channels_of, convolved, gated, inputs_of
 from pillion.engine.models.layer_operations import (
     XIELU_SLOPE,
+    AddToLayerSum,
     AddToResidual,
-    AddUp,
-    Again,
     ApplyTokenInputs,
     Attend,
     AttendLatents,
@@ -40,7 +39,6 @@ from pillion.engine.models.layer_operations import (
     Experts,
     Gate,
     GrowQueries,
-    Keep,
     KeepGate,
     Layer,
     LayerOperation,
@@ -52,7 +50,9 @@ from pillion.engine.models.layer_operations import (
     NormHeads,
     NormProjections,
     NormValues,
+    RestoreRows,
     Rotate,
+    SaveRows,
     ScaleResidual,
     SelectiveScan,
     ShortConvolution,
@@ -312,7 +312,7 @@ class LayerEmitter:
         epilogue = (GATED_EPILOGUE if operation.gated else EPILOGUE)[operation.activation]
         bends = self._bends(operation.bends)
         yield from builder.gemm(self._prefix + operation.gate_up.name, self._rows, activated, epilogue, bends=bends)
-        assert isinstance(following, AddToResidual | AddUp)
+        assert isinstance(following, AddToResidual | AddToLayerSum)
         if operation.row_gate is None:
             yield from self._add_product(down, activated, following)
         else:
@@ -349,17 +349,17 @@ class LayerEmitter:
         }
         yield Operation(ScaleRows(builder.rows_of), values, builder.when)
 
-    def add_up(self, _: AddUp, following: LayerOperation | None) -> Iterator[Operation]:
+    def add_to_layer_sum(self, _: AddToLayerSum, following: LayerOperation | None) -> Iterator[Operation]:
         """Yield the kernel that adds the sum to the residual stream; the operation before has added its rows to it."""
         builder, self._adds_up = self._builder, True
         if isinstance(following, AddToResidual):
             assert following.norm is not None
             yield builder.norm_add(self._prefix + following.norm.name, following.scale, found=builder.added_up)
 
-    def keep(self, _: Keep, __: LayerOperation | None) -> None:
+    def keep(self, _: SaveRows, __: LayerOperation | None) -> None:
         self._kept.append(self._rows)
 
-    def again(self, _: Again, __: LayerOperation | None) -> None:
+    def again(self, _: RestoreRows, __: LayerOperation | None) -> None:
         self._rows = self._kept.pop()
 
     def experts(self, operation: Experts, following: LayerOperation | None) -> Iterator[Operation]:
@@ -412,7 +412,7 @@ class LayerEmitter:
         groups = ExpertGroups(starts, experts, places, chosen)
         yield from builder.gemm(gate_up, grouped, activated, epilogue, groups=groups, clamped=clamped)
         yield from builder.gemm(prefix + operation.down.name, activated, found, "store", groups=groups)
-        assert isinstance(following, AddToResidual | AddUp)
+        assert isinstance(following, AddToResidual | AddToLayerSum)
         out, adds, after = self._to_residual(following)
         combine = {
             "found": found,
@@ -429,7 +429,7 @@ class LayerEmitter:
         """Emit nothing: the product before has added its rows to the residual stream."""
         self._rows = self._builder.hidden
 
-    def _add_product(self, name: str, x: Buffer, operation: AddToResidual | AddUp) -> Iterator[Operation]:
+    def _add_product(self, name: str, x: Buffer, operation: AddToResidual | AddToLayerSum) -> Iterator[Operation]:
         """Yield the kernels that multiply ``x`` by the matrix ``name`` and add the result to the residual stream or to
         the layer's sum."""
         out, adds, after = self._to_residual(operation)
@@ -456,11 +456,11 @@ class LayerEmitter:
         yield Operation(WeighRows(adds, builder.rows_of), values, builder.when)
         yield from after
 
-    def _to_residual(self, operation: AddToResidual | AddUp) -> tuple[Buffer, bool, list[Operation]]:
+    def _to_residual(self, operation: AddToResidual | AddToLayerSum) -> tuple[Buffer, bool, list[Operation]]:
         """Return the buffer for rows to be added to the residual stream or to the layer's sum; whether the product adds
         them there itself; and the operations after it: the all-reduce, and a norm."""
         builder, normed = self._builder, operation.norm is not None
-        plain_sum = not normed and isinstance(operation, AddUp)
+        plain_sum = not normed and isinstance(operation, AddToLayerSum)
         out, after = builder.found if normed else builder.added_up if plain_sum else builder.hidden, []
         adds = not normed and (self._adds_up or not plain_sum)
         if builder.collective is not None:
@@ -468,7 +468,7 @@ class LayerEmitter:
             out, total = builder.collective.sum(out, builder.rows_of, builder.when, add=adds, factor=factor)
             after.append(total)
             adds = False
-        if isinstance(operation, AddUp) and operation.norm is not None:
+        if isinstance(operation, AddToLayerSum) and operation.norm is not None:
             name, total_rows = self._prefix + operation.norm.name, builder.added_up
             more = builder.norm_add(name, 1.0, hidden=total_rows) if self._adds_up else None
             after.append(more or builder.norm(name, total_rows, builder.found))
@@ -596,10 +596,10 @@ _EMIT: dict[type, Callable[[LayerEmitter, Any, LayerOperation | None], Iterator[
     KeepGate: LayerEmitter.keep_gate,
     Gate: LayerEmitter.apply_gate,
     Mlp: LayerEmitter.mlp,
-    Keep: LayerEmitter.keep,
-    Again: LayerEmitter.again,
+    SaveRows: LayerEmitter.keep,
+    RestoreRows: LayerEmitter.again,
     Experts: LayerEmitter.experts,
-    AddUp: LayerEmitter.add_up,
+    AddToLayerSum: LayerEmitter.add_to_layer_sum,
     ApplyTokenInputs: LayerEmitter.apply_token_inputs,
     ScaleResidual: LayerEmitter.scale_residual,
     AddToResidual: LayerEmitter.add,

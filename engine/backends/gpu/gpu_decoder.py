@@ -39,9 +39,8 @@ from pillion.engine.gpu_adapters.gpu_adapters import MixtureAdapters
 from pillion.engine.gpu_ranks.rank_logits import RankLogits
 from pillion.engine.gpu_states.gpu_states import StatesInPool
 from pillion.engine.models.layer_operations import (
+    AddToLayerSum,
     AddToResidual,
-    AddUp,
-    Again,
     ApplyTokenInputs,
     Attend,
     AttendLatents,
@@ -49,7 +48,6 @@ from pillion.engine.models.layer_operations import (
     Experts,
     Gate,
     GrowQueries,
-    Keep,
     KeepGate,
     LayerOperation,
     LayerTensor,
@@ -60,7 +58,9 @@ from pillion.engine.models.layer_operations import (
     NormHeads,
     NormProjections,
     NormValues,
+    RestoreRows,
     Rotate,
+    SaveRows,
     ScaleResidual,
     SelectiveScan,
     ShortConvolution,
@@ -246,9 +246,9 @@ class GpuDecoder:
                 # A sum into the residual stream also computes the norm after it.
                 if place and not isinstance(layer.operations[place - 1], AddToResidual):
                     step.rows = self._normed(step.residual, _norm_of(layer, operation))
-            case Keep():
+            case SaveRows():
                 step.kept.append(step.rows)
-            case Again():
+            case RestoreRows():
                 step.rows = step.kept.pop()
             case Multiply(matrix):
                 out = self._product_buffer(index, matrix, len(step.rows))
@@ -273,7 +273,7 @@ class GpuDecoder:
                 step.rows = self._gated(index, layer, operation, step.rows, shape)
             case Experts():
                 self._mix(index, layer, operation, place, step, shape)
-            case AddUp():
+            case AddToLayerSum():
                 self._add_up(layer, operation, step)
             case ApplyTokenInputs():
                 step.rows = self._apply_token_inputs(index, layer, operation, step, shape)
@@ -332,7 +332,7 @@ class GpuDecoder:
         """Add the rows to the residual stream; ``step`` continues with the output of the operation after ``place``."""
         operations = layer.operations
         # A layer's sum of rows is the same on every rank, and each computes all of its token inputs.
-        if not isinstance(operations[place - 1], AddUp | ApplyTokenInputs):
+        if not isinstance(operations[place - 1], AddToLayerSum | ApplyTokenInputs):
             self._sum(step.rows)
         after, factor = operations[place + 1 :], None
         if after and isinstance(after[0], ScaleResidual):
@@ -342,7 +342,7 @@ class GpuDecoder:
         found = step.rows if step.results is None else step.results
         step.rows, step.results = self._add(step.residual, found, post, by, operation.scale, factor), None
 
-    def _add_up(self, layer: GpuLayer, operation: AddUp, step: _LayerStep) -> None:
+    def _add_up(self, layer: GpuLayer, operation: AddToLayerSum, step: _LayerStep) -> None:
         """Add the rows to the sum of the layer, with which ``step`` continues. Ranks have parts of the rows, and norm
         their sum."""
         norm = None if operation.norm is None else layer.norms[operation.norm.name]
@@ -548,7 +548,7 @@ class GpuDecoder:
         """Compute a mixture of experts. The sum over experts is fused with that of the residual stream or of the layer,
         if that follows and no all-reduce comes before."""
         assert self._experts is not None
-        sums: tuple[type, ...] = (AddToResidual,) if step.added_up is None else (AddToResidual, AddUp)
+        sums: tuple[type, ...] = (AddToResidual,) if step.added_up is None else (AddToResidual, AddToLayerSum)
         following = layer.operations[place + 1 : place + 2]
         summed = self._model.ranks is not None or not any(isinstance(one, sums) for one in following)
         adapters = None

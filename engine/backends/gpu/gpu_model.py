@@ -15,7 +15,7 @@ from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
 from pillion.engine.gpu_ranks.rank_logits import RankLogits
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_operations import (
-    AddUp,
+    AddToLayerSum,
     Attend,
     Experts,
     KeepGate,
@@ -218,7 +218,7 @@ class GpuModel:
         config, rows = self.config, self._rows
         every = [operation for layer in self.layers.values() for operation in layer.operations]
         self.residual, self.normed, self.found = (rows(config.hidden_size) for _ in range(3))
-        self.added_up = rows(config.hidden_size if any(isinstance(one, AddUp) for one in every) else 0)
+        self.added_up = rows(config.hidden_size if any(isinstance(one, AddToLayerSum) for one in every) else 0)
         self.latents = _LatentBuffers.of(config, rows)
         # Layers that differ in their heads share these buffers, of the largest size.
         heads, widest = config.num_heads, max(kind.head_dim for kind in config.all_heads)

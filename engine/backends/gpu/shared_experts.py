@@ -1,7 +1,7 @@
 """Fusion of a layer's mixture of experts with the MLP that all rows pass beside it (shared experts).
 
-    Keep, Experts, AddToResidual, Again, Mlp, AddToResidual  -->  JoinedExperts, AddToResidual
-    Keep, Experts, AddUp, Again, Mlp, AddUp  -->  JoinedExperts
+    SaveRows, Experts, AddToResidual, RestoreRows, Mlp, AddToResidual  -->  JoinedExperts, AddToResidual
+    SaveRows, Experts, AddToLayerSum, RestoreRows, Mlp, AddToLayerSum  -->  JoinedExperts
 
 An MLP whose inner width is a multiple of an expert's is as many experts, which every row chooses, with a score of 1 or
 that of the MLP's gate. If its matrices have the experts' format, they follow these in one stack: the products of
@@ -22,16 +22,16 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from pillion.engine.models.layer_operations import (
+    AddToLayerSum,
     AddToResidual,
-    AddUp,
-    Again,
     Experts,
-    Keep,
     Layer,
     LayerOperation,
     LayerTensor,
     Mlp,
     Multiply,
+    RestoreRows,
+    SaveRows,
     Share,
 )
 from pillion.engine.models.layer_weights import LayerWeights
@@ -70,12 +70,12 @@ def join_operations(operations: Layer, joined: Callable[[Experts, Mlp], int]) ->
     while left:
         match left[:6]:
             case [
-                Keep(),
+                SaveRows(),
                 Experts() as mixed,
-                AddToResidual() | AddUp() as once,
-                Again(),
+                AddToResidual() | AddToLayerSum() as once,
+                RestoreRows(),
                 Mlp() as beside,
-                AddToResidual() | AddUp() as add,
+                AddToResidual() | AddToLayerSum() as add,
             ] if once == add and add.norm is None and not (mixed.scaled_inputs and beside.row_gate is not None):
                 own = {field.name: getattr(mixed, field.name) for field in fields(Experts)}
                 found.append(JoinedExperts(**own, beside=beside, joined=joined(mixed, beside)))
