@@ -167,6 +167,7 @@ def layer_checkpoint_names(operations: Layer) -> dict[str, tuple[StackedTensors,
 
 
 def _stacked_tensors(tensor: LayerTensor, suffix: str, number: int = 0) -> tuple[StackedTensors, ...]:
+    """Return the alternatives of checkpoint tensors of a layer's tensor, or of expert ``number``."""
     rows, *columns = tensor.stored_shape
     if tensor.role is Role.TAPS:
         # Depthwise convolutions have one input channel.
@@ -201,6 +202,7 @@ def _stacked_tensors(tensor: LayerTensor, suffix: str, number: int = 0) -> tuple
 
 
 def _of_experts(tensor: LayerTensor) -> dict[str, tuple[StackedTensors, ...]]:
+    """Return the alternatives of checkpoint tensors of each expert's matrix and bias."""
     group, _, name = tensor.name.partition(".")
     shape = (tensor.experts, *tensor.shape)
     alternatives: dict[str, tuple[StackedTensors, ...]] = {}

@@ -98,6 +98,7 @@ def check_vocabulary(facts: TokenizerFacts, vocab_size: int) -> None:
 
 
 def _convert(source: Path, folder: Path, progress: Progress) -> None:
+    """Convert the tokenizer in ``source`` to a tokenizer.json in ``folder``."""
     progress("converting the tokenizer")
     if has_vocabulary(source):
         write_tokenizer(source, folder)

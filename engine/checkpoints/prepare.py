@@ -243,6 +243,7 @@ def _model_len(requested: int, longest: int, original: int) -> int:
 
 
 def _make_record(cache: ModelCache, source: ModelSource, kind: WeightKind, progress: Progress) -> ModelRecord:
+    """Convert and fingerprint a model, and try its tokenizer."""
     sources = []
     if source.is_gguf:
         sources = [*gguf_parts(source.path)]

@@ -373,6 +373,7 @@ def _token_index(raw: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str
 
 
 def _selecting(raw: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether it runs the indexer, or reuses the selection of an earlier layer."""
     kinds = raw.get("indexer_types")
     if kinds is None and (pattern := raw.get("index_topk_pattern")) is not None:
         kinds = [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern]
@@ -486,6 +487,7 @@ def _ropes(
     has_rope: tuple[bool, ...],
     slides: tuple[bool, ...],
 ) -> tuple[tuple[RopeConfig, ...], tuple[int | None, ...]]:
+    """Return the rotary embeddings in use, and for each layer its index among them, None without one."""
     head_dim = head_dims[0]
     if family.rope.local:
         both = parse_global_and_local(raw, *head_dims, partial=family.rope.partial)
@@ -526,6 +528,7 @@ def _max_length(raw: Mapping[str, Any], family: ModelFamily, ropes: tuple[RopeCo
 
 
 def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily, num_layers: int) -> MoeConfig | None:
+    """Return the mixture of experts; None for a model without experts."""
     for key in (*_PER_TOKEN, *_NUM_SHARED):
         if isinstance(value := options.get(key), list) and value and value == value[:1] * len(value):
             options = {**options, key: value[0]}
@@ -613,6 +616,7 @@ def _shared(options: Mapping[str, Any], inner: int) -> int:
 
 
 def _with_experts(options: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether it has experts, by the keys of different families."""
     kinds = _kinds(options, "mlp_layer_types", ("dense", "sparse"), num_layers)
     if kinds is not None:
         return tuple(kind == "sparse" for kind in kinds)

@@ -76,7 +76,7 @@ from pillion.kernels.torch.torch_attention import MixedAttention, StepAttention
 
 @dataclass(slots=True)
 class LayerRun:
-    """One step of one layer, and the intermediate values of its operations.
+    """One step of one layer: a method per operation (_RUN), and the intermediate values.
 
     Attributes:
         tables: cosines and sines of the step's rows, by index of the rotary embedding.

@@ -157,6 +157,7 @@ def _parse(
     *,
     partial: bool,
 ) -> RopeConfig:
+    """Parse the parameters of one rotary embedding; ``theta`` is its base if they have none."""
     check_rope_keys(str(raw.get("model_type")), rope)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "su" or (kind == "yarn" and "short_factor" in rope):

@@ -122,6 +122,7 @@ def _check_counts(metadata: Mapping[str, Any], tensors: int) -> None:
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], list[GgufTensor]]:
+    """Return the metadata and tensors of one file."""
     with path.open("rb") as file:
         cursor = GgufCursor(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     if cursor.skip(4) != b"GGUF":
@@ -197,11 +198,13 @@ class GgufCursor:
             )
 
     def skip(self, size: int) -> bytes:
+        """Return the next ``size`` bytes."""
         self.need(size, 1)
         start, self.offset = self.offset, self.offset + size
         return self.data[start : self.offset]
 
     def number(self, kind: int) -> Any:
+        """Read a number of type ``kind``."""
         dtype = np.dtype(_NUMBERS[kind])
         return np.frombuffer(self.skip(dtype.itemsize), dtype)[0].item()
 
@@ -215,6 +218,7 @@ class GgufCursor:
         return str(self.skip(self.count(1)), "utf-8")
 
     def value(self, kind: int, depth: int = 0) -> Any:
+        """Read a value of type ``kind``."""
         if kind in _NUMBERS:
             return self.number(kind)
         if kind == _STRING:

@@ -150,6 +150,7 @@ def _added_tokens(
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: Sequence[str], ids: Mapping[str, int]) -> dict[str, Any]:
+    """Return the parts of tokenizer.json for SentencePiece's BPE."""
     # The normalizer also prepends a space after each special token.
     prepends_space = metadata.get("tokenizer.ggml.add_space_prefix", True)
     scores = metadata.get("tokenizer.ggml.scores")
@@ -182,6 +183,7 @@ def _merges_of(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str
 
 
 def _bpe(metadata: Mapping[str, Any], ids: Mapping[str, int], pre: PreTokenizer) -> dict[str, Any]:
+    """Return the parts of tokenizer.json for BPE with a list of merges."""
     merge_strings = metadata.get("tokenizer.ggml.merges")
     if not isinstance(merge_strings, list):
         raise ConfigError("its metadata have no tokenizer.ggml.merges")

@@ -115,6 +115,7 @@ class GroupFit:
 
 
 def _best_fit(groups: torch.Tensor, levels: CodeRange) -> GroupFit:
+    """Return the fit with the smallest error of each group, after all starting points and refinement."""
     best = None
     # Starting points: the share of a group's range that the codes span.
     for reach in (1.0, 0.95, 0.9, 0.85, 0.8, 0.72):
@@ -146,6 +147,7 @@ def _without_zeros(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _fit_codes(groups: torch.Tensor, levels: CodeRange, scale: torch.Tensor, offset: torch.Tensor) -> GroupFit:
+    """Return the fit of the nearest codes, given scale and offset [G]."""
     codes = ((groups - offset) / scale).round_().clamp_(levels.lowest, levels.highest)
     error = (codes * scale).add_(offset).sub_(groups).square_().sum(0)
     return GroupFit(codes, scale, offset, error)
