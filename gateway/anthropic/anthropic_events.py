@@ -65,7 +65,7 @@ class MessageWriter(AnswerWriter):
             self._begun = True
             written += [_event("message_start", {"message": self._message([], usage())}), ANTHROPIC_ERRORS.waiting]
         for _, delta in batch:
-            if self._parts.further_text(delta):
+            if self._parts.extend_text(delta):
                 written.append(self._front + _encode(delta.text) + b"}}\n\n")
             else:
                 written += self._delta_events(delta)
@@ -77,9 +77,9 @@ class MessageWriter(AnswerWriter):
         ended = _event("message_delta", {"delta": self._stop(), "usage": _usage(usage, self._pinned)})
         return stopped + ended + _event("message_stop", {})
 
-    def keep(self, prompt: int, delta: Delta) -> None:
+    def collect(self, prompt: int, delta: Delta) -> None:
         """Collect a delta for :meth:`whole`."""
-        for _, text, _ in self._parts.take(delta):
+        for _, text, _ in self._parts.split(delta):
             self.size_bytes += len(text)
         self._note_end(delta)
 
@@ -89,7 +89,7 @@ class MessageWriter(AnswerWriter):
 
     def _delta_events(self, delta: Delta) -> list[bytes]:
         written = []
-        for part, text, begins in self._parts.take(delta):
+        for part, text, begins in self._parts.split(delta):
             if begins:
                 ended = self._block_end(self._parts.all[part.index - 1]) if part.index else b""
                 empty = self._block(replace(part, texts=[]))

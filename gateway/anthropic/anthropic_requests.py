@@ -30,12 +30,12 @@ from pillion.gateway.anthropic.anthropic_fields import (
 from pillion.gateway.anthropic.signatures import signed_thoughts
 from pillion.gateway.http_api.body_reading import REQUIRED, note_ignored, parse
 from pillion.gateway.http_api.content_parts import read_calls
-from pillion.gateway.http_api.gathered_messages import UNSEEN, GatheredMessages, without_text
+from pillion.gateway.http_api.gathered_messages import UNSEEN, GatheredMessages, replace_textless
 from pillion.gateway.http_api.http_errors import refused
 from pillion.gateway.http_api.json_objects import arguments_of, text_in
 from pillion.gateway.http_api.model_calls import ParsedCall
-from pillion.gateway.http_api.openai_requests import limited, request_of, structure_of, template_kwargs
-from pillion.gateway.http_api.tool_reading import ToolsRead
+from pillion.gateway.http_api.openai_requests import request_of, structure_of, template_kwargs, token_limit
+from pillion.gateway.http_api.tool_reading import ParsedTools
 from pillion.gateway.prefix_pins.breakpoints import Breakpoint
 from pillion.types import (
     ChatMessage,
@@ -84,7 +84,7 @@ def messages_request(raw: bytes, request_id: str) -> MessagesRequest:
         top_p=body.top_p,
         top_k=body.top_k,
         seed=body.seed,
-        max_tokens=limited(body.max_tokens),
+        max_tokens=token_limit(body.max_tokens),
         stop=(stops,) if isinstance(stops, str) else tuple(stops or ()),
         ignore_eos=bool(body.ignore_eos),
         structured_outputs=structured,
@@ -177,7 +177,7 @@ class _BlockConversation:
         if not whole:
             return
         self.options = _options(body)
-        read = ToolsRead(body.tools or (), body.tool_choice, body.parallel_tool_calls)
+        read = ParsedTools(body.tools or (), body.tool_choice, body.parallel_tool_calls)
         self.tools = read.options
         self.names |= read.names
 
@@ -238,7 +238,7 @@ class _BlockConversation:
 def _other_texts(block: OtherBlock, path: str, number: int, role: str, *, is_new: bool = False) -> list[str]:
     """Return the text of block ``number`` of ``path``. Raises ApiError for a new user block without text."""
     text = next(filter(None, map(text_in, (block.text, block.content, block.source, block.tool_name))), "")
-    return [text] if text else without_text(block.sent_type, path, number, role, is_image=False, is_new=is_new)
+    return [text] if text else replace_textless(block.sent_type, path, number, role, is_media=False, is_new=is_new)
 
 
 def _thoughts(block: ThinkingBlock, path: str) -> str:

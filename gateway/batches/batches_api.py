@@ -131,7 +131,7 @@ class BatchesApi:
 
             upload = await on_disk(begin)
             waiting = bytearray()
-            async for piece in call.pieces():
+            async for piece in call.chunks():
                 size_bytes += len(piece)
                 limit.reschedule(grace_ends_s + size_bytes / MIN_BYTES_PER_S)
                 if size_bytes > most:

@@ -2,8 +2,7 @@
 
 body --> counted --> parsed as its type --> validated --> served
                       | mismatch
-                      '--> repaired, level by level, as its types say --> parsed again: what is wrong now is
-                                                                                the client's mistake
+                      '--> repaired, level by level, by its types --> parsed again; a further error is the client's
 
 A body is parsed in two steps, so that one that is too long is refused before it is parsed as a whole: first its strings
 are counted, then lists and maps stay raw until each is counted.
@@ -28,10 +27,10 @@ from msgspec import Raw
 from pillion.gateway.http_api.http_errors import ApiError, refused
 from pillion.gateway.http_api.json_objects import IGNORED, OTHER
 from pillion.gateway.http_api.openai_fields import (
-    FALSE_ASKS,
+    EMPTY_VALUES,
+    FALSE_MATTERS,
     HARMLESS,
     INSTEAD,
-    NOTHING,
     READ_AS,
     READ_LATER,
     SAME_FIELDS,
@@ -53,22 +52,18 @@ MAX_IGNORED_NAMES = 64
 MAX_IGNORED_NAME_CHARS = 128
 MAX_IGNORED_HEADER_BYTES = 2048
 MORE_IGNORED = "..."
-# Min length of an unknown name at the top of a body to be refused if it is one edit away from a known name.
-MIN_NEAR_MISS_CHARS = 8
 UNKNOWN = "this field is not known here"
 REQUIRED = "this field is required"
 _MAX_EXACT_INTEGER = 2**53
-_MAX_NUMBER_CHARS = 32
-# Length to which both ends of the parser's message are truncated; in between it repeats the client's text.
+# Characters of both ends of the parser's message to show; what it has in between is the client's own text.
 _MAX_ERROR_CHARS = 1000
-_MAX_HARMLESS_BYTES = 64
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
 _NAMED = re.compile(r"field `([^`]*)`")
 _VALUE = re.compile(r"^Invalid (?:enum )?value '(.*)'$", re.DOTALL)
 # Max surrogate escapes (131,072 emoji) of a body in which unpaired ones are replaced.
 MAX_SURROGATES = 2**18
 _INDEX = re.compile(r"\[\d+\]")
-# A comma or a space in a name would look like its end.
+# Not allowed in names in the header; a comma or a space would look like a name's end.
 _UNPRINTABLE = re.compile(r"[^!-+\--~]")
 _SURROGATES = re.compile(rb"\\u[dD](?:([89aAbB][0-9a-fA-F]{2}\\u[dD][c-fC-F])|[89a-fA-F])[0-9a-fA-F]{2}")
 _ITEM = re.compile(r"\[\d+\](?=`$)")
@@ -80,24 +75,24 @@ _named_objects_in = msgspec.json.Decoder(list[Annotated[dict[str, Raw], msgspec.
 
 @dataclass(slots=True)
 class BodyReading:
-    """Options and findings of the parsing of one body.
+    """Options of the parsing of one body, and the fields without effect that it met.
 
     Attributes:
         strict: whether undocumented fields are refused.
-        found: names of the body's fields without effect (keys), at most MAX_IGNORED_NAMES.
-        more: whether there are further ones.
+        names: names of the body's fields without effect (keys), at most MAX_IGNORED_NAMES.
+        truncated: whether there are more such fields than ``names``.
     """
 
     strict: bool = False
-    found: dict[str, None] = field(default_factory=dict)
-    more: bool = False
+    names: dict[str, None] = field(default_factory=dict)
+    truncated: bool = False
 
     @property
     def ignored(self) -> str:
         """Value of the header with the fields without effect."""
-        text = ", ".join(sorted(self.found))
+        text = ", ".join(sorted(self.names))
         cut = text[:MAX_IGNORED_HEADER_BYTES].rpartition(", ")[0] if len(text) > MAX_IGNORED_HEADER_BYTES else text
-        return f"{cut}, {MORE_IGNORED}" if self.more or cut != text else cut
+        return f"{cut}, {MORE_IGNORED}" if self.truncated or cut != text else cut
 
     def note(self, name: str) -> None:
         """Record a field without effect. List indexes in its path ``name`` are removed."""
@@ -105,17 +100,18 @@ class BodyReading:
         if len(shown) > MAX_IGNORED_NAME_CHARS:
             shown = shown[:MAX_IGNORED_NAME_CHARS] + MORE_IGNORED
         shown = _UNPRINTABLE.sub("?", shown)
-        if len(self.found) < MAX_IGNORED_NAMES:
-            self.found[shown] = None
-        elif shown not in self.found:
-            self.more = True
+        if len(self.names) < MAX_IGNORED_NAMES:
+            self.names[shown] = None
+        elif shown not in self.names:
+            self.truncated = True
 
 
 _reading: ContextVar[BodyReading | None] = ContextVar("reading", default=None)
 
 
 def current_reading() -> BodyReading:
-    """Return the active reading. Outside of with_reading there is no header, so undocumented fields are refused."""
+    """Return the active reading (:func:`with_reading`). Without one there is no header, so undocumented fields are
+    refused."""
     return _reading.get() or BodyReading(strict=True)
 
 
@@ -125,7 +121,7 @@ def note_ignored(name: str) -> None:
 
 
 def with_reading(reading: BodyReading, read: Callable[..., T], *arguments: Any) -> T:
-    """Return ``read(*arguments)``, which parses a body, with ``reading`` active."""
+    """Parse a body with ``reading`` active: return ``read(*arguments)``."""
     before = _reading.set(reading)
     try:
         return read(*arguments)
@@ -134,16 +130,16 @@ def with_reading(reading: BodyReading, read: Callable[..., T], *arguments: Any) 
 
 
 def parse(body: bytes, kind: type[T]) -> T:
-    """Parse a body as ``kind``, with lists and maps still raw. Raises ApiError, naming the field."""
+    """Parse a body as the struct ``kind``; its fields of type Raw stay unparsed. Raises ApiError, naming the field."""
     if holds_too_many_strings(body):
-        raise _too_many(kind, f"{MAX_STRINGS} texts, names of fields included")
+        raise _too_many(kind, f"{MAX_STRINGS} strings, names of fields included")
     if holds_too_many_brackets(body):
         raise _too_many(kind, f"{MAX_BRACKETS} brackets and braces")
     parsed: T = parse_field(replace_unpaired_surrogates(body), READ_AS.get(kind, kind), "")
-    for name, spelled in _required_fields(kind):  # type: ignore[arg-type]
+    for name, json_name in _required_fields(kind):  # type: ignore[arg-type]
         value = getattr(parsed, name)
         if isinstance(value, Raw) and not given(value):
-            raise refused(spelled, REQUIRED, "missing_required_parameter")
+            raise refused(json_name, REQUIRED, "missing_required_parameter")
     return parsed
 
 
@@ -151,7 +147,7 @@ def _too_many(kind: Any, what: str) -> ApiError:
     """Return the error of a body with too many strings or brackets, naming the only list that can be so long."""
     names = {field.name for field in msgspec.structs.fields(kind)}
     lists = ("messages", "input", "prompt", "tokens", "documents", "text_2", "lora_name")
-    return refused(next(name for name in lists if name in names), f"the body holds more than {what}")
+    return refused(next(name for name in lists if name in names), f"the body has more than {what}")
 
 
 def parse_field(raw: bytes | Raw, kind: Any, field: str) -> Any:
@@ -188,16 +184,16 @@ def _validate(parsed: Any, path: str) -> None:
         raw = getattr(parsed, attribute)
         if given(raw) and not _changes_nothing(name, raw):
             raise _unsupported(prefix, name)
-    for name, spelled in _ignored_fields(kind):
+    for name, json_name in _ignored_fields(kind):
         value = getattr(parsed, name)
-        if not value and name not in FALSE_ASKS:
+        if not value and name not in FALSE_MATTERS:
             continue
         if isinstance(value, Raw):
             has_value = given(value) and not _changes_nothing(name, value)
         else:
             has_value = value is not None and value not in harmless_values(name)
         if has_value:
-            note_ignored(prefix + spelled)
+            note_ignored(prefix + json_name)
     for name in _nested_fields(kind):
         inner = getattr(parsed, name)
         if isinstance(inner, list | msgspec.Struct):
@@ -211,7 +207,8 @@ def _unsupported(prefix: str, name: str) -> ApiError:
 
 
 def _changes_nothing(name: str, raw: Raw) -> bool:
-    if len(bytes(raw)) > _MAX_HARMLESS_BYTES:
+    # All values in HARMLESS are shorter.
+    if len(bytes(raw)) > 64:
         return False
     try:
         parsed = msgspec.json.decode(raw)
@@ -222,13 +219,13 @@ def _changes_nothing(name: str, raw: Raw) -> bool:
 
 def harmless_values(name: str) -> tuple[Any, ...]:
     """Return the values of an unsupported field, or of one without effect, that request the default behavior."""
-    return (*HARMLESS.get(name, ()), *(() if name in FALSE_ASKS else NOTHING))
+    return (*HARMLESS.get(name, ()), *(() if name in FALSE_MATTERS else EMPTY_VALUES))
 
 
 @cache
 def unsupported_fields(kind: type[Any]) -> Mapping[str, str]:
-    """Return the fields of a struct that are accepted but unsupported: name in JSON -> attribute. They are kept as raw
-    JSON."""
+    """Return the fields of a struct that are parsed only to be refused: name in JSON -> attribute. Their values are
+    raw JSON."""
     raw = (f for f in msgspec.structs.fields(kind) if f.type is Raw and f.name not in READ_LATER)
     return {f.encode_name: f.name for f in raw}
 
@@ -278,8 +275,8 @@ def _parse_error(error: Exception, field: str) -> ApiError:
     text = str(error)
     if len(text) > 2 * _MAX_ERROR_CHARS:
         text = text[:_MAX_ERROR_CHARS] + text[-_MAX_ERROR_CHARS:]
-    found = _PATH.match(text)
-    what, path = (found["what"], found["path"] or "") if found else (text, "")
+    located = _PATH.match(text)
+    what, path = (located["what"], located["path"] or "") if located else (text, "")
     named = _NAMED.search(what)
     if named:
         path = f"{path}.{named[1]}" if path else named[1]
@@ -303,47 +300,47 @@ def replace_unpaired_surrogates(body: bytes) -> bytes:
 
 def _replace_unpaired(body: bytes) -> bytes:
     result, done = bytearray(body), 0
-    for found in _SURROGATES.finditer(body):
-        before = body[done : found.start()]
+    for match in _SURROGATES.finditer(body):
+        before = body[done : match.start()]
         # After an odd number of backslashes the match is no escape, so its second half is unpaired.
         escaped = (len(before) - len(before.rstrip(b"\\"))) % 2
-        if bool(found[1]) == bool(escaped):
-            half = found.start() + 6 * escaped
+        if bool(match[1]) == bool(escaped):
+            half = match.start() + 6 * escaped
             result[half : half + 6] = b"\\ufffd"
-        done = found.end()
+        done = match.end()
     return bytes(result)
 
 
 def repaired(raw: bytes | Raw, kind: Any, path: str) -> bytes:
-    """Return the JSON of a body, or of its field ``path``, repaired for ``kind``.
+    """Return the JSON ``raw`` of a body, or of its field ``path``, repaired to match the type ``kind``.
 
     Raises ApiError for a field at the top that is a near miss of a known one, and msgspec's errors for invalid JSON.
     """
     text = bytes(raw).lstrip()
-    made = _repaired(text, _shape(kind), path, current_reading())
-    return text if made is text else msgspec.json.encode(made)
+    result = _repair(text, _shape(kind), path, current_reading())
+    return text if result is text else msgspec.json.encode(result)
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What a repair needs of a field's type.
+    """What a repair needs to know about a field's type.
 
     Attributes:
         structs: accepted structs by tag; "" for one without a tag.
         tag_field: name of the field with the tag.
-        items: shape of a list's items; None without a list, or if no repair is possible in it.
-        whole: whether integers are accepted, but no fractions.
+        items: shape of a list's items; None if lists are not accepted, or their items cannot be repaired.
+        integer: whether integers are accepted, but no fractions.
     """
 
     structs: Mapping[str, type[Any]]
     tag_field: str = ""
     items: _Shape | None = None
-    whole: bool = False
+    integer: bool = False
 
     @property
-    def idle(self) -> bool:
+    def unrepairable(self) -> bool:
         """True if no repair is possible."""
-        return not (self.structs or self.items or self.whole)
+        return not (self.structs or self.items or self.integer)
 
 
 @cache
@@ -357,7 +354,7 @@ def _shape_of(info: msgspec.inspect.Type) -> _Shape:
         kinds = list(info.types)
     structs: dict[str, type[Any]] = {}
     tag_field, items = "", None
-    whole = fraction = False
+    integer = fraction = False
     for kind in kinds:
         while isinstance(kind, msgspec.inspect.Metadata):
             kind = kind.type
@@ -367,12 +364,12 @@ def _shape_of(info: msgspec.inspect.Type) -> _Shape:
                 tag_field = kind.tag_field or tag_field
             case msgspec.inspect.ListType():
                 inner = _shape_of(kind.item_type)
-                items = None if inner.idle else inner
+                items = None if inner.unrepairable else inner
             case msgspec.inspect.IntType():
-                whole = True
+                integer = True
             case msgspec.inspect.FloatType():
                 fraction = True
-    return _Shape(structs, tag_field, items, whole and not fraction)
+    return _Shape(structs, tag_field, items, integer and not fraction)
 
 
 @cache
@@ -381,24 +378,24 @@ def _fields(kind: type[Any]) -> Mapping[str, _Shape]:
     return {one.encode_name: _shape_of(one.type) for one in msgspec.inspect.type_info(kind).fields}  # type: ignore[attr-defined]
 
 
-def _repaired(raw: Any, shape: _Shape, path: str, reading: BodyReading) -> Any:
-    """Return ``raw`` itself without repairs, else an object that encodes as the repaired JSON."""
-    first = memoryview(raw)[:1].tobytes() if not shape.idle else b""
+def _repair(raw: Any, shape: _Shape, path: str, reading: BodyReading) -> Any:
+    """Return an object that encodes as the repaired JSON, or ``raw`` itself if nothing was repaired."""
+    first = memoryview(raw)[:1].tobytes() if not shape.unrepairable else b""
     if first == b"{" and shape.structs:
-        return _repaired_object(_object_in(raw), shape, path, reading)
+        return _repair_object(_object_in(raw), shape, path, reading)
     if first == b"[" and shape.items is not None:
-        return _repaired_list(raw, shape.items, path, reading)
-    if shape.whole and (first == b"-" or first.isdigit()):
-        return _repaired_integer(raw)
+        return _repair_list(raw, shape.items, path, reading)
+    if shape.integer and (first == b"-" or first.isdigit()):
+        return _repair_integer(raw)
     return raw
 
 
-def _repaired_list(raw: Any, items: _Shape, path: str, reading: BodyReading) -> Any:
+def _repair_list(raw: Any, items: _Shape, path: str, reading: BodyReading) -> Any:
     if not items.structs:
         try:
-            numbers = msgspec.json.decode(raw, type=list[float]) if items.whole else ()
+            numbers = msgspec.json.decode(raw, type=list[float]) if items.integer else ()
         except msgspec.ValidationError:
-            # A wrong item; the second parse names it.
+            # An item is not a number. Leave the list as it is: parsing the repaired body again reports which item.
             return raw
         exact = all(number.is_integer() and abs(number) <= _MAX_EXACT_INTEGER for number in numbers)
         return list(map(int, numbers)) if numbers and exact else raw
@@ -406,38 +403,38 @@ def _repaired_list(raw: Any, items: _Shape, path: str, reading: BodyReading) -> 
     try:
         objects = read(raw)
     except msgspec.ValidationError as error:
-        place = _ITEM.search(str(error))
-        raise refused(path + (place[0] if place else ""), "expected an object", "invalid_type") from None
+        index = _ITEM.search(str(error))
+        raise refused(path + (index[0] if index else ""), "expected an object", "invalid_type") from None
     return [
-        one if isinstance(one, str) else _repaired_object(one, items, f"{path}[{n}]", reading)
+        one if isinstance(one, str) else _repair_object(one, items, f"{path}[{n}]", reading)
         for n, one in enumerate(objects)
     ]
 
 
-def _repaired_object(found: dict[str, Raw], shape: _Shape, path: str, reading: BodyReading) -> Any:
+def _repair_object(sent: dict[str, Raw], shape: _Shape, path: str, reading: BodyReading) -> Any:
     """Repair an object that is one of the structs of ``shape``."""
     check_wanted()
-    tag = _text(found[shape.tag_field]) if shape.tag_field in found else ""
+    tag = _text(sent[shape.tag_field]) if shape.tag_field in sent else ""
     if tag not in shape.structs and OTHER in shape.structs:
         fields = _fields(shape.structs[OTHER])  # type: ignore[arg-type]
-        kept = {name: _repaired(value, fields[name], path, reading) for name, value in found.items() if name in fields}
+        kept = {name: _repair(value, fields[name], path, reading) for name, value in sent.items() if name in fields}
         return {**_without_nulls(kept), "sent_type": tag, shape.tag_field: OTHER}
     only = next(iter(shape.structs.values())) if len(shape.structs) == 1 and not tag else None
     kind = shape.structs.get(tag) or shape.structs.get("") or only
     if kind is None:
-        return found
-    known, made = _fields(kind), dict[str, Any]()  # type: ignore[arg-type]
-    passes_over = getattr(kind, "is_server_side", None)
-    is_quiet = passes_over is not None and passes_over(found)
+        return sent
+    known, result = _fields(kind), dict[str, Any]()  # type: ignore[arg-type]
+    is_server_side = getattr(kind, "is_server_side", None)
+    drops_unknown = is_server_side is not None and is_server_side(sent)
     if "structured_outputs" in known:
-        found = _with_own_names(found, known)
-    for name, value in found.items():
+        sent = _with_own_names(sent, known)
+    for name, value in sent.items():
         where = f"{path}.{name}" if path else name
         if name in known:
-            made[name] = _repaired(value, known[name], where, reading)
+            result[name] = _repair(value, known[name], where, reading)
         elif name == shape.tag_field:
-            made[name] = value
-        elif not (is_quiet or _is_null(value)):
+            result[name] = value
+        elif not (drops_unknown or _is_null(value)):
             if not path:
                 _refuse_near_miss(name, known, reading)
                 if "structured_outputs" in known:
@@ -445,11 +442,11 @@ def _repaired_object(found: dict[str, Raw], shape: _Shape, path: str, reading: B
             if reading.strict:
                 raise refused(where, UNKNOWN, "unknown_parameter")
             reading.note(where)
-    return _without_nulls(made)
+    return _without_nulls(result)
 
 
-def _without_nulls(made: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in made.items() if not _is_null(value)}
+def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if not _is_null(value)}
 
 
 def _is_null(value: Any) -> bool:
@@ -463,42 +460,44 @@ def _text(raw: Raw) -> str:
         return ""
 
 
-def _repaired_integer(raw: Any) -> Any:
+def _repair_integer(raw: Any) -> Any:
     """Return a number as an integer if it is one, else ``raw``."""
     text = bytes(raw)
-    if len(text) > _MAX_NUMBER_CHARS or text.lstrip(b"-").isdigit():
+    # An integer up to _MAX_EXACT_INTEGER has fewer characters, unless it is padded with zeros.
+    if len(text) > 32 or text.lstrip(b"-").isdigit():
         return raw
     number = float(text)
     return int(number) if number.is_integer() and abs(number) <= _MAX_EXACT_INTEGER else raw
 
 
 def _refuse_near_miss(name: str, known: Mapping[str, Any], reading: BodyReading) -> None:
-    """Raise ApiError for a name that is one edit away from a known one. Names beyond the header's limits are not
-    compared."""
-    if MIN_NEAR_MISS_CHARS <= len(name) <= MAX_IGNORED_NAME_CHARS and not reading.more:
+    """Raise ApiError for an unknown name that is one edit away from a known one. Names beyond the header's limits are
+    not compared, which bounds the work."""
+    # Shorter names are too often near by chance.
+    if 8 <= len(name) <= MAX_IGNORED_NAME_CHARS and not reading.truncated:
         near = next((one for one in known if is_one_edit(name, one)), None)
         if near is not None:
             raise refused(name, f"did you mean {near}?", "unknown_parameter")
 
 
-def _with_own_names(found: dict[str, Raw], known: Mapping[str, Any]) -> dict[str, Raw]:
-    """Rename fields with another API's name to the body's name."""
+def _with_own_names(sent: dict[str, Raw], known: Mapping[str, Any]) -> dict[str, Raw]:
+    """Rename fields that another API names differently (SAME_FIELDS) to the body's names, which are in ``known``."""
     renamed: dict[str, str] = {}
     for names in SAME_FIELDS:
         own = next((name for name in names if name in known), "")
-        other = next((name for name in names if name in found and name not in known), "")
-        if own and other and own not in found:
+        other = next((name for name in names if name in sent and name not in known), "")
+        if own and other and own not in sent:
             renamed[other] = own
-    return {renamed.get(name, name): value for name, value in found.items()} if renamed else found
+    return {renamed.get(name, name): value for name, value in sent.items()} if renamed else sent
 
 
 def _refuse_structure(name: str, value: Raw) -> None:
     """Raise ApiError for an unknown field that requests a structure or contains such a field, since ignoring it would
     change the answer."""
-    spelled = _normalized(name)
+    normalized = _normalized(name)
     fields = {name: value}
-    if spelled in CARRIERS and bytes(value)[:1] == b"{":
-        fields = {f"{name}.{inner}": held for inner, held in _object_in(value).items()}
+    if normalized in CARRIERS and bytes(value)[:1] == b"{":
+        fields = {f"{name}.{inner}": nested for inner, nested in _object_in(value).items()}
     for path, sent in fields.items():
         asks = bytes(sent) not in (b"null", b"false", b'""', b"[]", b"{}")
         if asks and _normalized(path.rpartition(".")[2]) in OTHER_SPELLINGS:
@@ -514,7 +513,7 @@ def is_one_edit(name: str, other: str) -> bool:
     """Return True if the names differ by one letter inserted, removed or replaced, or by two neighbors swapped."""
     if abs(len(name) - len(other)) > 1 or name == other:
         return False
-    same = next((n for n, (a, b) in enumerate(zip(name, other, strict=False)) if a != b), min(len(name), len(other)))
-    rest, others = name[same:], other[same:]
+    common = next((n for n, (a, b) in enumerate(zip(name, other, strict=False)) if a != b), min(len(name), len(other)))
+    rest, other_rest = name[common:], other[common:]
     swapped = rest[1:2] + rest[:1] + rest[2:]
-    return rest[1:] == others[1:] or rest[1:] == others or rest == others[1:] or swapped == others
+    return rest[1:] == other_rest[1:] or rest[1:] == other_rest or rest == other_rest[1:] or swapped == other_rest

@@ -1,4 +1,4 @@
-"""Parsing of the parts of a message's content: texts, reasoning, and, as Anthropic has them, calls and results."""
+"""Parsing of the parts of a message's content: texts, reasoning, and, in Anthropic's form, calls and results."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 
 from pillion.gateway.http_api.body_reading import REQUIRED, given, note_ignored, parse_field
 from pillion.gateway.http_api.custom_tools import custom_call
-from pillion.gateway.http_api.gathered_messages import without_text
+from pillion.gateway.http_api.gathered_messages import replace_textless
 from pillion.gateway.http_api.http_errors import refused
 from pillion.gateway.http_api.json_objects import arguments_of, text_in
 from pillion.gateway.http_api.openai_fields import CallBody, CalledFunction, ContentPart
 from pillion.types import ChatMessage, ToolCall
 
-_TEXTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "reasoning"})
-SHOWN = frozenset(
+_TEXT_TYPES = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "reasoning"})
+# Types of images, sounds and files, which a model would have to see or hear.
+MEDIA_TYPES = frozenset(
     {
         *("image_url", "image", "input_image", "image_file", "video_url", "video", "input_video"),
         *("input_audio", "audio_url", "audio", "file", "input_file", "document"),
@@ -24,7 +25,7 @@ SHOWN = frozenset(
 
 @dataclass(slots=True)
 class ReadContent:
-    """Content of a message. ``results`` become separate messages, before the message itself."""
+    """Parsed content of a message. Tool results (``results``) are separate messages that precede the message itself."""
 
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
@@ -38,7 +39,7 @@ class ReadContent:
 
     @property
     def is_results(self) -> bool:
-        """True if the message has nothing but results."""
+        """True if the message has nothing but tool results."""
         return bool(self.results) and not (self.texts or self.thoughts or self.calls)
 
 
@@ -49,11 +50,19 @@ def read_content(
     *,
     is_new: bool = False,
     in_result: bool = False,
-    shown: Collection[str] = SHOWN,
+    media_types: Collection[str] = MEDIA_TYPES,
 ) -> ReadContent:
-    """Parse the content at ``path`` of a message of a ``role``, or of a result in one.
+    """Parse the content of a message, or of a tool result in it.
 
-    Raises ApiError for a part without text that is new, or that is a user's and of a type in ``shown``.
+    Args:
+        content: a text, or parts.
+        role: role of the message.
+        path: the client's name of the content, for errors.
+        is_new: whether this is the last user message; then a part without text is an error.
+        in_result: whether this is the content of a tool result.
+        media_types: types of parts that are an error in any user message.
+
+    Raises ApiError.
     """
     read = ReadContent()
     if isinstance(content, str):
@@ -68,10 +77,10 @@ def read_content(
             read.calls.append(ToolCall(part.id or f"{path}[{n}]", part.name, arguments_of(part.input)))
         elif part.type == "tool_result" and part.tool_use_id and role in ("user", "tool") and not in_result:
             read.results.append(_result(part, f"{path}[{n}].content"))
-        elif text or part.type in _TEXTS or (part.type not in shown and (text := text_in(part.content))):
+        elif text or part.type in _TEXT_TYPES or (part.type not in media_types and (text := text_in(part.content))):
             read.texts.append(text)
         else:
-            read.texts += without_text(part.type, path, n, role, is_image=part.type in shown, is_new=is_new)
+            read.texts += replace_textless(part.type, path, n, role, is_media=part.type in media_types, is_new=is_new)
     return read
 
 
@@ -82,19 +91,19 @@ def _result(part: ContentPart, path: str) -> ChatMessage:
 
 
 def _thought(part: ContentPart) -> str:
-    """Return a part's reasoning."""
+    """Return the reasoning in a part, "" for none."""
     if isinstance(part.thinking, list):
         return "\n".join(one.text for one in part.thinking)
     return part.thinking or ((part.text or "") if part.type in ("thinking", "reasoning") else "")
 
 
 def read_calls(
-    calls: Sequence[CallBody], function_call: CalledFunction | None, path: str, unnamed: str
+    calls: Sequence[CallBody], function_call: CalledFunction | None, path: str, id_prefix: str
 ) -> Iterator[ToolCall]:
-    """Yield the calls of a message at ``path``. A call without an id gets one that starts with ``unnamed``. Raises
-    ApiError."""
+    """Yield the calls of a message at ``path``. A call without an id gets one that starts with ``id_prefix``.
+    Raises ApiError."""
     for m, call in enumerate(calls):
-        where, call_id = f"{path}.tool_calls[{m}]", call.id or f"{unnamed}{m:02}"
+        where, call_id = f"{path}.tool_calls[{m}]", call.id or f"{id_prefix}{m:02}"
         if call.custom is not None:
             yield custom_call(call_id, call.custom.name, call.custom.input)
         elif call.function is not None:
@@ -104,7 +113,7 @@ def read_calls(
         else:
             note_ignored(f"{where}.{call.type}")
     if function_call is not None:
-        yield _function_call(function_call, f"{unnamed}{len(calls):02}")
+        yield _function_call(function_call, f"{id_prefix}{len(calls):02}")
 
 
 def _function_call(function: CalledFunction, call_id: str) -> ToolCall:

@@ -1,7 +1,7 @@
 """Custom tools, whose input is free text, as functions, and extraction of the input from their calls. Sans-IO (I9).
 
-A custom tool becomes a function with one string argument, ``input``. Clients send and receive that text; the model
-reads and writes arguments.
+A custom tool becomes a function with one string argument, ``input``. Clients send and receive the plain text; the model
+reads and writes it as arguments.
 """
 
 from __future__ import annotations
@@ -54,11 +54,12 @@ def custom_call(call_id: str, name: str, text: str) -> ToolCall:
 class CustomCalls:
     """Conversion of the arguments of custom tools' calls to their input, in the deltas of all answers to a request.
 
-    ``names`` are the custom tools'.
+    ``names``: names of the custom tools.
     """
 
     def __init__(self, names: Collection[str]) -> None:
         self.names = names
+        # (answer, call) -> its input.
         self._inputs: dict[tuple[int, int], InputText] = {}
 
     def read(self, delta: Delta, answer: int = 0) -> Delta:
@@ -72,35 +73,35 @@ class CustomCalls:
         return (answer, call) in self._inputs
 
     def _part(self, part: ToolCallDelta, answer: int) -> ToolCallDelta:
-        place = (answer, part.index)
-        if part.name in self.names and place not in self._inputs:
-            self._inputs[place] = InputText()
-        text = self._inputs.get(place)
+        key = (answer, part.index)
+        if part.name in self.names and key not in self._inputs:
+            self._inputs[key] = InputText()
+        text = self._inputs.get(key)
         return part if text is None else replace(part, arguments=text.push(part.arguments))
 
 
 class InputText:
-    """Incremental extraction of the text from the only argument of a call."""
+    """Incremental parser of a custom tool's input out of the JSON arguments of a call."""
 
-    __slots__ = ("_begun", "_held")
+    __slots__ = ("_begun", "_pending")
 
     def __init__(self) -> None:
         self._begun = False
-        self._held = ""
+        self._pending = ""
 
     def push(self, piece: str) -> str:
-        """Return the next complete characters of the text."""
-        text = self._held + piece
+        """Return the characters of the input that ``piece``, the next part of the arguments, completes."""
+        text = self._pending + piece
         if not self._begun:
             head = _HEAD.match(text)
             if head is None:
-                self._held = text
+                self._pending = text
                 return ""
             self._begun, text = True, text[head.end() :]
-        found = _CHARACTERS.match(text)
-        assert found is not None
+        complete = _CHARACTERS.match(text)
+        assert complete is not None
         # Everything from the closing quotation mark on is ignored: _CHARACTERS does not match it.
-        self._held = text[found.end() :]
-        read: str = json.loads(f'"{found[0]}"', strict=False)
-        # Replace half of a surrogate pair, which cannot be encoded.
-        return read.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        self._pending = text[complete.end() :]
+        characters: str = json.loads(f'"{complete[0]}"', strict=False)
+        # Replace unpaired surrogates, which cannot be encoded.
+        return characters.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

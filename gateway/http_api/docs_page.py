@@ -10,16 +10,16 @@ from typing import Any
 from pillion.gateway.http_api.openapi import POLICY, REF
 from pillion.gateway.http_api.public_url import DEFAULT_ADDRESS
 
-# Placeholder for the address that the reader used.
+# Placeholder for the URL by which the reader reached the port.
 ADDRESS = f"http://{DEFAULT_ADDRESS}"
-_PAGE = Path(__file__).with_suffix(".html")
 
 
 def page(document: dict[str, Any]) -> bytes:
     """Render an OpenAPI document. The page loads nothing and runs no script."""
     import jinja2
 
-    template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(_PAGE.read_text(encoding="utf-8"))
+    source = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    template = jinja2.Environment(autoescape=True, trim_blocks=True).from_string(source)
     operations = [
         (path, method.upper(), operation)
         for path, methods in document["paths"].items()
@@ -32,14 +32,14 @@ def page(document: dict[str, Any]) -> bytes:
 
 
 def _command(path: str, method: str, operation: dict[str, Any]) -> str:
-    """Return a curl command for a shell, "" if no call works as it is."""
+    """Return a curl command for an operation, "" if it needs values that only the reader has."""
     contents: dict[str, Any] = operation.get("requestBody", {}).get("content", {})
     kind = next(iter(contents), "")
-    words, example = [f"curl {ADDRESS}{path}"], contents[kind].get("example") if kind else None
+    parts, example = [f"curl {ADDRESS}{path}"], contents[kind].get("example") if kind else None
     if example is None:
-        return words[0] if method == "GET" and "{" not in path else ""
+        return parts[0] if method == "GET" and "{" not in path else ""
     if kind == "application/json":
-        words.append(f"-H 'Content-Type: application/json' \\\n  -d {shlex.quote(json.dumps(example))}")
+        parts.append(f"-H 'Content-Type: application/json' \\\n  -d {shlex.quote(json.dumps(example))}")
     else:
-        words += [f"-F {shlex.quote(f'{name}={value}')}" for name, value in example.items()]
-    return " ".join(words)
+        parts += [f"-F {shlex.quote(f'{name}={value}')}" for name, value in example.items()]
+    return " ".join(parts)

@@ -14,29 +14,29 @@ from pillion.gateway.request.validation import MAX_MESSAGES, MAX_PROMPT_CHARS, m
 from pillion.gateway.tokens.tokenizer import check_wanted
 from pillion.types import ChatMessage
 
-# Replaces an image in a tool result, so that the conversation can continue.
+# Replacement of an image in a tool result, so that the conversation can continue.
 UNSEEN = "[There is an image here, which this model cannot see.]"
 
 
-def without_text(kind: str, path: str, number: int, role: str, *, is_image: bool, is_new: bool) -> list[str]:
-    """Return the model's replacement for part ``number``, without text, of the content ``path`` of a ``role``.
+def replace_textless(kind: str, path: str, number: int, role: str, *, is_media: bool, is_new: bool) -> list[str]:
+    """Return the texts that replace a content part without text: a note for media in a tool result, else none.
 
-    Raises ApiError for an image of the user's, and for any part of a new message of the user's. Others are dropped, and
-    named as without effect.
+    The part is number ``number`` of the content ``path`` of a message of a ``role``; it is noted as without effect.
+    Raises ApiError for media in a user message, and for any such part of a new user message.
     """
-    if role == "user" and (is_image or is_new):
+    if role == "user" and (is_media or is_new):
         raise refused(f"{path}[{number}].type", f"{kind[:100]!r} is not supported here", "unsupported_value")
     note_ignored(f"{path}.{kind}")
-    return [UNSEEN] if is_image and role == "tool" else []
+    return [UNSEEN] if is_media and role == "tool" else []
 
 
 class GatheredMessages:
-    """Messages of a conversation.
+    """Collector of a conversation's messages, which joins consecutive ones of a role.
 
     Args:
-        role: consecutive messages of this role are joined.
+        role: role whose consecutive messages are joined.
         field: the client's field with the conversation, for errors.
-        names: receives the gateway's name of each message -> the client's, for errors.
+        names: the gateway's name of each message -> the client's, for errors; filled in.
     """
 
     def __init__(self, role: str, field: str, names: dict[str, str]) -> None:

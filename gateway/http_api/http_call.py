@@ -1,6 +1,6 @@
 """One HTTP call: its id, its bounded body, its response, and disconnects.
 
-headers --> request id, body (bounded in size and time) --> work --> answer, whole or in pieces
+headers --> request id, body (bounded in size and time) --> work --> answer, whole or streamed
                                                              |
                                            disconnect -------+--> the work is cancelled (I8)
 
@@ -44,11 +44,13 @@ log = logging.getLogger("pillion.gateway")
 
 # Max total size of request bodies being read, over all clients.
 MAX_BODIES_BYTES = 16 * MAX_BODY_BYTES
-# Read timeouts of clients above this count as none.
-MAX_PATIENCE_S = 7 * 24 * 3600.0
+# Longer read timeouts of clients count as none.
+MAX_READ_TIMEOUT_S = 7 * 24 * 3600.0
 MAX_HEADER_BYTES = 32 * 2**10
+# Timeout of a whole body, or of each chunk of a body that is processed as it arrives.
 BODY_TIMEOUT_S = 60.0
 JSON_TYPE = b"application/json"
+# Errors sent before the body was read; the connection is closed.
 _STATUSES_BEFORE_BODY = (401, 403, 405, 408, 413, 415, 421, 431)
 
 Api = TypeVar("Api")
@@ -59,11 +61,11 @@ class HttpCall:
     """One HTTP call.
 
     Attributes:
-        request_id: label on the response: the client's if it is a valid header value. Never used as a key.
+        request_id: the client's x-request-id if it is valid, else ``answer_id``. Not unique: clients may repeat it.
         answer_id: unique id, from which ids in the response are derived.
-        tenant: the sender, on pages that need a key.
+        tenant: the caller's tenant, on pages that need a key.
         error_form: format of errors.
-        notes: additional headers of the response.
+        extra_headers: additional headers of the response.
     """
 
     # Size of all bodies that this process is reading.
@@ -91,7 +93,7 @@ class HttpCall:
         self.api = self.path
         self._refusals: Refusals | None = scope.get("pillion.refusals")
         self.answer_id = new_answer_id()
-        self.notes: Headers = []
+        self.extra_headers: Headers = []
         self.reading = BodyReading()
 
     @property
@@ -128,16 +130,16 @@ class HttpCall:
     def query(self, *known: str) -> dict[str, str]:
         """Return the query parameters. Raises ApiError for one that is not in ``known`` or is repeated."""
         try:
-            found = parse_qs(self._query.decode("ascii"), keep_blank_values=True, max_num_fields=16)
+            parameters = parse_qs(self._query.decode("ascii"), keep_blank_values=True, max_num_fields=16)
         except ValueError:
             raise ApiError(400, "the query parameters cannot be parsed", code="invalid_value") from None
-        for name, values in found.items():
+        for name, values in parameters.items():
             if name not in known or len(values) > 1:
                 raise refused(name[:100], "this parameter is unknown here, or repeated", "unknown_parameter")
-        return {name: values[0] for name, values in found.items()}
+        return {name: values[0] for name, values in parameters.items()}
 
-    async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield a body of any kind and size as it arrives, with BODY_TIMEOUT_S for each piece. Raises ApiError."""
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """Yield the chunks of a body of any type and size, each within BODY_TIMEOUT_S. Raises ApiError."""
         self._reading = True
         while True:
             try:
@@ -223,17 +225,18 @@ class HttpCall:
         """Start a response whose body the caller writes next."""
         label = self.request_id.encode()
         labels = [(name, label) for name in self.error_form.id_headers]
-        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self.notes, *labels]})
+        headers = [*headers, *self.extra_headers, *labels]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
         self.started = True
 
     async def _read(self, reader: BodyReader) -> bytes:
-        """Read the body until it is complete or too large; steps of more than some microseconds run on a thread."""
+        """Read the body until it is complete or too large. Large chunks are processed on a thread."""
         while True:
             message = await self._receive()
             if message["type"] != "http.request":
                 raise ClientGone
             part, more = message.get("body", b""), message.get("more_body", False)
-            if reader.packed or reader.kept_bytes + len(part) > LOOP_BYTES:
+            if reader.compressed or reader.kept_bytes + len(part) > LOOP_BYTES:
                 await asyncio.to_thread(reader.feed, part)
             else:
                 reader.feed(part)
@@ -247,7 +250,7 @@ class HttpCall:
                 raise ApiError(429, text, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_ms=1000)
 
     def caller(self, status: int = 200) -> Caller:
-        """Return the caller for records of refusals; unknown with status 401."""
+        """Return the caller for records of refusals; an unknown one for status 401."""
         return Caller(self.api, STRANGERS if status == 401 else self.tenant.name, self.header(b"user-agent"))
 
     def credentials(self) -> str:
@@ -256,11 +259,11 @@ class HttpCall:
         return self.header(b"authorization") or (f"Bearer {key}" if key else "")
 
     @property
-    def patience_s(self) -> float | None:
+    def read_timeout_s(self) -> float | None:
         """Client's read timeout in seconds, which OpenAI's SDKs send with each call; None if not sent."""
         with contextlib.suppress(ValueError):
             seconds = float(self.header(b"x-stainless-read-timeout") or self.header(b"x-stainless-timeout"))
-            return seconds if 0 < seconds <= MAX_PATIENCE_S else None
+            return seconds if 0 < seconds <= MAX_READ_TIMEOUT_S else None
         return None
 
     def header(self, name: bytes) -> str:
@@ -291,12 +294,12 @@ class Endpoint:
     Attributes:
         method: the only allowed method; GET includes HEAD, "" allows any.
         handler: answers a call.
-        tenant_of: returns the tenant by the Authorization header, before a body is read; None for a page without a key.
-        body: type that the handler parses a body as, for the OpenAPI document.
+        tenant_of: returns the tenant of an Authorization header, before a body is read; None for a page without a key.
+        body: type of the parsed body, for the OpenAPI document.
         error_form: format of the page's errors.
         body_type: the body's content type, for the OpenAPI document.
         example: a body, for the OpenAPI document. A test sends it.
-        in_batches: whether a batch may contain this call, i.e. the answer is generated by a model.
+        in_batches: whether a batch may contain this call.
         statuses: further errors of a page without a key, for the OpenAPI document.
     """
 
@@ -356,13 +359,8 @@ class Methods:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> Any:
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
-        other = Endpoint(" or ".join(one.method for one in self.endpoints), self.endpoints[0].handler, None)
-        await next((one for one in self.endpoints if one.method == method), other)(scope, receive, send)
-
-
-# Methods that change nothing, and methods for which browsers send a preflight.
-_READ_ONLY_METHODS = ("GET", "HEAD", "OPTIONS")
-_PREFLIGHTED_METHODS = ("DELETE", "PUT", "PATCH")
+        not_allowed = Endpoint(" or ".join(one.method for one in self.endpoints), self.endpoints[0].handler, None)
+        await next((one for one in self.endpoints if one.method == method), not_allowed)(scope, receive, send)
 
 
 def is_cross_origin_write(method: str, headers: Mapping[bytes, bytes], allowed: Collection[str]) -> bool:
@@ -371,8 +369,10 @@ def is_cross_origin_write(method: str, headers: Mapping[bytes, bytes], allowed: 
     Names of ``headers`` are in lower case.
     """
     kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
-    unasked = method not in _READ_ONLY_METHODS and method not in _PREFLIGHTED_METHODS and kind != JSON_TYPE
-    return unasked and _is_foreign(headers, allowed)
+    # The first three methods change nothing; for the others browsers send a preflight, as they do for JSON.
+    if method in ("GET", "HEAD", "OPTIONS", "DELETE", "PUT", "PATCH") or kind == JSON_TYPE:
+        return False
+    return _is_foreign(headers, allowed)
 
 
 def _is_foreign(headers: Mapping[bytes, bytes], allowed: Collection[str]) -> bool:
@@ -417,16 +417,16 @@ class CrossOriginGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> Any:
         # Of repeated headers the first one counts, as in HttpCall.
-        known = dict(reversed(scope["headers"])) if scope["type"] == "http" else {}
+        headers = dict(reversed(scope["headers"])) if scope["type"] == "http" else {}
         scope = {**scope, "pillion.refusals": self._refusals}
         if scope.get("method") == "POST":
             # A redirect would lose the body with some clients.
             scope["path"] = scope["path"].rstrip("/") or "/"
-        name = host_name(known.get(b"host", b"").decode("latin-1"))
+        name = host_name(headers.get(b"host", b"").decode("latin-1"))
         error = None
         if self._hosts is not None and name and name not in self._hosts and not name.endswith(".localhost"):
             error = _misdirected(name)
-        elif known and is_cross_origin_write(scope["method"], known, self._allowed):
+        elif headers and is_cross_origin_write(scope["method"], headers, self._allowed):
             text = "a browser sent this for a page of another origin; allow it with --allowed-origins"
             error = ApiError(403, text, kind="permission_error", code="cross_origin")
         await (self._app(scope, receive, send) if error is None else HttpCall(scope, receive, send).fail(error))

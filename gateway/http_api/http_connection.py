@@ -11,40 +11,41 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-# Time for complete request headers, from the start of a connection (TLS done) or from the first byte of a further
+# Timeout of a request's headers, from the start of the connection (after TLS), or from the first byte of a later
 # request.
 HEAD_TIMEOUT_S = 20.0
-# Time without a read by the client, while the transport's buffer is full, after which it counts as gone.
+# Timeout of a client that reads nothing while the transport's buffer is full.
 STALL_TIMEOUT_S = 120.0
-# Delays of the probes of a half-closed connection: the first one, then each PROBE_GROWTH times longer.
+# Delays of the probes of a half-closed connection: the first one; each later one is PROBE_GROWTH times longer, up to
+# MAX_PROBE_S.
 FIRST_PROBE_S, PROBE_GROWTH, MAX_PROBE_S = 0.01, 4, 10.0
 # Linux's TCP state of a connection whose peer has closed its side; any other one means that the peer is gone.
 TCP_CLOSE_WAIT = 8
-# Connections above the limit that are accepted and answered with 503.
+# Max connections above the limit, which are answered with 503; further ones are aborted.
 SPARE_CONNECTIONS = 64
-# A body may have SMALL_CHUNKS chunks of any size. Further ones must average MIN_CHUNK_BYTES: a chunk costs as much time
-# as a kilobyte, and many tiny ones received at once could block the event loop for a second.
+# A body of more than SMALL_CHUNKS chunks must average MIN_CHUNK_BYTES per chunk: a chunk costs as much time as a
+# kilobyte, and many tiny ones received at once could block the event loop for a second.
 SMALL_CHUNKS, MIN_CHUNK_BYTES = 512, 128
 
 
 class StrictParser(h11.Connection):
-    """Stricter h11 parser. ``refusal`` has the reason if this class refused.
+    """h11 parser that refuses contradicting lengths and floods of tiny chunks; ``refusal`` is the reason, or "".
 
     The head of a response is buffered until the first bytes of its body, so that both are one write and one segment.
     """
 
     refusal = ""
     _chunks = _chunk_bytes = 0
-    _kept_head = b""
+    _buffered_head = b""
 
     def send(self, event: Any) -> Any:
-        """Return the bytes to write for an event; those of a response's head come with the next event."""
+        """Return the bytes to write for an event; a response's head is returned with the next event."""
         written = super().send(event)
         if isinstance(event, h11.Response):
-            self._kept_head = written or b""
+            self._buffered_head = written or b""
             return b""
         if written is not None:
-            written, self._kept_head = self._kept_head + written, b""
+            written, self._buffered_head = self._buffered_head + written, b""
         return written
 
     def next_event(self) -> Any:
@@ -70,7 +71,7 @@ class StrictParser(h11.Connection):
 
 
 class WaitingClients:
-    """Connections that wait for their clients, by the clients' addresses, longest wait first (I9)."""
+    """Connections that wait for their clients, by client address, longest wait first. Sans-IO (I9)."""
 
     def __init__(self) -> None:
         self._by_peer: dict[str, dict[Any, None]] = {}
@@ -93,30 +94,31 @@ class WaitingClients:
 
 
 class Handshakes:
-    """TLS handshakes under way, by the descriptors of their connections."""
+    """Connections in a TLS handshake, by file descriptor."""
 
     def __init__(self) -> None:
+        # fd -> connection, client address.
         self._connections: dict[int, tuple[socket.socket, str]] = {}
         self._waiting = WaitingClients()
 
     def begin(self, connection: socket.socket, peer: str, limit: int) -> None:
         """Add a connection. Above the limit, abort the oldest handshake of the address with most of them."""
-        number = connection.fileno()
-        # The fd may be in the table from a connection whose handshake failed.
-        self.end(number)
-        self._connections[number] = (connection, peer)
-        self._waiting.add(number, peer)
+        fd = connection.fileno()
+        # The fd may be reused: a failed handshake leaves its entry behind.
+        self.end(fd)
+        self._connections[fd] = (connection, peer)
+        self._waiting.add(fd, peer)
         while len(self._connections) > limit:
             longest = self._waiting.longest()
             with contextlib.suppress(OSError):
                 self._connections[longest][0].shutdown(socket.SHUT_RDWR)
             self.end(longest)
 
-    def end(self, number: int) -> None:
+    def end(self, fd: int) -> None:
         """Remove a connection, if present."""
-        found = self._connections.pop(number, None)
-        if found is not None:
-            self._waiting.remove(number, found[1])
+        entry = self._connections.pop(fd, None)
+        if entry is not None:
+            self._waiting.remove(fd, entry[1])
 
 
 class TlsListener(socket.socket):
@@ -189,12 +191,12 @@ class HttpConnection(H11Protocol):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.server_state.handshakes.end(connection.fileno())
         self._peer = self.client[0] if self.client else ""
-        state, places = self.server_state, self.limit_concurrency or 0
-        if len(self.connections) >= places:
+        state, limit = self.server_state, self.limit_concurrency or 0
+        if len(self.connections) >= limit:
             longest = state.idle.longest() or state.sending.longest()
             if longest is not None:
                 longest.make_room()
-        if len(self.connections) > places + SPARE_CONNECTIONS:
+        if len(self.connections) > limit + SPARE_CONNECTIONS:
             transport.abort()
             return
         state.idle.add(self, self._peer)
@@ -207,12 +209,12 @@ class HttpConnection(H11Protocol):
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
-        before = self.cycle
+        cycle = self.cycle
         super().data_received(data)
-        if self.cycle is not before:
+        if self.cycle is not cycle:
             _stop(self._head_timer)
             self._head_timer = None
-        elif self._head_timer is None and before is not None and before.response_complete:
+        elif self._head_timer is None and cycle is not None and cycle.response_complete:
             self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.abort)
         self._update_waiting()
 
@@ -220,9 +222,9 @@ class HttpConnection(H11Protocol):
         """Return whether the connection stays open for answers after the client has closed its side."""
         cycle = self.cycle
         # An answer that has started leaves no way to probe the client.
-        waits = cycle is not None and not cycle.response_started and not cycle.more_body
+        awaits_answer = cycle is not None and not cycle.response_started and not cycle.more_body
         if (
-            not waits
+            not awaits_answer
             or self.scheme != "http"
             or self.conn.their_http_version != b"1.1"
             or not hasattr(socket, "TCP_INFO")
@@ -231,18 +233,18 @@ class HttpConnection(H11Protocol):
         self._probe_client(FIRST_PROBE_S)
         return True
 
-    def _probe_client(self, again_s: float) -> None:
-        """Abort the connection if its client is gone; else probe it, and check again after ``again_s``."""
+    def _probe_client(self, delay_s: float) -> None:
+        """Abort the connection if its client is gone; else probe it, and check again after ``delay_s``."""
         info = self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
         if info[0] != TCP_CLOSE_WAIT:
             self.transport.abort()
             return
         if self.conn.our_state is h11.SEND_RESPONSE:
             self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])))
-        self._probe_timer = self.loop.call_later(again_s, self._probe_client, min(PROBE_GROWTH * again_s, MAX_PROBE_S))
+        self._probe_timer = self.loop.call_later(delay_s, self._probe_client, min(PROBE_GROWTH * delay_s, MAX_PROBE_S))
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Ignore the offer of another protocol."""
+        """Do not log a client's offer to upgrade the protocol, which is ignored."""
 
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state is h11.IDLE or self.conn.our_state is h11.SEND_RESPONSE:
@@ -273,8 +275,8 @@ class HttpConnection(H11Protocol):
         """Record whether the connection waits for its client: for a request, or for the rest of a body."""
         cycle, state = self.cycle, self.server_state
         idle = cycle is None or cycle.response_complete
-        for waiting, belongs in ((state.idle, idle), (state.sending, not idle and cycle.more_body)):
-            if belongs and self in self.connections:
+        for waiting, applies in ((state.idle, idle), (state.sending, not idle and cycle.more_body)):
+            if applies and self in self.connections:
                 waiting.add(self, self._peer)
             else:
                 waiting.remove(self, self._peer)

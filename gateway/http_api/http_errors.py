@@ -47,7 +47,7 @@ class ApiError(Exception):
     """An error response.
 
     Attributes:
-        retry_after_ms: 0 if a retry is useless.
+        retry_after_ms: time after which to retry; 0 if a retry is useless.
         final: whether a retry does harm. OpenAI's and Anthropic's clients retry every 500 unless a header forbids it.
         brief: the message for Anthropic's clients, if different.
     """
@@ -64,7 +64,7 @@ class ApiError(Exception):
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the error's headers: Retry-After in seconds, and in milliseconds for OpenAI's clients; with status
-        401, the kind of key."""
+        401, WWW-Authenticate."""
         if self.status == 401:
             return [(b"www-authenticate", b"Bearer")]
         if self.final:
@@ -102,8 +102,8 @@ class ErrorForm:
 def _openai_error(error: ApiError, request_id: str) -> tuple[int, bytes]:
     """Encode an error as ``{"error": {"message", "type", "param", "code"}}``, OpenAI's format."""
     text = error.message[:MAX_MESSAGE_CHARS]
-    said = {"message": text, "type": error.kind, "param": error.param, "code": error.code}
-    return error.status, msgspec.json.encode({"error": said})
+    content = {"message": text, "type": error.kind, "param": error.param, "code": error.code}
+    return error.status, msgspec.json.encode({"error": content})
 
 
 OPENAI_ERRORS = ErrorForm(
@@ -128,18 +128,18 @@ def refused(param: str, message: str, code: str = "invalid_value") -> ApiError:
     return ApiError(400, f"{param}: {message}", param=param, code=code)
 
 
-def from_pillion(error: PillionError, spelled: Mapping[str, str]) -> ApiError:
-    """Convert an error to an HTTP error.
+def from_pillion(error: PillionError, client_names: Mapping[str, str]) -> ApiError:
+    """Convert a PillionError to an ApiError.
 
-    ``spelled`` maps the gateway's names of fields to the client's, where different.
+    ``client_names`` maps the gateway's names of fields to the client's, where different.
     """
     status, kind, code = _HTTP_ERRORS.get(type(error), (500, "server_error", "internal_error"))
     message, param, retry_after_ms, brief = error.message, None, 0, ""
     if isinstance(error, InvalidRequest) and isinstance(long := next(iter(error.violations), None), LengthViolation):
         message, brief, code = long.description, long.brief, "context_length_exceeded"
-        param = client_field(long.field, spelled)
+        param = client_field(long.field, client_names)
     elif isinstance(error, InvalidRequest) and error.violations:
-        named = [(client_field(violation.field, spelled), violation.description) for violation in error.violations]
+        named = [(client_field(violation.field, client_names), violation.description) for violation in error.violations]
         message, param = "; ".join(f"{name}: {description}" for name, description in named), named[0][0]
     elif isinstance(error, Overloaded | Unavailable):
         retry_after_ms = error.retry_after_ms or RETRY_AFTER_MS
@@ -155,21 +155,21 @@ def from_pillion(error: PillionError, spelled: Mapping[str, str]) -> ApiError:
     )
 
 
-def client_field(field: str, spelled: Mapping[str, str]) -> str:
+def client_field(field: str, client_names: Mapping[str, str]) -> str:
     """Return the client's name of a field: ``sampling.stop[2]`` is ``stop[2]``.
 
-    In ``spelled``, ``name[]`` stands for the field of any item; ``name[3]`` takes precedence.
+    In ``client_names``, the key ``name[]`` covers all items of a list; ``name[3]`` takes precedence.
     """
-    if field in spelled:
-        return spelled[field]
-    whole = next((known for known in spelled if field.startswith(f"{known}.")), None)
-    if whole is not None and not whole.endswith("]"):
-        return spelled[whole] + field.removeprefix(whole)
+    if field in client_names:
+        return client_names[field]
+    parent = next((name for name in client_names if field.startswith(f"{name}.")), None)
+    if parent is not None and not parent.endswith("]"):
+        return client_names[parent] + field.removeprefix(parent)
     item, bracket, rest = field.partition("]")
-    if item + bracket in spelled:
-        return spelled[item + bracket] + rest
+    if item + bracket in client_names:
+        return client_names[item + bracket] + rest
     name, bracket, rest = field.partition("[")
     number, _, inner = rest.partition("]")
-    if inner and f"{name}[]" in spelled:
-        return spelled[f"{name}[]"].replace("[]", f"[{number}]") + inner
-    return spelled.get(name, name.removeprefix("sampling.").removeprefix("chat.")) + bracket + rest
+    if inner and f"{name}[]" in client_names:
+        return client_names[f"{name}[]"].replace("[]", f"[{number}]") + inner
+    return client_names.get(name, name.removeprefix("sampling.").removeprefix("chat.")) + bracket + rest

@@ -52,22 +52,17 @@ HANDSHAKE_PERCENT = 25
 LISTEN_BACKLOG = 1024
 # Connections accepted per iteration of the event loop, before the limits apply to them.
 ACCEPTED_AT_ONCE = 32
+# Min interval of log lines about accepts that failed for lack of file descriptors.
 EXHAUSTED_LOG_S = 60.0
-DATE_INTERVAL_S = 1.0
-# vLLM has these paths; here each pooling task has a separate path.
-UNSUPPORTED_PATHS = frozenset(f"{version}/pooling" for version in ("", "/v1", "/v2"))
-STORED_RESPONSES_PREFIX = "/v1/responses/"
 # Min similarity (difflib ratio, 1 for equality) of an unknown path to the one that an error suggests. A missing or
 # doubled /v1, a trailing slash and a missing letter are above it.
 MIN_PATH_SIMILARITY = 0.8
-MAX_SHOWN_PATH_CHARS = 200
-# Names of this machine: its own, and those in Docker's and Podman's containers. None can be registered.
+# Names of this machine, on itself and in Docker's and Podman's containers. None of them can be registered.
 _LOCAL_NAMES = ("localhost", "host.docker.internal", "host.containers.internal")
-_PRIVATE_NETWORK_HEADER = b"access-control-request-private-network"
 
 
 class _Pages:
-    """Handlers of the pages whose calls have no body."""
+    """Handlers of health, metrics, models, and the API's description: calls without a body."""
 
     def __init__(self, gateway: Gateway, flags: GatewayFlags) -> None:
         self._gateway = gateway
@@ -83,7 +78,7 @@ class _Pages:
         self.routes = routes
         apps = ((route.path, route.app) for route in routes)
         self._forms = [(f"{path}/", app.error_form) for path, app in apps if isinstance(app, Endpoint)]
-        self._forms = [(above, form) for above, form in self._forms if form is not OPENAI_ERRORS]
+        self._forms = [(prefix, form) for prefix, form in self._forms if form is not OPENAI_ERRORS]
 
     async def health(self, call: HttpCall) -> None:
         """Return 200 if a request would be served now, else 503 with what is missing."""
@@ -138,12 +133,12 @@ class _Pages:
         await call.answer(200, generate_latest(page.registry()), content_type=CONTENT_TYPE_LATEST.encode())
 
     async def refusals(self, call: HttpCall) -> None:
-        """Return for operators which clients send requests or fields that are refused or have no effect, with counts;
-        if several processes share the port, those of the process reached."""
+        """Return for operators the clients whose requests were refused, or had fields without effect, with counts; if
+        several processes share the port, those of the process reached."""
         self._gateway.operators_only(call.tenant)
-        found = self._gateway.refusals
-        about = {"object": "list", "since": int(found.since_s), "data": list(found.rows())}
-        await call.answer(200, msgspec.json.encode(about))
+        refusals = self._gateway.refusals
+        listed = {"object": "list", "since": int(refusals.since_s), "data": list(refusals.rows())}
+        await call.answer(200, msgspec.json.encode(listed))
 
     async def models(self, call: HttpCall) -> None:
         """List the models that live workers serve, in OpenAI's format."""
@@ -152,16 +147,16 @@ class _Pages:
 
     async def model(self, call: HttpCall) -> None:
         """Describe one model; its name may contain slashes."""
-        asked = str(call.parameters["name"])
-        if not asked:
+        name = str(call.parameters["name"])
+        if not name:
             await self.models(call)
             return
         try:
-            entry = await self._gateway.find_entry(asked, call.tenant)
+            entry = await self._gateway.find_entry(name, call.tenant)
         except NotFound as error:
             raise unknown_model_error(error.message) from None
         for info in self._gateway.models(call.tenant):
-            if info.name == asked:
+            if info.name == name:
                 await call.answer(200, msgspec.json.encode(self._entry(info)))
                 return
         raise Unavailable(self._gateway.missing(entry.limits.name))
@@ -193,22 +188,23 @@ class _Pages:
 
     async def not_found(self, call: HttpCall) -> None:
         """Answer unknown paths with 404."""
-        path = call.path[:MAX_SHOWN_PATH_CHARS]
+        path = call.path[:200]
         known = [route.path for route in self.routes if "{" not in route.path]
         near = next(iter(difflib.get_close_matches(path, known, 1, MIN_PATH_SIMILARITY)), path)
         call.api = "unknown path"
-        call.error_form = next((form for above, form in self._forms if f"{near}/".startswith(above)), OPENAI_ERRORS)
-        said = f"there is no {path!r} here"
-        if path in UNSUPPORTED_PATHS:
-            said = f"{path} is not supported; use /v1/embeddings, /v1/classify, /v1/score or /v1/rerank"
-        elif path.startswith(STORED_RESPONSES_PREFIX):
-            said = (
+        call.error_form = next((form for prefix, form in self._forms if f"{near}/".startswith(prefix)), OPENAI_ERRORS)
+        text = f"there is no {path!r} here"
+        # Paths of vLLM.
+        if path in ("/pooling", "/v1/pooling", "/v2/pooling"):
+            text = f"{path} is not supported; use /v1/embeddings, /v1/classify, /v1/score or /v1/rerank"
+        elif path.startswith("/v1/responses/"):
+            text = (
                 f"{path} is not supported, because no response is stored here: send the whole conversation to"
                 " /v1/responses; the client can shorten one that is too long"
             )
         elif near != path:
-            said += f"; did you mean {near}? Check whether the client's base URL needs /v1"
-        raise ApiError(404, said, code="not_found")
+            text += f"; did you mean {near}? Check whether the client's base URL needs /v1"
+        raise ApiError(404, text, code="not_found")
 
     def _entry(self, info: ModelInfo) -> dict[str, Any]:
         """Return a model in OpenAI's format, with vLLM's ``max_model_len``.
@@ -291,12 +287,13 @@ def make_app(gateway: Gateway, flags: GatewayFlags, more_routes: MoreRoutes) -> 
 
 
 class _NamedOriginsCors(CORSMiddleware):
-    """CORS preflights and headers. A page of the internet may call a private address only if its origin is named: '*'
-    would allow every page that a user of this network ever opens."""
+    """CORS middleware. A public web page may call a private address only if its origin is named: '*' would allow every
+    page that a user of this network ever opens."""
 
     def preflight_response(self, request_headers: Headers) -> Response:
         """Answer a preflight as Starlette does, but allow named origins on private networks."""
-        plain = Headers(raw=[(name, value) for name, value in request_headers.raw if name != _PRIVATE_NETWORK_HEADER])
+        asks_private = b"access-control-request-private-network"
+        plain = Headers(raw=[(name, value) for name, value in request_headers.raw if name != asks_private])
         response = super().preflight_response(plain)
         is_named = request_headers["origin"] in self.allow_origins
         if response.status_code == 200 and is_named and len(plain) < len(request_headers):
@@ -307,8 +304,8 @@ class _NamedOriginsCors(CORSMiddleware):
 def _own_hosts(flags: GatewayFlags) -> frozenset[str] | None:
     """Return the accepted Host names, None for any.
 
-    If neither a key nor the network blocks a foreign page, its name may have been rebound to this machine's address
-    (DNS rebinding), so other names are refused.
+    On a local address without API keys, a web page could rebind its own name to this machine's address (DNS rebinding)
+    and call the port, so unknown names are refused.
     """
     is_open = not (flags.api_keys or flags.api_key) and is_local(f"{flags.host}:0")
     if "*" in flags.allowed_hosts or not (flags.allowed_hosts or is_open):
@@ -330,10 +327,10 @@ class _Server(uvicorn.Server):
         yield
 
     async def main_loop(self) -> None:
-        # Uvicorn updates the Date header on ticks with number 0.
+        # Uvicorn updates the Date header, which has whole seconds, on ticks with number 0.
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(DATE_INTERVAL_S):
+                async with asyncio.timeout(1):
                     await self.ending.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -345,7 +342,7 @@ class _Server(uvicorn.Server):
 
 @dataclass(eq=False)
 class HttpServer:
-    """A running HTTP server. ``address`` is the one it listens on."""
+    """A running HTTP server, which listens on ``address``."""
 
     _server: _Server
     task: asyncio.Task[None]
@@ -368,20 +365,20 @@ def _limit_accept_error_logs() -> None:
 
     asyncio logs a traceback per attempt, and retries a second later.
     """
-    loop, said_s = asyncio.get_running_loop(), -math.inf
-    before = loop.get_exception_handler()
+    loop, logged_s = asyncio.get_running_loop(), -math.inf
+    previous = loop.get_exception_handler()
 
     def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        nonlocal said_s
+        nonlocal logged_s
         error = context.get("exception")
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE) and "socket" in context:
-            if loop.time() - said_s >= EXHAUSTED_LOG_S:
-                said_s = loop.time()
+            if loop.time() - logged_s >= EXHAUSTED_LOG_S:
+                logged_s = loop.time()
                 log.error(
                     "no connection can be accepted: %s; raise the limit of open files (ulimit -n)", error.strerror
                 )
-        elif before is not None:
-            before(loop, context)
+        elif previous is not None:
+            previous(loop, context)
         else:
             loop.default_exception_handler(context)
 

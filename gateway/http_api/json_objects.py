@@ -19,10 +19,9 @@ T = TypeVar("T")
 # Accepted without effect; the response header IGNORED_HEADER names the field.
 IGNORED = msgspec.Meta(extra={"effect": "none"})
 Ignored = Annotated[T, IGNORED]
-# Tag of a struct that accepts the objects of its union with a missing or unknown tag. Its field sent_type receives the
-# tag.
+# Tag of the struct in a union that accepts objects with a missing or unknown tag, which its field sent_type receives.
 OTHER = "?"
-# Types of fields whose JSON is passed on. A Raw field without one of them is refused, or parsed later.
+# Types of fields whose JSON is passed on. A bare Raw field is refused, or parsed later.
 AnyJson = Annotated[Raw, msgspec.Meta(extra_json_schema={})]
 JsonObject = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": "object"})]
 JsonObjects = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": "array", "items": {"type": "object"}})]
@@ -30,7 +29,6 @@ JsonSchema = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": ["object", "
 JsonShape = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": ["object", "string", "boolean", "null"]})]
 # Key under which a truncated call's arguments, which are not a JSON object, are stored as text.
 CUT_SHORT = "INVALID_JSON"
-MAX_TEXT_DEPTH = 6
 
 _KINDS: tuple[tuple[type[Any], bytes, str], ...] = (
     (dict, b"{", "a JSON object"),
@@ -46,8 +44,8 @@ def json_object(raw: Raw, field: str) -> str:
 
 
 def valid_arguments(arguments: str) -> str:
-    """Return the arguments of an earlier call. Invalid JSON, e.g. of a truncated call, is wrapped in an object, so that
-    the conversation can continue and the model sees what it wrote."""
+    """Return the arguments of an earlier call as a JSON object, "" for none. Anything else, e.g. of a truncated call,
+    is wrapped in an object, so that the conversation can continue and the model sees what it wrote."""
     if not arguments or is_object(arguments):
         return arguments
     return "" if arguments.strip() == "null" else json.dumps({CUT_SHORT: arguments}, ensure_ascii=False)
@@ -71,14 +69,15 @@ def _checked(raw: Raw, field: str, kinds: Collection[type[Any]]) -> bytes:
 
 
 def arguments_of(raw: Raw) -> str:
-    """Return the arguments of an earlier call, sent as an object, as its text, or as anything else."""
+    """Return the arguments of an earlier call as JSON text. Clients send an object, its JSON as a string, or anything
+    else."""
     text = bytes(raw).decode(errors="replace")
     return valid_arguments(str(msgspec.json.decode(text, type=str)) if text[:1] == '"' else text)
 
 
 class _TextHolder(msgspec.Struct):
-    """Fields of any object of a conversation that may contain text. Objects without a type are not parsed, so that the
-    number of strings in a body bounds the number of these objects."""
+    """Any object of a conversation, with the fields that may contain text. ``type`` is required, so that the number of
+    strings in a body bounds the number of these objects."""
 
     type: str
     text: Raw = Raw()
@@ -90,24 +89,24 @@ class _TextHolder(msgspec.Struct):
     data: Raw = Raw()
 
 
-def text_in(raw: Raw, levels: int = MAX_TEXT_DEPTH) -> str:
-    """Return the text of a part of an unknown type: the text itself or that of its parts, to a depth of ``levels``; ""
-    for none."""
+def text_in(raw: Raw, levels: int = 6) -> str:
+    """Return the text of a content part of an unknown type: a string, or the texts within it, to a depth of ``levels``;
+    "" for none."""
     first = memoryview(raw)[:1].tobytes() if levels else b""
     try:
         if first == b'"':
             return str(msgspec.json.decode(raw, type=str))
         if first == b"[":
-            found = msgspec.json.decode(raw, type=list[_TextHolder])
-            return "\n".join(filter(None, map(_held_text, found, repeat(levels - 1))))
-        return _held_text(msgspec.json.decode(raw, type=_TextHolder), levels - 1) if first == b"{" else ""
+            parts = msgspec.json.decode(raw, type=list[_TextHolder])
+            return "\n".join(filter(None, map(_text_of, parts, repeat(levels - 1))))
+        return _text_of(msgspec.json.decode(raw, type=_TextHolder), levels - 1) if first == b"{" else ""
     except ValueError:
         return ""
 
 
-def _held_text(found: _TextHolder, levels: int) -> str:
+def _text_of(part: _TextHolder, levels: int) -> str:
     check_wanted()
-    # Of other types, e.g. an image, "data" has bytes.
-    data = found.data if found.type == "text" else Raw()
-    fields = (found.text, found.refusal, found.content, found.output, found.summary, found.source, data)
+    # In parts of other types, e.g. images, "data" is encoded bytes.
+    data = part.data if part.type == "text" else Raw()
+    fields = (part.text, part.refusal, part.content, part.output, part.summary, part.source, data)
     return next(filter(None, map(text_in, fields, repeat(levels))), "")

@@ -51,8 +51,11 @@ DeltaBatch = list[tuple[int, Delta]]
 
 @dataclass(slots=True, eq=False)
 class DeltaReader:
-    """Reader of the deltas of a call's requests, which start with the first ``read``. ``close`` cancels them, at any
-    time (I8)."""
+    """Reader of the deltas of a call's requests. The first ``read`` starts the requests; ``close`` cancels them (I8).
+
+    Attributes:
+        failed_prompt: number of the prompt whose error ``read`` has raised.
+    """
 
     _requests: Sequence[GenerateRequest]
     _start: StartRunner
@@ -61,11 +64,12 @@ class DeltaReader:
     _queue: asyncio.Queue[tuple[int, Delta | PillionError] | None] = field(
         default_factory=partial(asyncio.Queue, MAX_WAITING_DELTAS)
     )
-    failed: int = 0
+    failed_prompt: int = 0
     _running: int = 0
 
     async def read(self) -> DeltaBatch:
-        """Return at least one delta, or none at the end of all answers. Raises PillionError."""
+        """Wait for the next delta, and return all that are available; none at the end of all answers. Raises
+        PillionError."""
         if len(self._requests) > 1:
             return await self._read_several()
         if not self._runners:
@@ -90,7 +94,7 @@ class DeltaReader:
         Available after the first batch, for the prompts started by then.
         """
         admitted = [runner.admitted for runner in self._runners.values()]
-        return min((one.max_tokens for one in admitted if one.cut), default=None)
+        return min((request.max_tokens for request in admitted if request.cut), default=None)
 
     def prompt_ids(self, prompt: int) -> tuple[int, ...]:
         """Return the token ids of a prompt that has had a delta."""
@@ -110,9 +114,9 @@ class DeltaReader:
 
     async def _read_several(self) -> DeltaBatch:
         if not self._pumps:
-            turns = asyncio.Semaphore(MAX_PROMPTS_AT_ONCE)
+            slots = asyncio.Semaphore(MAX_PROMPTS_AT_ONCE)
             self._running = len(self._requests)
-            self._pumps = [asyncio.create_task(self._pump(n, turns)) for n in range(len(self._requests))]
+            self._pumps = [asyncio.create_task(self._pump(n, slots)) for n in range(len(self._requests))]
         batch: DeltaBatch = []
         while self._running and not batch:
             batch = self._add_to_batch(await self._queue.get(), batch)
@@ -127,8 +131,8 @@ class DeltaReader:
         for runner in self._runners.values():
             runner.cancel()
 
-    async def _pump(self, number: int, turns: asyncio.Semaphore) -> None:
-        async with turns:
+    async def _pump(self, number: int, slots: asyncio.Semaphore) -> None:
+        async with slots:
             try:
                 runner = self._runners[number] = await self._start(self._requests[number])
                 async for delta in runner:
@@ -137,24 +141,24 @@ class DeltaReader:
             except PillionError as error:
                 await self._queue.put((number, error))
             except Exception:
-                # Without this the client would wait forever.
-                log.exception("a prompt of a list failed")
+                # Otherwise the client would wait forever.
+                log.exception("prompt %d of a call failed", number)
                 await self._queue.put((number, Internal(DEFECT)))
 
     def _add_to_batch(self, item: tuple[int, Delta | PillionError] | None, batch: DeltaBatch) -> DeltaBatch:
         if item is None:
             self._running -= 1
             return batch
-        number, came = item
-        if isinstance(came, PillionError):
-            self.failed = number
-            raise came
-        batch.append((number, came))
+        number, result = item
+        if isinstance(result, PillionError):
+            self.failed_prompt = number
+            raise result
+        batch.append((number, result))
         return batch
 
 
-# Writes per second of all streams together, about half a core. A write costs more than a token: wake-up, framing,
-# system call.
+# Max writes per second of all streams together, about half a core. A write costs more than a token does: a wake-up,
+# framing and a system call.
 MAX_WRITES_PER_S = 12_000
 
 
@@ -174,8 +178,7 @@ class ParsedCall:
 
 
 class AnswerWriter:
-    """Writer of the response to one call; subclassed by each HTTP API. A response is either written as events, or
-    collected and written as one object.
+    """Writer of the response to one call, as events or as one object; subclassed by each HTTP API.
 
     Attributes:
         size_bytes: approximate size of the whole response so far.
@@ -195,20 +198,20 @@ class AnswerWriter:
         """Return the events after those of the last delta."""
         raise NotImplementedError
 
-    def keep(self, prompt: int, delta: Delta) -> None:
+    def collect(self, prompt: int, delta: Delta) -> None:
         """Collect a delta for :meth:`whole`."""
         raise NotImplementedError
 
     def whole(self, usage: Usage) -> bytes:
-        """Return everything that :meth:`keep` collected, as one object."""
+        """Return everything that :meth:`collect` collected, as one object."""
         raise NotImplementedError
 
 
 T = TypeVar("T")
-Asked = TypeVar("Asked", bound=ParsedCall)
-# Returns the numbers of tokens of a call's first prompt after which other prompts are expected to diverge.
-Places = Callable[[HttpCall, Asked, ModelEntry, tuple[int, ...]], Awaitable[tuple[int, ...]]]
-NewWriter = Callable[[HttpCall, Asked, ModelEntry, DeltaReader], Awaitable[AnswerWriter]]
+Parsed = TypeVar("Parsed", bound=ParsedCall)
+# Returns token counts of a call's first prompt after which other prompts are expected to diverge.
+BranchPoints = Callable[[HttpCall, Parsed, ModelEntry, tuple[int, ...]], Awaitable[tuple[int, ...]]]
+NewWriter = Callable[[HttpCall, Parsed, ModelEntry, DeltaReader], Awaitable[AnswerWriter]]
 
 
 class ModelCalls:
@@ -230,26 +233,30 @@ class ModelCalls:
         self,
         call: HttpCall,
         raw: bytes,
-        read: Callable[[bytes, str], Asked],
-        new_writer: NewWriter[Asked],
-        begun: Callable[[HttpCall, Asked, ModelEntry], None] = lambda *_: None,
-        places: Places[Asked] | None = None,
+        read: Callable[[bytes, str], Parsed],
+        new_writer: NewWriter[Parsed],
+        on_admitted: Callable[[HttpCall, Parsed, ModelEntry], None] = lambda *_: None,
+        branch_points: BranchPoints[Parsed] | None = None,
     ) -> None:
         """Answer a call. Raises ApiError.
 
-        ``read`` parses the body ``raw``; its second argument is the request's id. ``begun`` is called after the first
-        prompt was validated, counted and admitted, and ``places``, for hybrid models, before that.
+        Args:
+            raw: the body.
+            read: parses the body; its second argument is the request's id.
+            new_writer: called after the first deltas.
+            on_admitted: called once the first prompt was validated, charged to the quota and admitted.
+            branch_points: for models with recurrent states, called before the first prompt is admitted.
         """
-        arrived = asyncio.get_running_loop().time()
-        asked, parent = await self.read(call, read, raw, call.request_id), call.trace_parent()
+        arrived_s = asyncio.get_running_loop().time()
+        parsed_call, parent = await self.read(call, read, raw, call.request_id), call.trace_parent()
         quota: CountedCall | None = None
-        # A client without a stream receives nothing earlier, so its read timeout is the answer's deadline.
-        patience_s = None if asked.stream else call.patience_s
+        # Without a stream, the client receives nothing before the whole answer, so its read timeout is the deadline.
+        timeout_s = None if parsed_call.stream else call.read_timeout_s
         recorded = call.header(RECORD_HEADER.encode()).strip() == "1"
 
         async def start(request: GenerateRequest) -> RequestRunner:
-            first = request is asked.requests[0]
-            found = partial(places, call, asked, entry) if first and places is not None else None
+            first = request is parsed_call.requests[0]
+            found = partial(branch_points, call, parsed_call, entry) if first and branch_points is not None else None
             runner = await self.gateway.generate(
                 request,
                 tenant=call.tenant,
@@ -257,72 +264,74 @@ class ModelCalls:
                 entry=entry,
                 counted=quota,
                 places=found,
-                streamed=asked.stream,
+                streamed=parsed_call.stream,
                 recorded=recorded,
-                timeout_s=None if patience_s is None else arrived + patience_s - asyncio.get_running_loop().time(),
+                timeout_s=None if timeout_s is None else arrived_s + timeout_s - asyncio.get_running_loop().time(),
             )
             if first:
-                begun(call, asked, entry)
+                on_admitted(call, parsed_call, entry)
             return runner
 
-        reader = DeltaReader(asked.requests, start)
+        reader = DeltaReader(parsed_call.requests, start)
         try:
-            pinging = self._pinging(call, arrived) if asked.stream and self._ping_s else contextlib.nullcontext()
+            pinging = (
+                self._pinging(call, arrived_s) if parsed_call.stream and self._ping_s else contextlib.nullcontext()
+            )
             async with pinging, contextlib.AsyncExitStack() as refusable:
                 # Resolved once: all prompts of a call use the same model.
-                entry = await self.entry(asked.requests[0].model, call.tenant)
-                if len(asked.requests) > 1:
-                    quota = await refusable.enter_async_context(await self._counted(asked, entry, call.tenant))
+                entry = await self.entry(parsed_call.requests[0].model, call.tenant)
+                if len(parsed_call.requests) > 1:
+                    quota = await refusable.enter_async_context(await self._charged(parsed_call, entry, call.tenant))
                 batch = await reader.read()
-                self._name_left_out(call, asked, reader.admitted.grammar.left_out)
+                self._report_unconstrained(call, parsed_call, reader.admitted.grammar.left_out)
                 if (cut_tokens := reader.cut_tokens()) is not None:
-                    call.notes.append((MAX_TOKENS_HEADER.encode(), b"%d" % cut_tokens))
-                # After the first delta, so that nothing is prepared for a call that is refused or queued.
-                writer = await new_writer(call, asked, entry, reader)
-            if asked.stream:
+                    call.extra_headers.append((MAX_TOKENS_HEADER.encode(), b"%d" % cut_tokens))
+                # Created late, so that a call that is refused or still queued costs nothing.
+                writer = await new_writer(call, parsed_call, entry, reader)
+            if parsed_call.stream:
                 await self._stream(call, reader, writer, batch)
                 return
             while batch:
                 for prompt, delta in batch:
-                    writer.keep(prompt, delta)
+                    writer.collect(prompt, delta)
                 batch = await reader.read()
             usage = reader.usage()
             await call.answer(200, await self.gateway.off_loop(call.tenant, writer.size_bytes, writer.whole, usage))
         except PillionError as error:
-            raise from_pillion(error, asked.names[reader.failed]) from None
+            raise from_pillion(error, parsed_call.names[reader.failed_prompt]) from None
         finally:
             reader.close()
             if quota is not None:
                 quota.end(time.monotonic())
 
     async def read(self, call: HttpCall, read: Callable[..., T], raw: bytes, *arguments: Any) -> T:
-        """Return ``read(raw, *arguments)``, which parses a body; fields without effect are named in a response header.
+        """Parse a body: return ``read(raw, *arguments)``. A response header names the fields without effect.
 
         Raises ApiError.
         """
         reading = BodyReading(self._strict_fields)
-        found: T = await self.gateway.off_loop(call.tenant, len(raw), with_reading, reading, read, raw, *arguments)
+        parsed: T = await self.gateway.off_loop(call.tenant, len(raw), with_reading, reading, read, raw, *arguments)
         call.reading = reading
-        self._name_ignored(call, reading.found)
-        return found
+        self._report_ignored(call, reading.names)
+        return parsed
 
-    def _name_ignored(self, call: HttpCall, names: Iterable[str]) -> None:
+    def _report_ignored(self, call: HttpCall, names: Iterable[str]) -> None:
         """Update the response header that names fields without effect; ``names`` are new."""
         if new := list(names):
             header = IGNORED_HEADER.encode()
-            call.notes = [(name, value) for name, value in call.notes if name != header]
-            call.notes.append((header, call.reading.ignored.encode()))
+            call.extra_headers = [(name, value) for name, value in call.extra_headers if name != header]
+            call.extra_headers.append((header, call.reading.ignored.encode()))
             self.gateway.refusals.without_effect(call.caller(), new)
 
-    def _name_left_out(self, call: HttpCall, asked: ParsedCall, places: Sequence[tuple[str, str]]) -> None:
-        """Name the places in a call's schemas that its answers are not constrained by in the response header."""
-        before = dict(call.reading.found)
-        for name, place in places:
-            call.reading.note(client_field(name, asked.names[0]) + place)
-        self._name_ignored(call, call.reading.found.keys() - before)
+    def _report_unconstrained(self, call: HttpCall, parsed_call: ParsedCall, paths: Sequence[tuple[str, str]]) -> None:
+        """Name, in the response header, the parts of schemas that do not constrain the answers: (field, path in it)."""
+        before = dict(call.reading.names)
+        for name, path in paths:
+            call.reading.note(client_field(name, parsed_call.names[0]) + path)
+        self._report_ignored(call, call.reading.names.keys() - before)
 
     async def entry(self, name: str, tenant: Tenant) -> ModelEntry:
-        """Return the model that a client's ``name`` means. Raises ApiError."""
+        """Return the model of a client's ``name``, which may be an alias or an adapter. Raises ApiError."""
         try:
             return await self.gateway.find_entry(name, tenant)
         except NotFound as error:
@@ -369,9 +378,8 @@ class ModelCalls:
                 if events:
                     await call.write(events)
                 if batch[-1][1].usage is None:
-                    # A stream writes as soon as it has something, but not before its share of MAX_WRITES_PER_S. Nothing
-                    # is delayed below that rate; above it, the core sends more tokens instead of making more system
-                    # calls.
+                    # Above MAX_WRITES_PER_S, each stream pauses after a write and sends more tokens with the next one,
+                    # instead of making more system calls. Below that rate nothing is delayed.
                     left_s = wrote + self._streams / MAX_WRITES_PER_S - time.monotonic()
                     if left_s > 0:
                         await asyncio.sleep(left_s)
@@ -380,23 +388,25 @@ class ModelCalls:
             self._streams -= 1
         await call.write(writer.last_events(reader.usage()), last=True)
 
-    async def _counted(
-        self, asked: ParsedCall, entry: ModelEntry, tenant: Tenant
+    async def _charged(
+        self, parsed_call: ParsedCall, entry: ModelEntry, tenant: Tenant
     ) -> contextlib.AbstractAsyncContextManager[CountedCall]:
         """Validate all prompts of a call before any of them runs.
 
-        Returns a context that counts them together, and refunds them if the call is refused in it. Raises ApiError,
-        naming the prompt.
+        Returns a context manager that charges the quota for all of them, and refunds it if the call is refused within
+        the context. Raises ApiError, naming the prompt.
         """
         tokens = 0
-        for request, names in zip(asked.requests, asked.names, strict=True):
+        for request, names in zip(parsed_call.requests, parsed_call.names, strict=True):
             try:
                 await self.gateway.check(request, tenant)
                 if tenant.tokens_per_minute:
                     tokens += len(await self.gateway.prompt_ids(request, entry, tenant))
             except PillionError as error:
                 raise from_pillion(error, names) from None
-        fields = [names[prompt_field(request)] for request, names in zip(asked.requests, asked.names, strict=True)]
+        fields = [
+            names[prompt_field(request)] for request, names in zip(parsed_call.requests, parsed_call.names, strict=True)
+        ]
         return self.gateway.counted(tenant, fields, tokens)
 
 

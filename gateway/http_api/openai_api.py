@@ -1,4 +1,4 @@
-"""OpenAI's completions and vLLM's two tokenizer endpoints; ModelCalls generates the answers."""
+"""OpenAI's completions, whose answers ModelCalls generates, and vLLM's /tokenize and /detokenize."""
 
 from __future__ import annotations
 
@@ -33,10 +33,6 @@ from pillion.gateway.http_api.openai_requests import (
 )
 from pillion.types import GenerateRequest
 
-# Approximate sizes of a token's id and text in an answer, for comparison with LOOP_BYTES.
-TOKEN_ID_BYTES = 1
-TOKEN_STRING_BYTES = 8
-
 CHAT_EXAMPLE = {"model": "demo", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
 _PROMPT = {"model": "demo", "prompt": "The capital of France is"}
 
@@ -68,7 +64,7 @@ class OpenAIApi:
     @reads_body
     async def completions(self, call: HttpCall, raw: bytes) -> None:
         """Generate the continuation of one or several prompts."""
-        read = partial(completion_request, most_ids=self._gateway.longest_tokens)
+        read = partial(completion_request, max_ids=self._gateway.longest_tokens)
         await self._calls.answer(call, raw, read, self._new_writer)
 
     @reads_body
@@ -78,7 +74,7 @@ class OpenAIApi:
 
     @reads_body
     async def tokenize(self, call: HttpCall, raw: bytes) -> None:
-        """Return the token ids of a prompt or a conversation, as they would be computed."""
+        """Return the token ids of the prompt that a text or a conversation becomes."""
         body, request = await self._calls.read(call, tokenize_request, raw)
         entry = await self._calls.entry(body.model, call.tenant)
         try:
@@ -87,22 +83,25 @@ class OpenAIApi:
         except PillionError as error:
             raise from_pillion(error, COMPLETION_NAMES) from None
         texts = self._calls.texts_of(entry) if body.return_token_strs else None
-        size = len(tokens) * (TOKEN_STRING_BYTES if texts else TOKEN_ID_BYTES)
-        longest = entry.limits.max_model_len_tokens
-        await call.answer(200, await self._gateway.off_loop(call.tenant, size, _tokenized, tokens, texts, longest))
+        # Approximate cost, in bytes as other work on a call; a token's text costs 8 times as much as its id.
+        size_bytes = len(tokens) * (8 if texts else 1)
+        max_len = entry.limits.max_model_len_tokens
+        await call.answer(
+            200, await self._gateway.off_loop(call.tenant, size_bytes, _tokenized, tokens, texts, max_len)
+        )
 
     @reads_body
     async def detokenize(self, call: HttpCall, raw: bytes) -> None:
         """Return the text of token ids."""
         body = await self._calls.read(call, parse, raw, DetokenizeBody)
         entry = await self._calls.entry(body.model, call.tenant)
-        most = entry.limits.max_model_len_tokens
-        tokens = await self._gateway.off_loop(call.tenant, len(raw), read_ids, body.tokens, "tokens", most)
+        max_ids = entry.limits.max_model_len_tokens
+        tokens = await self._gateway.off_loop(call.tenant, len(raw), read_ids, body.tokens, "tokens", max_ids)
         text = await self._gateway.detokenize(entry.name, tokens, call.tenant)
         await call.answer(200, msgspec.json.encode({"prompt": text}))
 
     async def _prompt_text(self, request: GenerateRequest, entry: ModelEntry, tenant: Tenant) -> str:
-        """Return the prompt's text, for an answer with echo."""
+        """Return the prompt's text, possibly truncated, for an answer with echo."""
         token_ids = request.token_ids
         if request.sampling.truncate_prompt_tokens is not None:
             token_ids = await self._gateway.prompt_ids(request, entry, tenant)
@@ -134,8 +133,8 @@ class OpenAIApi:
         return CompletionResponseWriter(head, texts, asked, ids, echoed)
 
 
-def _tokenized(tokens: tuple[int, ...], texts: TokenTexts | None, longest: int) -> bytes:
+def _tokenized(tokens: tuple[int, ...], texts: TokenTexts | None, max_len: int) -> bytes:
     """Return the answer of /tokenize, with the text of each token if ``texts`` is given."""
     strings = None if texts is None else [texts.text_of(token) for token in tokens]
-    answer = {"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": strings}
+    answer = {"count": len(tokens), "max_model_len": max_len, "tokens": tokens, "token_strs": strings}
     return msgspec.json.encode(answer)

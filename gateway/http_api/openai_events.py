@@ -22,9 +22,10 @@ from pillion.gateway.http_api.openai_requests import OpenAIRequest
 from pillion.types import Delta, Timings, TokenLogprob, ToolCallDelta, Usage
 
 DONE = b"data: [DONE]\n\n"
-_END = b"\n\n"
+# Approximate size of a token id in a response.
 ID_BYTES = 8
 _BEFORE_REASONING, _AFTER_REASONING = "<think>\n", "\n</think>\n\n"
+# Approximate size of a token's log probability in a response.
 LOGPROB_BYTES = 64
 
 _encode = msgspec.json.Encoder().encode
@@ -33,8 +34,13 @@ PromptIds = Callable[[int], Sequence[int]]
 
 @dataclass(slots=True)
 class _WrittenAnswer:
-    """What was written of one answer. ``head`` starts its events; ``front`` and ``back`` enclose the text of an event
-    with only text."""
+    """What was written of one answer.
+
+    Attributes:
+        head: start of its events.
+        front, back: what encloses the text in an event without other content.
+        offsets: offsets of its tokens, in completions with log probabilities.
+    """
 
     head: bytes
     front: bytes
@@ -44,7 +50,7 @@ class _WrittenAnswer:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     stop_string: str = ""
-    place: TokenOffsets | None = None
+    offsets: TokenOffsets | None = None
     # First token of a prompt whose echoed log probabilities are still to be written.
     first_token: int | None = None
     opened: bool = False
@@ -57,7 +63,7 @@ class ResponseWriter(AnswerWriter):
     Args:
         head: first fields of every event and of the whole response; "object" is set by the endpoint.
         tokens: texts of the model's tokens, for log probabilities.
-        asked: the call.
+        parsed: the call.
         prompt_ids: returns the token ids of a prompt that has had a delta.
     """
 
@@ -65,34 +71,34 @@ class ResponseWriter(AnswerWriter):
     event_kind = ""
     before = b""
     after = b""
-    # Choice of an event before an answer's first one, if any, and choice of an event that only ends the answer.
+    # Rest of the choice in an answer's opening event, if there is one, and content of a choice without text.
     opening = b""
     empty = b""
 
     def __init__(
-        self, head: Mapping[str, Any], tokens: TokenTexts, asked: OpenAIRequest, prompt_ids: PromptIds
+        self, head: Mapping[str, Any], tokens: TokenTexts, parsed: OpenAIRequest, prompt_ids: PromptIds
     ) -> None:
         self._head = head
         self._tokens = tokens
-        self._asked = asked
+        self._parsed = parsed
         self._prompt_ids = prompt_ids
-        self._shows, self._shows_ids = asked.logprobs, bool(asked.body.return_token_ids)
-        self._shows_usage = asked.continuous_usage
-        self._usage_before = b""
-        self._per_prompt = asked.answers
-        self._tail = b',"usage":null}\n\n' if asked.include_usage else b"}\n\n"
+        self._shows_logprobs, self._shows_ids = parsed.logprobs, bool(parsed.body.return_token_ids)
+        self._shows_usage = parsed.continuous_usage
+        self._prompt_usage = b""
+        self._per_prompt = parsed.answers
+        self._tail = b',"usage":null}\n\n' if parsed.include_usage else b"}\n\n"
         self._common = b"data: " + _encode({**head, "object": self.event_kind})[:-1]
         self._answers: dict[int, _WrittenAnswer] = {}
         self._timings: Timings | None = None
-        self._scores: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
+        self._prompt_logprobs: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
 
     def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:
         """Return one event per delta, preceded by an opening event at the start of an answer if there is one."""
         so_far = b""
         if self._shows_usage:
-            counted = usage()
-            so_far = usage_json(counted)
-            self._usage_before = usage_json(Usage(counted.prompt_tokens, counted.cached_tokens, 0))
+            counts = usage()
+            so_far = usage_json(counts)
+            self._prompt_usage = usage_json(Usage(counts.prompt_tokens, counts.cached_tokens, 0))
         if batch:
             self._timings = batch[-1][1].timings
         return b"".join([self.event(prompt * self._per_prompt + delta.index, delta, so_far) for prompt, delta in batch])
@@ -101,37 +107,37 @@ class ResponseWriter(AnswerWriter):
         """Return the approximate size of the prompts' token ids in these events."""
         if not self._shows_ids:
             return 0
-        return sum(ID_BYTES * len(self._prompt_ids(prompt)) for prompt in self._begun(batch))
+        return sum(ID_BYTES * len(self._prompt_ids(prompt)) for prompt in self._starting_prompts(batch))
 
-    def _begun(self, batch: DeltaBatch) -> set[int]:
-        """Return the prompts of which an answer starts with these deltas."""
+    def _starting_prompts(self, batch: DeltaBatch) -> set[int]:
+        """Return the numbers of the prompts whose first deltas of an answer are in this batch."""
         return {prompt for prompt, delta in batch if prompt * self._per_prompt + delta.index not in self._answers}
 
     def last_events(self, usage: Usage) -> bytes:
         """Return the event with usage and timings, if requested, and the end marker."""
-        found: dict[str, Any] = {"usage": self._usage(usage)} if self._asked.include_usage else {}
-        found |= self._asked_timings()
-        if not found:
+        fields: dict[str, Any] = {"usage": self._usage(usage)} if self._parsed.include_usage else {}
+        fields |= self._timings_field()
+        if not fields:
             return DONE
-        return self._common + b',"choices":[],' + _encode(found)[1:] + _END + DONE
+        return self._common + b',"choices":[],' + _encode(fields)[1:] + b"\n\n" + DONE
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
         """Return ``delta`` as an event, preceded by the opening event if it is the first one. ``usage`` is JSON."""
-        answer = self._answers.get(index) or self._begin(index)
+        answer = self._answers.get(index) or self._start_answer(index)
         if (
             delta.text
             and answer.opened
             and delta.finish_reason is None
-            and not (usage or self._shows or self._shows_ids)
+            and not (usage or self._shows_logprobs or self._shows_ids)
         ):
             # Fast path: nearly every event has only text.
             return answer.front + _encode(delta.text) + answer.back
-        opening, ids = self._open(index, answer, bool(usage))
+        opening, ids = self._opening(index, answer, bool(usage))
         content = self.before + _encode(delta.text) + self.after
         if not (delta.text or delta.token_ids):
             content = self.empty
         logprobs = b"null"
-        if self._shows and delta.logprobs:
+        if self._shows_logprobs and delta.logprobs:
             logprobs = _encode(self._logprobs(answer, delta.logprobs))
         reason = b"null" if delta.finish_reason is None else _encode(delta.finish_reason.value)
         if delta.stop_string:
@@ -143,10 +149,10 @@ class ResponseWriter(AnswerWriter):
             (opening, answer.head, content, b',"logprobs":', logprobs, b',"finish_reason":', reason, ids, b"}]", tail)
         )
 
-    def _open(self, index: int, answer: _WrittenAnswer, counts: bool) -> tuple[bytes, bytes]:
-        """Return the events before an answer's first one and further fields of that one's choice, once per answer.
+    def _opening(self, index: int, answer: _WrittenAnswer, with_usage: bool) -> tuple[bytes, bytes]:
+        """Return, once per answer, its opening events, and further fields for the choice of its first event.
 
-        ``counts``: whether each event has the usage so far.
+        ``with_usage``: whether each event has the usage so far.
         """
         answer.opened = True
         return b"", b""
@@ -155,18 +161,18 @@ class ResponseWriter(AnswerWriter):
         """Return the end of an event, after its choices. ``usage`` is JSON, or b"" for none."""
         return b',"usage":' + usage + b"}\n\n" if usage else self._tail
 
-    def keep(self, prompt: int, delta: Delta) -> None:
+    def collect(self, prompt: int, delta: Delta) -> None:
         """Collect a delta for :meth:`whole`."""
         self._timings = delta.timings
         if delta.prompt_logprobs:
-            self._scores[prompt].extend(delta.prompt_logprobs)
-            self.size_bytes += self._score_copies * _score_bytes(delta.prompt_logprobs)
+            self._prompt_logprobs[prompt].extend(delta.prompt_logprobs)
+            self.size_bytes += self._prompt_logprobs_copies * _logprobs_bytes(delta.prompt_logprobs)
             return
         index = prompt * self._per_prompt + delta.index
-        answer = self._answers.get(index) or self._begin(index)
+        answer = self._answers.get(index) or self._start_answer(index)
         answer.texts.append(delta.text)
         self.size_bytes += len(delta.text)
-        if self._shows:
+        if self._shows_logprobs:
             answer.logprobs.extend(delta.logprobs)
             self.size_bytes += LOGPROB_BYTES * sum(1 + len(one.top_ids) for one in delta.logprobs)
         if self._shows_ids:
@@ -181,7 +187,9 @@ class ResponseWriter(AnswerWriter):
         """Return all answers of a call in one object."""
         choices = []
         for index, answer in sorted(self._answers.items()):
-            logprobs = self._logprobs(answer, [*self._echoed_scores(index), *answer.logprobs]) if self._shows else None
+            logprobs = None
+            if self._shows_logprobs:
+                logprobs = self._logprobs(answer, [*self._echoed_logprobs(index), *answer.logprobs])
             text = "".join(answer.texts)
             choice = {"index": index, **self._choice(index, text)}
             choices.append({**choice, "logprobs": logprobs, "finish_reason": answer.finish_reason})
@@ -190,33 +198,35 @@ class ResponseWriter(AnswerWriter):
             if answer.stop_string:
                 choices[-1]["stop_reason"] = answer.stop_string
         whole = {**self._head, "object": self.kind, "choices": choices, "usage": self._usage(usage)}
-        return _encode({**whole, **self._asked_timings(), **self._around()})
+        return _encode({**whole, **self._timings_field(), **self._extra_fields()})
 
     def _usage(self, usage: Usage) -> dict[str, Any]:
-        return usage_fields(usage, with_receipt=bool(self._asked.body.timings))
+        return usage_fields(usage, with_receipt=bool(self._parsed.body.timings))
 
-    def _asked_timings(self) -> dict[str, Any]:
-        return {"timings": self._timings} if self._asked.body.timings and self._timings is not None else {}
+    def _timings_field(self) -> dict[str, Any]:
+        return {"timings": self._timings} if self._parsed.body.timings and self._timings is not None else {}
 
     @property
-    def _score_copies(self) -> int:
-        """Number of copies of a prompt's log probabilities in the whole response."""
+    def _prompt_logprobs_copies(self) -> int:
+        """Number of times that the whole response repeats a prompt's log probabilities."""
         return 1
 
-    def _listed_scores(self, prompt: int) -> dict[str, Any]:
+    def _prompt_logprobs_field(self, prompt: int) -> dict[str, Any]:
         """Return vLLM's field with a prompt's log probabilities, if requested."""
-        most = self._asked.body.prompt_logprobs
-        return {} if most is None else {"prompt_logprobs": self._tokens.prompt(self._scores[prompt], most)}
+        max_top = self._parsed.body.prompt_logprobs
+        if max_top is None:
+            return {}
+        return {"prompt_logprobs": self._tokens.prompt(self._prompt_logprobs[prompt], max_top)}
 
-    def _around(self) -> dict[str, Any]:
+    def _extra_fields(self) -> dict[str, Any]:
         """Return further fields of a whole response."""
         return {}
 
-    def _echoed_scores(self, index: int) -> Sequence[TokenLogprob]:
+    def _echoed_logprobs(self, index: int) -> Sequence[TokenLogprob]:
         """Return the log probabilities of the echoed prompt, which precede the answer's."""
         return ()
 
-    def _begin(self, index: int) -> _WrittenAnswer:
+    def _start_answer(self, index: int) -> _WrittenAnswer:
         head = self._common + b',"choices":[{"index":%d,' % index
         back = self.after + b',"logprobs":null,"finish_reason":null}]' + self._tail
         answer = _WrittenAnswer(head, head + self.before, back)
@@ -243,37 +253,38 @@ class ChatResponseWriter(ResponseWriter):
     def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:
         """Return the events of these deltas. The finish reason comes in a separate event with an empty delta, since
         some clients ignore all else in its event."""
-        return super().events([part for one in batch for part in self._with_end(*one)], usage)
+        return super().events([part for prompt, delta in batch for part in self._with_end(prompt, delta)], usage)
 
     def _with_end(self, prompt: int, delta: Delta) -> Iterator[tuple[int, Delta]]:
+        """Yield (prompt, delta), with a finish reason moved into a separate delta."""
         if delta.finish_reason is None:
             yield prompt, delta
             return
-        shows_tokens = bool(delta.token_ids) and (self._shows or self._shows_ids)
+        shows_tokens = bool(delta.token_ids) and (self._shows_logprobs or self._shows_ids)
         if delta.text or delta.reasoning or delta.tool_calls or shows_tokens:
             yield prompt, replace(delta, finish_reason=None, stop_string="")
         yield prompt, replace(delta, text="", reasoning="", tool_calls=(), token_ids=(), logprobs=())
 
-    def _open(self, index: int, answer: _WrittenAnswer, counts: bool) -> tuple[bytes, bytes]:
+    def _opening(self, index: int, answer: _WrittenAnswer, with_usage: bool) -> tuple[bytes, bytes]:
         if answer.opened:
             return b"", b""
         answer.opened = True
         ids = b""
         if self._shows_ids:
             ids = b',"prompt_token_ids":' + _encode(self._prompt_ids(0))
-        tail = self._tail_with(self._usage_before if counts else b"")
+        tail = self._tail_with(self._prompt_usage if with_usage else b"")
         events = answer.head + self.opening + ids + tail
-        if self._asked.echoed:
-            content = self.before + _encode(self._asked.echoed) + self.after
+        if self._parsed.echoed:
+            content = self.before + _encode(self._parsed.echoed) + self.after
             events += answer.head + content + b',"logprobs":null,"finish_reason":null}]' + tail
         return events, b""
 
     def _choice(self, index: int, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": self._asked.echoed + text, "refusal": None}}
+        return {"message": {"role": "assistant", "content": self._parsed.echoed + text, "refusal": None}}
 
-    def _around(self) -> dict[str, Any]:
+    def _extra_fields(self) -> dict[str, Any]:
         ids = {"prompt_token_ids": self._prompt_ids(0)} if self._shows_ids else {}
-        return {**self._listed_scores(0), **ids}
+        return {**self._prompt_logprobs_field(0), **ids}
 
     def _logprobs(self, answer: _WrittenAnswer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         return self._tokens.chat(logprobs)
@@ -285,13 +296,13 @@ class _WrittenParts:
 
     Attributes:
         calls: call's index -> its deltas.
-        joined, left: whether reasoning in the content has started, and has ended.
+        think_opened, think_closed: whether <think> and </think> were written into the content.
     """
 
     reasoning: list[str] = field(default_factory=list)
     calls: dict[int, list[ToolCallDelta]] = field(default_factory=dict)
-    joined: bool = False
-    left: bool = False
+    think_opened: bool = False
+    think_closed: bool = False
 
 
 class ParsedChatWriter(ChatResponseWriter):
@@ -303,20 +314,20 @@ class ParsedChatWriter(ChatResponseWriter):
     """
 
     def __init__(
-        self, head: Mapping[str, Any], tokens: TokenTexts, asked: OpenAIRequest, prompt_ids: PromptIds, reasons: bool
+        self, head: Mapping[str, Any], tokens: TokenTexts, parsed: OpenAIRequest, prompt_ids: PromptIds, reasons: bool
     ) -> None:
-        super().__init__(head, tokens, asked, prompt_ids)
-        assert isinstance(asked.body, ChatBody)
-        self._hides_reasoning = asked.body.include_reasoning is False
-        self._joins_reasoning = asked.body.separate_reasoning is False
+        super().__init__(head, tokens, parsed, prompt_ids)
+        assert isinstance(parsed.body, ChatBody)
+        self._hides_reasoning = parsed.body.include_reasoning is False
+        self._inlines_reasoning = parsed.body.separate_reasoning is False
         if reasons and self._hides_reasoning:
-            self._shows = self._shows_ids = False
+            self._shows_logprobs = self._shows_ids = False
         self._parts: defaultdict[int, _WrittenParts] = defaultdict(_WrittenParts)
-        self._custom = CustomCalls(asked.custom)
+        self._custom = CustomCalls(parsed.custom)
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
         """Return ``delta`` as events: its reasoning and content, then the parts of its calls."""
-        delta = self._presented(index, delta)
+        delta = self._apply_reasoning_options(index, delta)
         if not (delta.reasoning or delta.tool_calls):
             return super().event(index, delta, usage)
         delta = self._custom.read(delta, index)
@@ -324,39 +335,40 @@ class ParsedChatWriter(ChatResponseWriter):
         if delta.text:
             written["content"] = delta.text
         changes = ([written] if written else []) + [
-            {"tool_calls": [_call_part(part, self._custom.has(part.index, index))]} for part in delta.tool_calls
+            {"tool_calls": [_call_delta(part, self._custom.has(part.index, index))]} for part in delta.tool_calls
         ]
-        answer = self._answers.get(index) or self._begin(index)
+        answer = self._answers.get(index) or self._start_answer(index)
         tail = self._tail_with(usage)
-        events = [self._open(index, answer, bool(usage))[0]]
+        events = [self._opening(index, answer, bool(usage))[0]]
         for n, change in enumerate(changes):
-            logprobs = self._logprobs(answer, delta.logprobs) if self._shows and delta.logprobs and n == 0 else None
+            shows_logprobs = self._shows_logprobs and delta.logprobs and n == 0
+            logprobs = self._logprobs(answer, delta.logprobs) if shows_logprobs else None
             fields = {"delta": change, "logprobs": logprobs, "finish_reason": None}
             if self._shows_ids and n == 0:
                 fields["token_ids"] = delta.token_ids
             events.append(answer.head + _encode(fields)[1:] + b"]" + tail)
         return b"".join(events)
 
-    def _presented(self, index: int, delta: Delta) -> Delta:
-        """Return the delta with its reasoning omitted, or moved into its content, as the call requests."""
+    def _apply_reasoning_options(self, index: int, delta: Delta) -> Delta:
+        """Return the delta with its reasoning omitted, or moved into its text, if the call requests that."""
         if self._hides_reasoning:
             return replace(delta, reasoning="") if delta.reasoning else delta
-        if not self._joins_reasoning:
+        if not self._inlines_reasoning:
             return delta
         parts, text = self._parts[index], delta.text
-        if parts.joined and not parts.left and (text or delta.tool_calls) and not delta.reasoning:
-            parts.left, text = True, _AFTER_REASONING + text
+        if parts.think_opened and not parts.think_closed and (text or delta.tool_calls) and not delta.reasoning:
+            parts.think_closed, text = True, _AFTER_REASONING + text
         if delta.reasoning:
-            begin = "" if parts.joined else _BEFORE_REASONING
-            parts.joined, parts.left = True, bool(text or delta.tool_calls)
-            text = begin + delta.reasoning + (_AFTER_REASONING if parts.left else "") + text
+            begin = "" if parts.think_opened else _BEFORE_REASONING
+            parts.think_opened, parts.think_closed = True, bool(text or delta.tool_calls)
+            text = begin + delta.reasoning + (_AFTER_REASONING if parts.think_closed else "") + text
         return delta if text == delta.text else replace(delta, text=text, reasoning="")
 
-    def keep(self, prompt: int, delta: Delta) -> None:
+    def collect(self, prompt: int, delta: Delta) -> None:
         """Collect a delta for :meth:`whole`."""
         index = prompt * self._per_prompt + delta.index
-        delta = self._presented(index, delta)
-        super().keep(prompt, delta)
+        delta = self._apply_reasoning_options(index, delta)
+        super().collect(prompt, delta)
         if not (delta.reasoning or delta.tool_calls):
             return
         delta, parts = self._custom.read(delta, index), self._parts[index]
@@ -369,7 +381,7 @@ class ParsedChatWriter(ChatResponseWriter):
     def _choice(self, index: int, text: str) -> dict[str, Any]:
         parts = self._parts[index]
         reasoning = "".join(parts.reasoning)
-        text = self._asked.echoed + text
+        text = self._parsed.echoed + text
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if not text and (reasoning or parts.calls):
             message["content"] = None
@@ -396,85 +408,90 @@ class CompletionResponseWriter(ResponseWriter):
         self,
         head: Mapping[str, Any],
         tokens: TokenTexts,
-        asked: OpenAIRequest,
+        parsed: OpenAIRequest,
         prompt_ids: PromptIds,
         prompts: Sequence[str],
     ) -> None:
-        super().__init__(head, tokens, asked, prompt_ids)
+        super().__init__(head, tokens, parsed, prompt_ids)
         self._prompts = prompts
-        self._echoes_scores = bool(prompts) and asked.logprobs
-        self._listings: dict[int, dict[str, Any]] = {}
-        self.size_bytes = asked.answers * sum(map(len, prompts))
+        self._echoes_logprobs = bool(prompts) and parsed.logprobs
+        self._prompt_fields: dict[int, dict[str, Any]] = {}
+        self.size_bytes = parsed.answers * sum(map(len, prompts))
 
     def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:
-        """Return one event per delta of an answer; a prompt's log probabilities are kept for its echo."""
-        if self._echoes_scores:
+        """Return one event per delta of an answer. A prompt's log probabilities are stored, and sent with its echo."""
+        if self._echoes_logprobs:
             for prompt, delta in batch:
-                self._scores[prompt].extend(delta.prompt_logprobs)
-            batch = [one for one in batch if not one[1].prompt_logprobs]
+                self._prompt_logprobs[prompt].extend(delta.prompt_logprobs)
+            batch = [(prompt, delta) for prompt, delta in batch if not delta.prompt_logprobs]
         return super().events(batch, usage)
 
     def events_bytes(self, batch: DeltaBatch) -> int:
         """Return the approximate size of echoes and prompts' token ids in these events."""
-        if not self._echoes_scores:
+        if not self._echoes_logprobs:
             return super().events_bytes(batch)
-        scores = sum(_score_bytes(self._scores[prompt]) for prompt in self._begun(batch))
-        return super().events_bytes(batch) + self._per_prompt * scores
+        logprobs_bytes = sum(_logprobs_bytes(self._prompt_logprobs[prompt]) for prompt in self._starting_prompts(batch))
+        return super().events_bytes(batch) + self._per_prompt * logprobs_bytes
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
         """Return ``delta`` as an event, preceded by an event with the echoed prompt."""
         echoed = b""
         if self._prompts and index not in self._answers:
-            text, scores = self._prompts[index // self._per_prompt], tuple(self._echoed_scores(index))
-            before = self._usage_before if usage else b""
-            echoed = super().event(index, Delta(delta.request_id, text, logprobs=scores), before)
+            text, logprobs = self._prompts[index // self._per_prompt], tuple(self._echoed_logprobs(index))
+            prompt_usage = self._prompt_usage if usage else b""
+            echoed = super().event(index, Delta(delta.request_id, text, logprobs=logprobs), prompt_usage)
         return echoed + super().event(index, delta, usage)
 
-    def _open(self, index: int, answer: _WrittenAnswer, counts: bool) -> tuple[bytes, bytes]:
-        begins, answer.opened = not answer.opened, True
-        if not (begins and self._shows_ids):
+    def _opening(self, index: int, answer: _WrittenAnswer, with_usage: bool) -> tuple[bytes, bytes]:
+        is_first, answer.opened = not answer.opened, True
+        if not (is_first and self._shows_ids):
             return b"", b""
         return b"", b',"prompt_token_ids":' + _encode(self._prompt_ids(index // self._per_prompt))
 
     def _choice(self, index: int, text: str) -> dict[str, Any]:
         prompt = index // self._per_prompt
-        if prompt not in self._listings:
-            listed = self._listed_scores(prompt)
+        if prompt not in self._prompt_fields:
+            listed = self._prompt_logprobs_field(prompt)
             if self._shows_ids:
                 listed["prompt_token_ids"] = self._prompt_ids(prompt)
-            self._listings[prompt] = {name: msgspec.Raw(_encode(value)) for name, value in listed.items()}
-        return {"text": (self._prompts[prompt] if self._prompts else "") + text, **self._listings[prompt]}
+            self._prompt_fields[prompt] = {name: msgspec.Raw(_encode(value)) for name, value in listed.items()}
+        return {"text": (self._prompts[prompt] if self._prompts else "") + text, **self._prompt_fields[prompt]}
 
     @property
-    def _score_copies(self) -> int:
-        return self._per_prompt * ((self._asked.body.prompt_logprobs is not None) + self._echoes_scores)
+    def _prompt_logprobs_copies(self) -> int:
+        return self._per_prompt * ((self._parsed.body.prompt_logprobs is not None) + self._echoes_logprobs)
 
-    def _echoed_scores(self, index: int) -> Sequence[TokenLogprob]:
-        if not self._echoes_scores:
+    def _echoed_logprobs(self, index: int) -> Sequence[TokenLogprob]:
+        if not self._echoes_logprobs:
             return ()
-        scores, most = self._scores[index // self._per_prompt], self._asked.requests[0].sampling.logprobs or 0
-        if most >= (self._asked.body.prompt_logprobs or 0):
-            return scores
-        return [replace(one, top_ids=one.top_ids[:most], top_logprobs=one.top_logprobs[:most]) for one in scores]
+        logprobs, max_top = (
+            self._prompt_logprobs[index // self._per_prompt],
+            self._parsed.requests[0].sampling.logprobs or 0,
+        )
+        if max_top >= (self._parsed.body.prompt_logprobs or 0):
+            return logprobs
+        return [
+            replace(one, top_ids=one.top_ids[:max_top], top_logprobs=one.top_logprobs[:max_top]) for one in logprobs
+        ]
 
-    def _begin(self, index: int) -> _WrittenAnswer:
-        answer = super()._begin(index)
+    def _start_answer(self, index: int) -> _WrittenAnswer:
+        answer = super()._start_answer(index)
         prompt, echoed, prompt_tokens = index // self._per_prompt, "", 0
-        if self._echoes_scores:
+        if self._echoes_logprobs:
             ids = self._prompt_ids(prompt)
             answer.first_token, echoed, prompt_tokens = ids[0], self._prompts[prompt], len(ids)
-        if self._shows:
-            shows_specials = self._asked.requests[0].sampling.skip_special_tokens is False
-            answer.place = TokenOffsets(self._tokens, echoed, prompt_tokens, shows_specials)
+        if self._shows_logprobs:
+            shows_specials = self._parsed.requests[0].sampling.skip_special_tokens is False
+            answer.offsets = TokenOffsets(self._tokens, echoed, prompt_tokens, shows_specials)
         return answer
 
     def _logprobs(self, answer: _WrittenAnswer, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        assert answer.place is not None
+        assert answer.offsets is not None
         first_token, answer.first_token = answer.first_token, None
-        return self._tokens.completion(logprobs, answer.place, first_token)
+        return self._tokens.completion(logprobs, answer.offsets, first_token)
 
 
-def _score_bytes(logprobs: Sequence[TokenLogprob]) -> int:
+def _logprobs_bytes(logprobs: Sequence[TokenLogprob]) -> int:
     """Return the approximate size of log probabilities in a response, in bytes."""
     return LOGPROB_BYTES * sum(1 + len(one.top_ids) for one in logprobs)
 
@@ -484,8 +501,8 @@ def _reasoning_fields(text: str) -> dict[str, Any]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def _call_part(part: ToolCallDelta, custom: bool) -> dict[str, Any]:
-    """Return a part of a tool call for a stream; the first part has the id and name."""
+def _call_delta(part: ToolCallDelta, custom: bool) -> dict[str, Any]:
+    """Return a delta of a tool call in OpenAI's format; the call's first delta has its id and name."""
     kind, field = ("custom", "input") if custom else ("function", "arguments")
     if not part.name:
         return {"index": part.index, kind: {field: part.arguments}}
@@ -494,15 +511,15 @@ def _call_part(part: ToolCallDelta, custom: bool) -> dict[str, Any]:
 
 def _whole_call(parts: Sequence[ToolCallDelta], custom: bool) -> dict[str, Any]:
     kind, field = ("custom", "input") if custom else ("function", "arguments")
-    called = {"name": parts[0].name, field: "".join(part.arguments for part in parts)}
-    return {"id": parts[0].id, "type": kind, kind: called}
+    function = {"name": parts[0].name, field: "".join(part.arguments for part in parts)}
+    return {"id": parts[0].id, "type": kind, kind: function}
 
 
 def usage_fields(usage: Usage, *, with_receipt: bool = False) -> dict[str, Any]:
     """Return the usage in OpenAI's fields.
 
-    Cached tokens are always included; their tiers, reasoning tokens and draft tokens only if nonzero. The receipt is
-    Pillion's extension.
+    Cached tokens are always included; their tiers, reasoning tokens and draft tokens only if nonzero. The receipt
+    (:func:`receipt_fields`) is Pillion's extension.
     """
     details = {"reasoning_tokens": usage.reasoning_tokens} if usage.reasoning_tokens else {}
     if usage.guessed_tokens:
@@ -519,7 +536,7 @@ def usage_fields(usage: Usage, *, with_receipt: bool = False) -> dict[str, Any]:
 
 
 def receipt_fields(usage: Usage) -> dict[str, Any]:
-    """Return the computed tokens of a request, and its KV use in byte seconds."""
+    """Return the fields with the tokens that a request computed, and with its KV memory in byte seconds."""
     return {"computed_tokens": usage.computed_tokens, "kv_byte_seconds": usage.kv_byte_seconds()}
 
 
@@ -530,4 +547,5 @@ def cached_fields(usage: Usage) -> dict[str, Any]:
 
 
 def usage_json(usage: Usage) -> bytes:
+    """Return the usage in OpenAI's fields as JSON, without the receipt."""
     return _encode(usage_fields(usage))

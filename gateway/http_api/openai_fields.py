@@ -7,8 +7,8 @@ Raw           refused by name, because ignoring it would change the answer; valu
               accepted, since clients send them
 any other     supported; so are the bare Raw fields of READ_LATER
 
-An unknown field needs no declaration: it has no effect, and the header names it (body_reading.py). So only fields are
-declared that are supported, that an API documents, or that must be refused.
+An unknown field needs no declaration: it has no effect, and the header names it (body_reading.py). Only fields that are
+supported, that an API documents, or that must be refused are declared.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from pillion.gateway.http_api.structure_fields import ShapeBody, StructureBody
 from pillion.gateway.http_api.tool_fields import ToolBody, ToolChoice
 from pillion.types import SAMPLING_OPTIONS
 
-# Larger integers are useless in a body, and may have megabytes of digits.
+# 64 bits: larger integers are useless in a body, and may have megabytes of digits.
 Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 def sampling_body(api: str) -> Any:
     """Create a struct with the sampling fields of the API ``api``, all optional."""
-    mine = ((name, one) for name, one in SAMPLING_OPTIONS.items() if api in one.apis)
-    values = [(name, (Int if one.whole else float) | None, None) for name, one in mine]
-    return msgspec.defstruct("SamplingBody", values, bases=(StructureBody,), kw_only=True, forbid_unknown_fields=True)
+    options = ((name, option) for name, option in SAMPLING_OPTIONS.items() if api in option.apis)
+    fields = [(name, (Int if option.whole else float) | None, None) for name, option in options]
+    return msgspec.defstruct("SamplingBody", fields, bases=(StructureBody,), kw_only=True, forbid_unknown_fields=True)
 
 
 if TYPE_CHECKING:
@@ -378,8 +378,8 @@ _UNSUPPORTED = {
     ChatBody: "use_beam_search chat_template documents function_call functions modalities moderation",
     TokenizeBody: "chat_template",
 }
-# Values of unsupported fields and of fields without effect that request the default behavior, as null does. So do those
-# of NOTHING, except for the fields of FALSE_ASKS.
+# Field that is unsupported or without effect -> values that request the default behavior, as null does. EMPTY_VALUES do
+# so, too, except for the fields in FALSE_MATTERS.
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
     "allowed_callers": (["direct"],),
@@ -394,17 +394,17 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
     "verbosity": ("medium",),
 }
-# Names of the same field in several APIs and servers. A body accepts each of them for its own name, which is the first
-# of them that it has.
+# Names of the same field in several APIs and servers. A body accepts all names of a tuple for the first one that it has
+# as a field.
 SAME_FIELDS = (
     ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "n_predict", "num_predict"),
     ("stop", "stop_sequences"),
     ("repetition_penalty", "repeat_penalty"),
 )
-FALSE_ASKS = frozenset({"add_special_tokens", "normalize"})
-NOTHING: tuple[Any, ...] = (False, "", [])
-_WHOLE = "nothing is stored here: send the whole conversation as input, whose beginning is cached"
-# Refused field or item type -> what to send instead.
+FALSE_MATTERS = frozenset({"add_special_tokens", "normalize"})
+EMPTY_VALUES: tuple[Any, ...] = (False, "", [])
+_SEND_CONVERSATION = "nothing is stored here: send the whole conversation as input, whose beginning is cached"
+# Refused field or item type -> reason, or what to send instead.
 INSTEAD: Mapping[str, str] = {
     "add_special_tokens": "the tokenizer adds its special tokens to a text; send token ids to avoid it",
     "chat_template": "the model's own template is used, or that of --chat-template",
@@ -415,8 +415,8 @@ INSTEAD: Mapping[str, str] = {
     "moderation": "there is no moderation here",
     "suffix": "a text is continued at its end, not filled in",
     "use_beam_search": "answers are sampled; there are no beams",
-    "previous_response_id": _WHOLE,
-    "conversation": _WHOLE,
+    "previous_response_id": _SEND_CONVERSATION,
+    "conversation": _SEND_CONVERSATION,
     "prompt": "nothing is stored here: send the text itself, as instructions or input",
     "thread": "nothing is stored here: send the whole conversation as messages",
     "background": "nothing is stored here: read the answer as a stream, or send it as a batch (/v1/batches)",
@@ -442,9 +442,10 @@ READ_LATER: Mapping[str, Any] = {
 
 
 def _with_unsupported(kind: Any, names: str) -> type[msgspec.Struct]:
-    """Return the body's type with its unsupported fields, as raw ones."""
+    """Return a subclass of the body ``kind`` with its unsupported fields ``names`` as raw JSON."""
     fields = [(name, Raw, Raw()) for name in names.split()]
     return msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True, forbid_unknown_fields=True)
 
 
+# Body -> the type that it is parsed as, which also has its unsupported fields.
 READ_AS: Mapping[Any, type[Any]] = {kind: _with_unsupported(kind, names) for kind, names in _UNSUPPORTED.items()}

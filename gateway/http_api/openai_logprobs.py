@@ -9,7 +9,7 @@ from typing import Any
 from pillion.gateway.tokens.answer_text import Spellings
 from pillion.types import TokenLogprob
 
-# OpenAI's value for a token of probability almost 0, since JSON has no infinity.
+# OpenAI's log probability of a token of probability 0, since JSON has no infinity.
 MIN_LOGPROB = -9999.0
 
 
@@ -43,13 +43,13 @@ class TokenTexts:
         ]
         return {"content": content, "refusal": None}
 
-    def prompt(self, logprobs: Sequence[TokenLogprob], most: int) -> list[dict[str, Any] | None]:
+    def prompt(self, logprobs: Sequence[TokenLogprob], max_top: int) -> list[dict[str, Any] | None]:
         """Return log probabilities of a prompt in vLLM's form: null for its first token, then per token itself and its
-        ``most`` best alternatives, by id."""
-        return [None, *(self._ranked(one, most) for one in logprobs)]
+        ``max_top`` best alternatives, by id."""
+        return [None, *(self._ranked(one, max_top) for one in logprobs)]
 
-    def _ranked(self, one: TokenLogprob, most: int) -> dict[str, Any]:
-        tops = enumerate(zip(one.top_ids[:most], one.top_logprobs[:most], strict=True), 1)
+    def _ranked(self, one: TokenLogprob, max_top: int) -> dict[str, Any]:
+        tops = enumerate(zip(one.top_ids[:max_top], one.top_logprobs[:max_top], strict=True), 1)
         ranked = [(one.token_id, one.logprob, one.rank), *((top, value, rank) for rank, (top, value) in tops)]
         # The prompt's token goes first, with its rank, and is not repeated.
         return {
@@ -66,7 +66,7 @@ class TokenTexts:
     ) -> dict[str, Any]:
         """Return log probabilities of a completion's next tokens, one list per field, and advance ``position``.
 
-        ``first_token``, of an echoed prompt, precedes them and has no log probability.
+        ``first_token`` is that of an echoed prompt: it comes first, without a log probability.
         """
         tokens, offsets, tops = [], [], []
         values: list[float | None] = [_finite(one.logprob) for one in logprobs]
@@ -97,7 +97,7 @@ class TokenTexts:
 
 
 class TokenOffsets:
-    """Offset of each token in a text, in characters.
+    """Position in a text, in characters, that advances token by token.
 
     Args:
         tokens: the texts of the tokens.
@@ -109,26 +109,26 @@ class TokenOffsets:
     def __init__(self, tokens: TokenTexts, echoed: str, prompt_tokens: int, shows_specials: bool) -> None:
         self._tokens = tokens
         self._echoed = echoed
-        self._left = prompt_tokens
+        self._prompt_tokens_left = prompt_tokens
         self._shows_specials = shows_specials
         self._offset = 0
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def advance(self, token_id: int) -> int:
-        """Return the offset of the next token. A token with the rest of a character has the character's offset."""
+        """Return the offset of the next token; one that continues a character has the character's offset."""
         begin, text = self._offset, self._utf8.decode(self._tokens.bytes_of(token_id))
         is_text = self._tokens.is_text(token_id)
-        if not self._left:
+        if not self._prompt_tokens_left:
             self._offset += len(text) if is_text or self._shows_specials else 0
             return begin
         # The tokenizer may have put a BOS token and a space before the prompt.
-        bare = text.removeprefix(" ")
+        unspaced = text.removeprefix(" ")
         if self._echoed.startswith(text, begin):
             self._offset += len(text)
         elif is_text:
-            self._offset += len(bare if self._echoed.startswith(bare, begin) else text)
-        self._left -= 1
-        if not self._left:
+            self._offset += len(unspaced if self._echoed.startswith(unspaced, begin) else text)
+        self._prompt_tokens_left -= 1
+        if not self._prompt_tokens_left:
             self._offset = len(self._echoed)
             self._utf8.reset()
         return begin

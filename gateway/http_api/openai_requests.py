@@ -31,8 +31,8 @@ from pillion.gateway.http_api.openai_fields import (
     TokenizeBody,
 )
 from pillion.gateway.http_api.structure_fields import StructureBody
-from pillion.gateway.http_api.structure_reading import ASKING, RequestedStructure, read_structure
-from pillion.gateway.http_api.tool_reading import ToolsRead
+from pillion.gateway.http_api.structure_reading import STRUCTURE_FIELDS, RequestedStructure, read_structure
+from pillion.gateway.http_api.tool_reading import ParsedTools
 from pillion.gateway.request.validation import (
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
@@ -70,8 +70,8 @@ _METADATA_BOUND = (
     f"at most {MAX_METADATA_PAIRS} pairs of a name of {MAX_METADATA_NAME_CHARS} characters "
     f"and a text of {MAX_LABEL_CHARS}"
 )
-# Field -> max bytes to parse, and the error above. JSON needs at most six bytes per character, and a number has at most
-# twenty digits.
+# Field -> max bytes of its JSON, and the error above. JSON needs at most six bytes per character, and a number has at
+# most twenty digits.
 _BOUNDS: Mapping[str, tuple[int, str]] = {
     "tools": (2 * MAX_TOOLS_BYTES, f"more than {MAX_TOOLS_BYTES} bytes"),
     "tool_choice": (_MAX_CHOICE_BYTES, f"more than {_MAX_CHOICE_BYTES} bytes"),
@@ -101,19 +101,16 @@ CHAT_NAMES_NEW: Mapping[str, str] = {**CHAT_NAMES, "sampling.max_tokens": "max_c
 # "developer" is OpenAI's newer name of "system", which no open model's template has; "function" is the older name of
 # "tool".
 _ROLES = {"developer": "system", "function": "tool"}
-# Fields with the same names in SamplingParams; lists are parsed in the second step.
-_SWITCHES = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "truncation_side")
-_LISTS = ("stop_token_ids", "allowed_token_ids", "bad_words")
 
 Prompt = str | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAIRequest(ParsedCall):
-    """A parsed call of either endpoint.
+    """A parsed call of /v1/completions or /v1/chat/completions.
 
     Attributes:
-        echoed: last message of a conversation that each answer starts with; "" for none.
+        echoed: text of the conversation's last message, with which each answer starts; "" without echo.
         custom: names of the custom tools.
     """
 
@@ -144,26 +141,26 @@ class OpenAIRequest(ParsedCall):
         return self.body.logprobs is not None and self.body.logprobs is not False
 
 
-def completion_request(raw: bytes, request_id: str, most_ids: int = MAX_PROMPT_IDS) -> OpenAIRequest:
-    """Parse the body of POST /v1/completions; a prompt of more than ``most_ids`` ids is refused before it is parsed.
+def completion_request(raw: bytes, request_id: str, max_ids: int = MAX_PROMPT_IDS) -> OpenAIRequest:
+    """Parse the body of POST /v1/completions; a prompt of more than ``max_ids`` ids is refused before it is parsed.
     Raises ApiError."""
     body = parse(raw, CompletionBody)
     if body.truncate_prompt_tokens is not None:
-        most_ids = MAX_PROMPT_IDS
-    most = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else limited(body.max_tokens)
+        max_ids = MAX_PROMPT_IDS
+    max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else token_limit(body.max_tokens)
     if body.min_tokens is not None and body.max_tokens is None:
-        most = max(DEFAULT_COMPLETION_TOKENS, body.min_tokens)
+        max_tokens = max(DEFAULT_COMPLETION_TOKENS, body.min_tokens)
     structured, structure_names = structure_of(body)
-    sampling = _sampling(body, most, body.logprobs, structured)
+    sampling = _sampling(body, max_tokens, body.logprobs, structured)
     if body.echo and body.logprobs is not None:
         sampling = replace(sampling, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
-    prompts = read_prompts(body.prompt, most_ids)
+    prompts = read_prompts(body.prompt, max_ids)
     if len(prompts) * max(body.n or 1, body.best_of or 1) > MAX_CALL_ANSWERS:
         raise refused("n", f"more than {MAX_CALL_ANSWERS} answers to {len(prompts)} prompts")
-    given_as = (("text" if isinstance(prompt, str) else "token_ids", prompt) for prompt in prompts.values())
-    requests = tuple(request_of(body, request_id, sampling, **{name: prompt}) for name, prompt in given_as)
-    scores = {} if body.prompt_logprobs is not None else {"sampling.prompt_logprobs": "logprobs"}
-    names = tuple({"text": field, "token_ids": field, **scores, **structure_names} for field in prompts)
+    named = (("text" if isinstance(prompt, str) else "token_ids", prompt) for prompt in prompts.values())
+    requests = tuple(request_of(body, request_id, sampling, **{name: prompt}) for name, prompt in named)
+    logprob_names = {} if body.prompt_logprobs is not None else {"sampling.prompt_logprobs": "logprobs"}
+    names = tuple({"text": field, "token_ids": field, **logprob_names, **structure_names} for field in prompts)
     _check_options(body, len(requests))
     return OpenAIRequest(requests=requests, names=names, stream=bool(body.stream), body=body)
 
@@ -175,17 +172,17 @@ def chat_request(raw: bytes, request_id: str) -> OpenAIRequest:
         raise refused("top_logprobs", "needs logprobs: true")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise refused("max_completion_tokens", "contradicts max_tokens, its older name")
-    newer = body.max_completion_tokens is not None
-    most = limited(body.max_completion_tokens if newer else body.max_tokens)
+    has_new_name = body.max_completion_tokens is not None
+    max_tokens = token_limit(body.max_completion_tokens if has_new_name else body.max_tokens)
     structured, structure_names = structure_of(body)
-    sampling = _sampling(body, most, (body.top_logprobs or 0) if body.logprobs else None, structured)
+    sampling = _sampling(body, max_tokens, (body.top_logprobs or 0) if body.logprobs else None, structured)
     messages, options = read_messages(body.messages), chat_options(body, body.reasoning_effort)
     tools, tool_names, custom = ToolOptions(parallel_tool_calls=body.parallel_tool_calls), dict[str, str](), set[str]()
     if body.tools or body.tool_choice:
         read = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
         tools, tool_names, custom = read.options, read.names, read.custom
     request = request_of(body, request_id, sampling, messages=messages, chat=options, tools=tools)
-    names = {**(CHAT_NAMES_NEW if newer else CHAT_NAMES), **tool_names, **structure_names}
+    names = {**(CHAT_NAMES_NEW if has_new_name else CHAT_NAMES), **tool_names, **structure_names}
     _check_options(body, 1)
     echoed = _echoed(messages[-1], options) if body.echo else ""
     return OpenAIRequest(
@@ -199,11 +196,11 @@ def chat_request(raw: bytes, request_id: str) -> OpenAIRequest:
 
 
 def structure_of(body: StructureBody) -> RequestedStructure:
-    """Return the structure that the answer must have. Raises ApiError."""
-    return read_structure(body) if any(getattr(body, name) for name in ASKING) else (None, {})
+    """Return the structure that the body requests for the answer, and its fields' names. Raises ApiError."""
+    return read_structure(body) if any(getattr(body, name) for name in STRUCTURE_FIELDS) else (None, {})
 
 
-def limited(max_tokens: int | None) -> int | None:
+def token_limit(max_tokens: int | None) -> int | None:
     """Return the max tokens of an answer; -1 means no limit (None), as in other servers."""
     return None if max_tokens == -1 else max_tokens
 
@@ -220,47 +217,48 @@ def tokenize_request(raw: bytes) -> tuple[TokenizeBody, GenerateRequest]:
         raise refused("prompt", "exactly one of prompt and messages is required")
     options = chat_options(body)
     if body.prompt is not None:
-        return body, GenerateRequest(model=body.model, text=str(_filled(body.prompt, "prompt")), chat=options)
+        return body, GenerateRequest(model=body.model, text=str(_require_nonempty(body.prompt, "prompt")), chat=options)
     messages, tools = read_messages(body.messages), read_tools(body.tools, Raw())
     return body, GenerateRequest(model=body.model, messages=messages, chat=options, tools=tools.options)
 
 
-def read_prompts(raw: Raw, most_ids: int, name: str = "prompt", most: int = MAX_PROMPTS) -> dict[str, Prompt]:
-    """Parse the field ``name`` of up to ``most`` prompts (a text, texts, ids, or lists of ids).
+def read_prompts(raw: Raw, max_ids: int, name: str = "prompt", max_prompts: int = MAX_PROMPTS) -> dict[str, Prompt]:
+    """Parse the field ``name`` of up to ``max_prompts`` prompts (a text, texts, ids, or lists of ids).
 
-    Returns the prompts by their fields' names. Raises ApiError; too many items are refused before they are parsed.
+    Returns the prompts by the client's names, e.g. ``prompt[2]``. Raises ApiError; too many items are refused before
+    they are parsed.
     """
     text = bytes(raw)
-    begins = _LIST.match(text)
-    if begins is None:
-        return {name: _filled(str(parse_field(raw, str, name)), name)}
+    list_start = _LIST.match(text)
+    if list_start is None:
+        return {name: _require_nonempty(str(parse_field(raw, str, name)), name)}
     # The first item's type is that of all items, so a list of mixed types is refused before it is parsed.
-    first = begins[1]
+    first = list_start[1]
     if first == b'"':
         items = parse_field(raw, list[str], name)
     elif text.count(b",") >= MAX_PROMPT_IDS:
         raise refused(name, f"more than {MAX_PROMPT_IDS} items")
     elif first == b"[":
-        if text.count(b"[") > most + 1:
-            raise refused(name, f"more than {most} {name}s")
+        if text.count(b"[") > max_prompts + 1:
+            raise refused(name, f"more than {max_prompts} {name}s")
         lists = parse_field(raw, list[Raw], name)
-        items = [read_ids(one, f"{name}[{n}]", most_ids) for n, one in enumerate(lists)]
+        items = [read_ids(one, f"{name}[{n}]", max_ids) for n, one in enumerate(lists)]
     else:
-        return {name: _filled(read_ids(raw, name, most_ids), name)}
-    if len(items) > most:
-        raise refused(name, f"{len(items)} {name}s; at most {most}")
-    return {(field := f"{name}[{n}]"): _filled(item, field) for n, item in enumerate(items)}
+        return {name: _require_nonempty(read_ids(raw, name, max_ids), name)}
+    if len(items) > max_prompts:
+        raise refused(name, f"{len(items)} {name}s; at most {max_prompts}")
+    return {(field := f"{name}[{n}]"): _require_nonempty(item, field) for n, item in enumerate(items)}
 
 
-def read_ids(raw: Raw, field: str, most_ids: int) -> tuple[int, ...]:
+def read_ids(raw: Raw, field: str, max_ids: int) -> tuple[int, ...]:
     """Parse a list of token ids. Raises ApiError; too many are refused before they are parsed."""
     check_wanted()
-    if bytes(raw).count(b",") >= most_ids:
-        raise from_pillion(too_long(bytes(raw).count(b",") + 1, field, most_ids), {})
+    if bytes(raw).count(b",") >= max_ids:
+        raise from_pillion(too_long(bytes(raw).count(b",") + 1, field, max_ids), {})
     return tuple(parse_field(raw, list[Int], field))
 
 
-def _filled(prompt: Prompt, field: str) -> Prompt:
+def _require_nonempty(prompt: Prompt, field: str) -> Prompt:
     if not prompt:
         raise refused(field, "it is empty")
     return prompt
@@ -307,57 +305,59 @@ def _chat_messages(messages: Sequence[MessageBody]) -> Iterator[ChatMessage]:
 
 
 def _answered_call(message: MessageBody, unanswered: dict[str, str]) -> str:
-    """Return the id of the call that a result answers, and remove it from ``unanswered``.
+    """Return the id of the call that a tool result answers, and remove it from ``unanswered`` (id -> tool's name).
 
     A result without an id belongs to the first unanswered call of its name, or else to the first one.
     """
-    found = message.tool_call_id or ""
-    if not found:
-        names = [one for one, name in unanswered.items() if message.name in (None, "", name)]
-        found = next(iter([*names, *unanswered]), "")
-    unanswered.pop(found, None)
-    return found
+    call_id = message.tool_call_id or ""
+    if not call_id:
+        same_name = [one for one, name in unanswered.items() if message.name in (None, "", name)]
+        call_id = next(iter([*same_name, *unanswered]), "")
+    unanswered.pop(call_id, None)
+    return call_id
 
 
-def read_tools(raw: Raw, choice: Raw, parallel: bool | None = None) -> ToolsRead:
+def read_tools(raw: Raw, choice: Raw, parallel: bool | None = None) -> ParsedTools:
     """Parse tools and tool choice. Raises ApiError; too many bytes are refused before they are parsed."""
-    return ToolsRead(_bounded(raw, "tools") or (), _bounded(choice, "tool_choice"), parallel)
+    return ParsedTools(_parse_bounded(raw, "tools") or (), _parse_bounded(choice, "tool_choice"), parallel)
 
 
 def chat_options(body: ChatBody | TokenizeBody, reasoning_effort: str | None = None) -> ChatOptions:
-    """Return the template options of a body; ``reasoning_effort`` is one more variable. Raises ApiError."""
+    """Return the template options of a body; ``reasoning_effort`` becomes a template variable. Raises ApiError."""
     raw, field = body.chat_template_kwargs, "chat_template_kwargs"
-    wanted: list[tuple[str, Any, str]] = []
+    variables: list[tuple[str, Any, str]] = []
     if isinstance(body, ChatBody):
         if given(body.chat_template_args):
             if given(raw):
                 raise refused("chat_template_args", "chat_template_kwargs, its other name, is also set; send one")
             raw, field = body.chat_template_args, "chat_template_args"
-        thinks = body.thinking
-        if isinstance(thinks, ThinkingSwitch):
-            thinks = None if thinks.type == "adaptive" else thinks.type == "enabled"
-        wanted = [("enable_thinking", thinks, "thinking"), ("thinking", thinks, "thinking")]
-        wanted.append(("enable_thinking", body.enable_thinking, "enable_thinking"))
-    wanted.append(("reasoning_effort", reasoning_effort, "reasoning_effort"))
+        thinking = body.thinking
+        if isinstance(thinking, ThinkingSwitch):
+            thinking = None if thinking.type == "adaptive" else thinking.type == "enabled"
+        variables = [("enable_thinking", thinking, "thinking"), ("thinking", thinking, "thinking")]
+        variables.append(("enable_thinking", body.enable_thinking, "enable_thinking"))
+    variables.append(("reasoning_effort", reasoning_effort, "reasoning_effort"))
     return ChatOptions(
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
-        chat_template_kwargs=template_kwargs(raw, wanted, field),
+        chat_template_kwargs=template_kwargs(raw, variables, field),
     )
 
 
-def template_kwargs(raw: Raw, wanted: Sequence[tuple[str, Any, str]] = (), field: str = "chat_template_kwargs") -> str:
+def template_kwargs(
+    raw: Raw, variables: Sequence[tuple[str, Any, str]] = (), field: str = "chat_template_kwargs"
+) -> str:
     """Return further variables of the chat template, as JSON text; "" for none.
 
     Args:
-        raw: an object with variables.
-        wanted: (variable, value, client's field that sets it); a value of None sets nothing.
+        raw: the client's object of variables.
+        variables: further ones: (name, value, client's field that sets it); a value of None sets nothing.
         field: the client's name of ``raw``.
 
-    Raises ApiError.
+    Raises ApiError if two fields set a variable to different values.
     """
-    kwargs = _bounded(raw, field) or {}
-    for name, value, setter in wanted:
+    kwargs = _parse_bounded(raw, field) or {}
+    for name, value, setter in variables:
         if value is not None:
             encoded = Raw(msgspec.json.encode(value))
             if bytes(kwargs.setdefault(name, encoded)) != bytes(encoded):
@@ -367,7 +367,7 @@ def template_kwargs(raw: Raw, wanted: Sequence[tuple[str, Any, str]] = (), field
 
 def read_stops(raw: Raw) -> tuple[str, ...]:
     """Parse stop strings: one or a list. Raises ApiError."""
-    stops = _bounded(raw, "stop")
+    stops = _parse_bounded(raw, "stop")
     return (stops,) if isinstance(stops, str) else tuple(stops or ())
 
 
@@ -377,8 +377,13 @@ def _sampling(
     logprobs: int | None,
     structured: StructuredOutputs | None,
 ) -> SamplingParams:
-    switches = {name: value for name in _SWITCHES if (value := getattr(body, name)) is not None}
-    lists: dict[str, Any] = {name: tuple(_bounded(raw, name)) for name in _LISTS if given(raw := getattr(body, name))}
+    # These fields have the same names in SamplingParams.
+    names = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "truncation_side")
+    switches = {name: value for name in names if (value := getattr(body, name)) is not None}
+    lists: dict[str, Any] = {}
+    for name in ("stop_token_ids", "allowed_token_ids", "bad_words"):
+        if given(raw := getattr(body, name)):
+            lists[name] = tuple(_parse_bounded(raw, name))
     if lists.get("allowed_token_ids") == ():
         raise refused("allowed_token_ids", "it is empty, and an answer needs a token")
     return SamplingParams(
@@ -389,13 +394,13 @@ def _sampling(
         logprobs=logprobs,
         stop=read_stops(body.stop) if body.stop else (),
         structured_outputs=structured,
-        logit_bias=_bounded(body.logit_bias, "logit_bias") or {},
+        logit_bias=_parse_bounded(body.logit_bias, "logit_bias") or {},
     )
 
 
 def sampling_of(body: msgspec.Struct, api: str) -> dict[str, Any]:
     """Return a body's sampling values by their names in SamplingParams."""
-    return {name: getattr(body, name) for name, one in SAMPLING_OPTIONS.items() if api in one.apis}
+    return {name: getattr(body, name) for name, option in SAMPLING_OPTIONS.items() if api in option.apis}
 
 
 def request_of(body: Any, request_id: str, sampling: SamplingParams, **prompt: Any) -> GenerateRequest:
@@ -424,18 +429,18 @@ def _check_options(body: CompletionBody | ChatBody, prompts: int) -> None:
 
 def read_metadata(raw: Raw) -> dict[str, str]:
     """Parse labels of a request, which are returned but have no effect. Raises ApiError."""
-    labels: dict[str, str] = _bounded(raw, "metadata") or {}
-    oversized = any(len(one) > MAX_METADATA_NAME_CHARS or len(labels[one]) > MAX_LABEL_CHARS for one in labels)
+    labels: dict[str, str] = _parse_bounded(raw, "metadata") or {}
+    oversized = any(len(name) > MAX_METADATA_NAME_CHARS or len(text) > MAX_LABEL_CHARS for name, text in labels.items())
     if oversized or len(labels) > MAX_METADATA_PAIRS:
         raise refused("metadata", _METADATA_BOUND)
     return labels
 
 
-def _bounded(raw: Raw, field: str) -> Any:
-    """Parse a raw field, None if absent; a field of too many bytes is refused before it is parsed."""
+def _parse_bounded(raw: Raw, field: str) -> Any:
+    """Parse a raw field, None if absent. Raises ApiError; one above its limit in _BOUNDS is refused unparsed."""
     if not given(raw):
         return None
-    most_bytes, bound = _BOUNDS[field]
-    if len(bytes(raw)) > most_bytes:
-        raise refused(field, bound)
+    max_bytes, reason = _BOUNDS[field]
+    if len(bytes(raw)) > max_bytes:
+        raise refused(field, reason)
     return parse_field(raw, READ_LATER[field], field)

@@ -30,9 +30,8 @@ _ABOUT = (
     " omission would change the answer are refused, and so is, at the top of a body, a name that is one edit away from"
     " a known one."
 )
+# Key of a property: whether the field is carried out, has no effect, or is refused.
 POLICY = "x-pillion-policy"
-CARRIED_OUT, NO_EFFECT, REFUSED = "carried out", "no effect", "refused"
-_HARMLESS = "Requests an unsupported feature; accepted with a value that changes nothing."
 _ERRORS = {
     400: "A field is wrong, misspelled or refused; the message starts with its name.",
     401: "An API key is missing or unknown.",
@@ -46,7 +45,6 @@ _ERRORS = {
     500: "An internal error of the gateway or a worker.",
     503: "A component that the call needs is not running.",
 }
-_OF_ALL, _OF_KEYS, _OF_BODIES = (431, 500), (400, 401, 403, 404, 429, 503), (408, 413, 415)
 
 
 def describe(routes: Sequence[Route], root_path: str = "") -> dict[str, Any]:
@@ -54,27 +52,29 @@ def describe(routes: Sequence[Route], root_path: str = "") -> dict[str, Any]:
     paths: dict[str, Any] = {}
     bodies: list[Any] = []
     errors: dict[str, Any] = {}
-    taken: set[str] = set()
+    used_names: set[str] = set()
     for route, endpoint in _endpoints(routes):
         path, name = route.path_format, endpoint.handler.__name__
         # Operation ids are unique, but a handler may have several paths.
-        name = f"{name}_{re.sub('[^A-Za-z0-9]+', '_', path).strip('_')}" if name in taken else name
-        taken.add(name)
+        name = f"{name}_{re.sub('[^A-Za-z0-9]+', '_', path).strip('_')}" if name in used_names else name
+        used_names.add(name)
         operation: dict[str, Any] = {"summary": _summary(endpoint.handler), "operationId": name}
         form = endpoint.error_form
         errors[form.name] = form.schema
         operation["responses"] = {"200": {"description": "The answer."}} | {
             str(form.statuses.get(status, status)): {"description": text, "content": _json(form.name)}
             for status, text in _ERRORS.items()
-            if status in _OF_ALL + endpoint.statuses
-            or (status in _OF_KEYS and endpoint.needs_key)
-            or (status in _OF_BODIES and endpoint.body is not None)
+            if status in (431, 500, *endpoint.statuses)
+            or (status in (400, 401, 403, 404, 429, 503) and endpoint.needs_key)
+            or (status in (408, 413, 415) and endpoint.body is not None)
         }
         if endpoint.needs_key:
             operation["security"] = [{"key": []}, {}]
         if route.param_convertors:
-            named = ({"name": name, "in": "path", "required": True} for name in route.param_convertors)
-            operation["parameters"] = [one | {"schema": {"type": "string"}} for one in named]
+            operation["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                for name in route.param_convertors
+            ]
         if endpoint.body is not None:
             bodies.append(endpoint.body)
             content = _json(endpoint.body.__name__, endpoint.body_type)
@@ -94,37 +94,38 @@ def describe(routes: Sequence[Route], root_path: str = "") -> dict[str, Any]:
 
 def _schemas(bodies: list[Any]) -> dict[str, Any]:
     """Return the schemas of bodies, and of the objects within them, by name."""
-    found: dict[str, Any] = {}
-    waiting = list(bodies)
-    while waiting:
-        kind = waiting.pop(0)
-        if kind.__name__ not in found:
-            found[kind.__name__] = _object(READ_AS.get(kind, kind), waiting)
-    return found
+    schemas: dict[str, Any] = {}
+    pending = list(bodies)
+    while pending:
+        kind = pending.pop(0)
+        if kind.__name__ not in schemas:
+            schemas[kind.__name__] = _object(READ_AS.get(kind, kind), pending)
+    return schemas
 
 
-def _object(kind: Any, met: list[Any]) -> dict[str, Any]:
-    """Return the schema of a struct, and append the structs in it to ``met``.
+def _object(kind: Any, pending: list[Any]) -> dict[str, Any]:
+    """Return the schema of a struct, and append the structs that it refers to to ``pending``.
 
-    A raw field has the type that it is parsed as later; an unsupported one only the values that change nothing.
+    A raw field has the schema of the type that it is parsed as later; an unsupported one has only harmless values.
     """
     config = kind.__struct_config__
-    meanings = _meanings(ChatOptions) | _meanings(SamplingParams)
+    descriptions = _descriptions(ChatOptions) | _descriptions(SamplingParams)
     for base in reversed(kind.__mro__):
-        meanings |= _meanings(base)
+        descriptions |= _descriptions(base)
     properties: dict[str, Any] = {}
     if config.tag is not None:
         properties[config.tag_field] = {"enum": [config.tag], "description": "Type of the object."}
     for field in msgspec.structs.fields(kind):
-        found = _schema(READ_LATER.get(field.name, field.type) if field.type is Raw else field.type, met)
-        policy = NO_EFFECT if is_ignored(field) else CARRIED_OUT
+        schema = _schema(READ_LATER.get(field.name, field.type) if field.type is Raw else field.type, pending)
+        policy = "no effect" if is_ignored(field) else "carried out"
         if field.type is Raw and field.name not in READ_LATER:
-            found = {"enum": [*harmless_values(field.name), None], "description": _HARMLESS}
-            policy = REFUSED
+            text = "Requests an unsupported feature; accepted with a value that changes nothing."
+            schema = {"enum": [*harmless_values(field.name), None], "description": text}
+            policy = "refused"
         elif field.type is Raw and not field.required:
-            found = {"anyOf": [found, {"type": "null"}]}
-        meaning = {"description": meanings.get(field.name, ""), POLICY: policy}
-        properties[field.encode_name] = meaning | found
+            schema = {"anyOf": [schema, {"type": "null"}]}
+        described = {"description": descriptions.get(field.name, ""), POLICY: policy}
+        properties[field.encode_name] = described | schema
     return {
         "type": "object",
         "description": _summary(kind),
@@ -136,25 +137,25 @@ def _object(kind: Any, met: list[Any]) -> dict[str, Any]:
     }
 
 
-def _schema(kind: Any, met: list[Any]) -> dict[str, Any]:
-    """Return the schema of a field's type. Structs are referred to by name, and appended to ``met``."""
-    known = msgspec.inspect.type_info(kind) if not isinstance(kind, msgspec.inspect.Type) else kind
-    match known:
+def _schema(kind: Any, pending: list[Any]) -> dict[str, Any]:
+    """Return the schema of a field's type. Structs are referred to by name, and appended to ``pending``."""
+    info = msgspec.inspect.type_info(kind) if not isinstance(kind, msgspec.inspect.Type) else kind
+    match info:
         case msgspec.inspect.StructType(tag=tag) if tag == OTHER:
             return {"type": "object"}
         case msgspec.inspect.StructType():
-            met.append(known.cls)
-            return {"$ref": REF + known.cls.__name__}
+            pending.append(info.cls)
+            return {"$ref": REF + info.cls.__name__}
         case msgspec.inspect.UnionType():
-            return {"anyOf": [_schema(one, met) for one in known.types]}
+            return {"anyOf": [_schema(one, pending) for one in info.types]}
         case msgspec.inspect.ListType():
-            return {"type": "array", "items": _schema(known.item_type, met)}
+            return {"type": "array", "items": _schema(info.item_type, pending)}
         case msgspec.inspect.DictType():
-            return {"type": "object", "additionalProperties": _schema(known.value_type, met)}
+            return {"type": "object", "additionalProperties": _schema(info.value_type, pending)}
         case msgspec.inspect.Metadata():
-            return _schema(known.type, met) | (known.extra_json_schema or {})
+            return _schema(info.type, pending) | (info.extra_json_schema or {})
         case msgspec.inspect.LiteralType():
-            return {"enum": list(known.values)}
+            return {"enum": list(info.values)}
     names = {
         "BoolType": "boolean",
         "IntType": "integer",
@@ -162,7 +163,7 @@ def _schema(kind: Any, met: list[Any]) -> dict[str, Any]:
         "StrType": "string",
         "NoneType": "null",
     }
-    name = names.get(type(known).__name__)
+    name = names.get(type(info).__name__)
     return {"type": name} if name else {}
 
 
@@ -178,11 +179,11 @@ def _json(name: str, kind: str = "application/json") -> dict[str, Any]:
 
 
 def _summary(described: Any) -> str:
-    """Return the first paragraph of a docstring, in one line."""
+    """Return the first paragraph of the docstring of ``described``, in one line."""
     return " ".join((inspect.getdoc(described) or "").partition("\n\n")[0].split())
 
 
-def _meanings(kind: type) -> dict[str, str]:
+def _descriptions(kind: type) -> dict[str, str]:
     """Return the descriptions of a class's attributes, by name, from its own docstring."""
     section = inspect.cleandoc(kind.__dict__.get("__doc__") or "").partition("Attributes:\n")[2]
     entries = re.findall(r"^    ([\w, ]+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)

@@ -22,7 +22,7 @@ class PartKind(Enum):
 
 @dataclass(slots=True)
 class OutputPart:
-    """Part number ``index`` of an answer. Only calls have ``call_id`` and ``name``, and only texts ``logprobs``."""
+    """Part number ``index`` of an answer. Only calls have ``call_id`` and ``name``, only texts ``logprobs``."""
 
     kind: PartKind
     index: int
@@ -54,26 +54,26 @@ class OutputParts:
         """True if the answer has a tool call."""
         return any(part.kind is PartKind.CALL for part in self.all)
 
-    def take(self, delta: Delta) -> Iterator[tuple[OutputPart, str, bool]]:
-        """Yield (part, next text, whether the part starts with it).
+    def split(self, delta: Delta) -> Iterator[tuple[OutputPart, str, bool]]:
+        """Add a delta. Yield (part, its next text, whether the part starts with it).
 
         A delta may be merged from several: the current call continues first, and further calls come after reasoning
-        and content.
+        and text.
         """
-        growing = self._call
+        current_call = self._call
         for call in delta.tool_calls:
-            if call.index == growing:
-                yield self._grown(PartKind.CALL, call.arguments, call)
+            if call.index == current_call:
+                yield self._extend(PartKind.CALL, call.arguments, call)
         if delta.reasoning:
-            yield self._grown(PartKind.REASONING, delta.reasoning)
+            yield self._extend(PartKind.REASONING, delta.reasoning)
         if delta.text:
-            yield self._grown(PartKind.TEXT, delta.text)
+            yield self._extend(PartKind.TEXT, delta.text)
         for call in delta.tool_calls:
-            if call.index != growing:
-                yield self._grown(PartKind.CALL, call.arguments, call)
+            if call.index != current_call:
+                yield self._extend(PartKind.CALL, call.arguments, call)
 
-    def further_text(self, delta: Delta) -> bool:
-        """Add ``delta`` to the last part and return True if it only has further text of it (the common case)."""
+    def extend_text(self, delta: Delta) -> bool:
+        """Fast path of :meth:`split`: if ``delta`` only continues a text part, add it and return True."""
         if delta.finish_reason or delta.reasoning or delta.tool_calls:
             return False
         if not self.all or self.all[-1].kind is not PartKind.TEXT:
@@ -81,14 +81,14 @@ class OutputParts:
         self.all[-1].texts.append(delta.text)
         return True
 
-    def _grown(self, kind: PartKind, text: str, call: ToolCallDelta | None = None) -> tuple[OutputPart, str, bool]:
+    def _extend(self, kind: PartKind, text: str, call: ToolCallDelta | None = None) -> tuple[OutputPart, str, bool]:
         number = -1 if call is None else call.index
-        begins = not self.all or self.all[-1].kind is not kind or number != self._call
-        if begins:
+        is_first = not self.all or self.all[-1].kind is not kind or number != self._call
+        if is_first:
             self.all.append(OutputPart(kind, len(self.all)))
             self._call = number
         part = self.all[-1]
         if call is not None:
             part.call_id, part.name = part.call_id or call.id, part.name or call.name
         part.texts.append(text)
-        return part, text, begins
+        return part, text, is_first

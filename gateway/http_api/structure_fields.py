@@ -122,8 +122,8 @@ class StructureBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     guided_grammar: str | None = None
 
 
-# Further names of structure fields in other servers, in lower case without "_" and "-". A field with such a name is
-# refused, at the top of a body or in an object of CARRIERS.
+# Names of structure fields in other servers, in lower case without "_" and "-". Unknown fields with these names are
+# refused, at the top of a body or in the objects in CARRIERS.
 OTHER_SPELLINGS = frozenset(
     {
         *("responseformat", "responseschema", "responsejsonschema", "outputschema", "schema", "jsonmode"),

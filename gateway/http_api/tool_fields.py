@@ -13,8 +13,6 @@ from msgspec import Raw
 from pillion.gateway.http_api.custom_tools import ToolGrammar
 from pillion.gateway.http_api.json_objects import Ignored, JsonObject
 
-_OFFERED = (b"null", b'"function"', b'"custom"', b'"namespace"')
-
 
 class SchemaFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Arguments of a function.
@@ -114,12 +112,12 @@ class ToolBody(SchemaFields, forbid_unknown_fields=True, kw_only=True):
     def is_server_side(sent: Mapping[str, Raw]) -> bool:
         """Return True if an object is a server-side tool; only its type is then named as without effect."""
         kind = bytes(sent.get("type", b""))
-        return (
-            bool(kind) and kind not in _OFFERED and sent.keys().isdisjoint(("parameters", "input_schema", "function"))
-        )
+        if kind in (b"", b"null", b'"function"', b'"custom"', b'"namespace"'):
+            return False
+        return sent.keys().isdisjoint(("parameters", "input_schema", "function"))
 
     def __post_init__(self) -> None:
-        # Requiring a string in every tool bounds their number.
+        # So that every tool has a string, whose number is limited.
         inner = self.function, self.custom, self.gemini_functions, self.function_declarations
         needs_name = self.type in (None, "function", "custom", "namespace") and not any(inner)
         if needs_name and not self.name:

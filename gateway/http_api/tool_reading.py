@@ -14,22 +14,26 @@ from pillion.gateway.http_api.tool_fields import ChoiceBody, CustomBody, Functio
 from pillion.gateway.request.validation import MAX_TOOLS
 from pillion.types import Tool, ToolOptions
 
-_WORDS = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
+# Tool choice as a word, in any API -> the gateway's.
+_CHOICES = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
 
 
 def model_tool_name(namespace: str | None, name: str) -> str:
-    """Return the name that the model has for a namespaced tool, since models have no namespaces."""
+    """Return a tool's name for the model, prefixed by its namespace, if any, since models have no namespaces."""
     return name if not namespace else f"{namespace}{'' if namespace.endswith('_') else '__'}{name}"
 
 
-class ToolsRead:
-    """Tools of a body. Server-side tools are dropped and named as without effect. Raises ApiError.
+class ParsedTools:
+    """Parsed tools and tool choice of a body. Server-side tools are dropped, and noted as without effect.
+
+    Raises ApiError.
 
     Attributes:
-        tools: those offered to the model.
+        tools: tools that are offered to the model.
         custom: names of the custom tools among them.
-        spaced: the model's name of a tool -> its namespace and its name there.
+        namespaced: the model's name of a tool -> its namespace, and its name in it.
         names: the gateway's names of the tools' fields -> the client's.
+        options: the tools with the tool choice, for the gateway.
     """
 
     def __init__(self, bodies: Sequence[ToolBody], choice: ToolChoice | None, parallel: bool | None = None) -> None:
@@ -37,7 +41,7 @@ class ToolsRead:
             raise refused("tools", f"{len(bodies)} tools; at most {MAX_TOOLS}")
         self.tools: list[Tool] = []
         self.custom: set[str] = set()
-        self.spaced: dict[str, tuple[str, str]] = {}
+        self.namespaced: dict[str, tuple[str, str]] = {}
         self.names: dict[str, str] = {}
         for n, body in enumerate(bodies):
             if body.type == "namespace":
@@ -46,62 +50,72 @@ class ToolsRead:
             else:
                 self._add(body, f"tools[{n}]")
         options = ToolOptions(tools=tuple(self.tools), parallel_tool_calls=parallel)
-        self.options = self._chosen(options, choice)
+        self.options = self._with_choice(options, choice)
 
-    def _add(self, body: ToolBody, path: str, namespace: str | None = None, about: str | None = None) -> None:
-        gemini, spelled = body.gemini_functions, "functionDeclarations"
+    def _add(self, body: ToolBody, path: str, namespace: str | None = None, namespace_text: str | None = None) -> None:
+        gemini, field = body.gemini_functions, "functionDeclarations"
         if body.function_declarations is not None:
-            gemini, spelled = body.function_declarations, "function_declarations"
+            gemini, field = body.function_declarations, "function_declarations"
         (schema, _) = body.schema()
         if body.function is not None:
-            self._add_function(body.function, body.function.name, f"{path}.function", namespace, about)
+            self._add_function(body.function, body.function.name, f"{path}.function", namespace, namespace_text)
         elif body.custom is not None:
-            self._add_custom(body.custom, body.custom.name, f"{path}.custom", namespace, about)
+            self._add_custom(body.custom, body.custom.name, f"{path}.custom", namespace, namespace_text)
         elif gemini is not None:
             for n, function in enumerate(gemini):
-                self._add_function(function, function.name, f"{path}.{spelled}[{n}]", namespace, about)
+                self._add_function(function, function.name, f"{path}.{field}[{n}]", namespace, namespace_text)
         elif body.name and (body.type in (None, "function") or given(schema)):
-            self._add_function(body, body.name, path, namespace, about)
+            self._add_function(body, body.name, path, namespace, namespace_text)
         elif body.name and body.type == "custom":
-            self._add_custom(body, body.name, path, namespace, about)
+            self._add_custom(body, body.name, path, namespace, namespace_text)
         else:
             note_ignored(f"tools.{body.type}")
 
     def _add_function(
-        self, body: FunctionBody | ToolBody, name: str, path: str, namespace: str | None, about: str | None
+        self,
+        body: FunctionBody | ToolBody,
+        name: str,
+        path: str,
+        namespace: str | None,
+        namespace_text: str | None,
     ) -> None:
         schema, field = body.schema()
         parameters = compact_json(schema, f"{path}.{field}", dict) if given(schema) else ""
-        text = "\n\n".join(filter(None, (about, body.description)))
+        text = "\n\n".join(filter(None, (namespace_text, body.description)))
         tool = Tool(name=model_tool_name(namespace, name), description=text, parameters=parameters, strict=body.strict)
-        self._keep(tool, path, f"{path}.{field}", namespace, name)
+        self._add_tool(tool, path, f"{path}.{field}", namespace, name)
 
     def _add_custom(
-        self, body: CustomBody | ToolBody, name: str, path: str, namespace: str | None, about: str | None
+        self,
+        body: CustomBody | ToolBody,
+        name: str,
+        path: str,
+        namespace: str | None,
+        namespace_text: str | None,
     ) -> None:
-        text = "\n\n".join(filter(None, (about, body.description)))
+        text = "\n\n".join(filter(None, (namespace_text, body.description)))
         tool = custom_tool(model_tool_name(namespace, name), text, _grammar(body.format, f"{path}.format"))
         self.custom.add(tool.name)
-        self._keep(tool, path, f"{path}.format", namespace, name)
+        self._add_tool(tool, path, f"{path}.format", namespace, name)
 
-    def _keep(self, tool: Tool, path: str, schema_path: str, namespace: str | None, name: str) -> None:
+    def _add_tool(self, tool: Tool, path: str, schema_path: str, namespace: str | None, name: str) -> None:
         if namespace is not None:
-            self.spaced[tool.name] = (namespace, name)
-        ours = f"tools.tools[{len(self.tools)}]"
-        self.names |= {f"{ours}.parameters": schema_path, ours: path}
+            self.namespaced[tool.name] = (namespace, name)
+        field = f"tools.tools[{len(self.tools)}]"
+        self.names |= {f"{field}.parameters": schema_path, field: path}
         self.tools.append(tool)
 
-    def _chosen(self, options: ToolOptions, choice: ToolChoice | None) -> ToolOptions:
+    def _with_choice(self, options: ToolOptions, choice: ToolChoice | None) -> ToolOptions:
         if choice is None or isinstance(choice, str):
-            return replace(options, choice=_WORDS[choice] if choice else "")
+            return replace(options, choice=_CHOICES[choice] if choice else "")
         if choice.disable_parallel_tool_use is not None:
             self.names["tools.parallel_tool_calls"] = "tool_choice.disable_parallel_tool_use"
             options = replace(options, parallel_tool_calls=not choice.disable_parallel_tool_use)
-        if choice.type in _WORDS:
+        if choice.type in _CHOICES:
             self.names["tools.choice"] = "tool_choice.type"
-            return replace(options, choice=_WORDS[choice.type])
+            return replace(options, choice=_CHOICES[choice.type])
         if choice.type == "allowed_tools":
-            return self._allowed(options, choice)
+            return self._with_allowed(options, choice)
         name, path = _chosen_name(choice)
         if not path:
             reason = f"{choice.type[:100]!r} is not supported here"
@@ -109,7 +123,7 @@ class ToolsRead:
         self.names["tools.name"] = f"tool_choice.{path}"
         return replace(options, choice="named", name=name)
 
-    def _allowed(self, options: ToolOptions, choice: ChoiceBody) -> ToolOptions:
+    def _with_allowed(self, options: ToolOptions, choice: ChoiceBody) -> ToolOptions:
         field = "tool_choice.tools"
         mode, tools = choice.mode or "auto", choice.tools or []
         if choice.allowed_tools is not None:
@@ -118,12 +132,12 @@ class ToolsRead:
         if not tools:
             raise refused(field, "at least one tool is needed")
         allowed = []
-        for one in tools:
-            name, path = _chosen_name(one)
+        for tool in tools:
+            name, path = _chosen_name(tool)
             if path:
                 allowed.append(name)
             else:
-                note_ignored(f"{field}.{one.type}")
+                note_ignored(f"{field}.{tool.type}")
         if not allowed and mode == "required":
             raise refused(field, "server-side tools cannot be called here", "unsupported_value")
         self.names["tools.allowed"] = field
@@ -131,7 +145,7 @@ class ToolsRead:
 
 
 def _chosen_name(choice: ChoiceBody) -> tuple[str, str]:
-    """Return the name of the tool in a choice, and its field; "" twice without a name or for a server-side tool."""
+    """Return the name of the chosen tool, and the field with it; "" and "" without a name or for a server-side tool."""
     for field, named in (("function", choice.function), ("custom", choice.custom)):
         if named is not None:
             return model_tool_name(named.namespace, named.name), f"{field}.name"
@@ -153,11 +167,11 @@ def _grammar(form: InputFormat | None, path: str) -> ToolGrammar | None:
 
 
 def echoed_tools(bodies: Sequence[ToolBody]) -> list[dict[str, Any]]:
-    """Return tools as OpenAI's responses repeat them: flat, functions with all fields."""
-    return [shown for body in bodies for shown in _shown(body)]
+    """Return tools as OpenAI's responses repeat them: without nesting; functions have all fields."""
+    return [shown for body in bodies for shown in _echoed_tool(body)]
 
 
-def _shown(body: ToolBody) -> list[dict[str, Any]]:
+def _echoed_tool(body: ToolBody) -> list[dict[str, Any]]:
     if body.type == "namespace":
         inner = echoed_tools(body.tools or ())
         return [{"type": "namespace", "name": body.name, "description": body.description, "tools": inner}]
@@ -176,10 +190,10 @@ def _shown(body: ToolBody) -> list[dict[str, Any]]:
     return [
         {
             "type": "function",
-            "name": one.name,
-            "description": one.description,
-            "strict": one.strict,
-            "parameters": one.schema()[0] if given(one.schema()[0]) else None,
+            "name": function.name,
+            "description": function.description,
+            "strict": function.strict,
+            "parameters": function.schema()[0] if given(function.schema()[0]) else None,
         }
-        for one in functions
+        for function in functions
     ]

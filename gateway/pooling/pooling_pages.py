@@ -130,7 +130,7 @@ class PoolingApi:
             return await compute(
                 cut_tokens=body.truncate_prompt_tokens,
                 tenant=call.tenant,
-                timeout_s=call.patience_s,
+                timeout_s=call.read_timeout_s,
                 parent=call.trace_parent(),
                 entry=entry,
             )

@@ -55,7 +55,7 @@ class ResponsesWriter(AnswerWriter):
         self._echoed = asked.echoed
         self._parts = OutputParts()
         self._custom = CustomCalls(asked.custom)
-        self._spaced = asked.spaced
+        self._namespaced = asked.namespaced
         self._sequence_number = 0
         # Bytes of a delta event before and after the text, for the current item.
         self._front = self._back = b""
@@ -66,7 +66,7 @@ class ResponsesWriter(AnswerWriter):
         """Return deltas as events of output items, preceded by the start of the response."""
         written = self._begin()
         for _, delta in batch:
-            if not self._shows and self._parts.further_text(delta):
+            if not self._shows and self._parts.extend_text(delta):
                 written.append(self._text_event(delta.text))
             else:
                 written += self._delta_events(delta)
@@ -85,9 +85,9 @@ class ResponsesWriter(AnswerWriter):
         response = self._response("failed", None) | {"error": {"code": code, "message": said["message"]}}
         return b"".join([*self._begin(), self._event("response.failed", {"response": response})])
 
-    def keep(self, prompt: int, delta: Delta) -> None:
+    def collect(self, prompt: int, delta: Delta) -> None:
         """Collect a delta for :meth:`whole`."""
-        for part, text, _ in self._parts.take(self._custom.read(delta)):
+        for part, text, _ in self._parts.split(self._custom.read(delta)):
             self.size_bytes += len(text)
             self._add_logprobs(part, delta)
         self._store_pending_logprobs(delta)
@@ -107,7 +107,7 @@ class ResponsesWriter(AnswerWriter):
 
     def _delta_events(self, delta: Delta) -> Iterator[bytes]:
         self._finish_reason = delta.finish_reason or self._finish_reason
-        for part, text, begins in self._parts.take(self._custom.read(delta)):
+        for part, text, begins in self._parts.split(self._custom.read(delta)):
             if begins:
                 if part.index:
                     yield from self._item_done(self._parts.all[part.index - 1])
@@ -235,7 +235,7 @@ class ResponsesWriter(AnswerWriter):
             case PartKind.TEXT:
                 return {**item, "type": "message", "role": "assistant", "content": [self._content(part)]}
             case PartKind.CALL:
-                namespace, name = self._spaced.get(part.name, ("", part.name))
+                namespace, name = self._namespaced.get(part.name, ("", part.name))
                 call = {"call_id": part.call_id, "name": name, **({"namespace": namespace} if namespace else {})}
                 if self._is_custom(part):
                     return {**item, "type": "custom_tool_call", **call, "input": part.text}

@@ -21,15 +21,15 @@ from pillion.gateway.http_api.json_objects import arguments_of, text_in
 from pillion.gateway.http_api.model_calls import ParsedCall
 from pillion.gateway.http_api.openai_fields import ContentPart
 from pillion.gateway.http_api.openai_requests import (
-    limited,
     read_metadata,
     read_stops,
     request_of,
     sampling_of,
     structure_of,
     template_kwargs,
+    token_limit,
 )
-from pillion.gateway.http_api.tool_reading import ToolsRead, echoed_tools, model_tool_name
+from pillion.gateway.http_api.tool_reading import ParsedTools, echoed_tools, model_tool_name
 from pillion.gateway.responses.responses_fields import InputItem, ReasoningConfig, ResponsesBody
 from pillion.types import (
     ChatMessage,
@@ -61,13 +61,13 @@ class ResponsesRequest(ParsedCall):
         logprobs: whether log probabilities are returned.
         echoed: request fields that the response repeats, encoded.
         custom: names of the custom tools, as the model has them.
-        spaced: the model's name of a tool -> its namespace and its name there.
+        namespaced: the model's name of a tool -> its namespace, and its name in it.
     """
 
     logprobs: bool
     echoed: Mapping[str, Raw]
     custom: frozenset[str] = frozenset()
-    spaced: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    namespaced: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 def responses_request(raw: bytes, request_id: str) -> ResponsesRequest:
@@ -82,13 +82,13 @@ def responses_request(raw: bytes, request_id: str) -> ResponsesRequest:
     structured, structure_names = structure_of(body)
     sampling = SamplingParams(
         **sampling_of(body, "responses"),
-        max_tokens=limited(body.max_output_tokens),
+        max_tokens=token_limit(body.max_output_tokens),
         stop=read_stops(body.stop),
         ignore_eos=bool(body.ignore_eos),
         logprobs=(body.top_logprobs or 0) if logprobs else None,
         structured_outputs=structured,
     )
-    read = ToolsRead(body.tools or (), body.tool_choice, body.parallel_tool_calls)
+    read = ParsedTools(body.tools or (), body.tool_choice, body.parallel_tool_calls)
     names = {**_NAMES, **structure_names, **read.names}
     request = request_of(
         body,
@@ -109,7 +109,7 @@ def responses_request(raw: bytes, request_id: str) -> ResponsesRequest:
         logprobs=logprobs,
         echoed=_echoed(body, structured),
         custom=frozenset(read.custom),
-        spaced=read.spaced,
+        namespaced=read.namespaced,
     )
 
 
@@ -212,7 +212,7 @@ def _needed(value: Any, path: str) -> Any:
 def _content(raw: Raw, path: str, role: str, is_new: bool = False) -> ReadContent:
     """Parse the content of an item of a ``role``. Raises ApiError."""
     content: str | list[ContentPart] = parse_field(raw, str | list[ContentPart], path) if given(raw) else ""
-    return read_content(content, role, path, is_new=is_new, shown=("input_image",))
+    return read_content(content, role, path, is_new=is_new, media_types=("input_image",))
 
 
 def _echoed(body: ResponsesBody, structured: StructuredOutputs | None) -> dict[str, Raw]:

@@ -119,7 +119,7 @@ def watched_threads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     before = BodyReader.feed
 
     def feed(reader: BodyReader, data: bytes) -> None:
-        if reader.packed:
+        if reader.compressed:
             found.append(threading.current_thread() is threading.main_thread())
         before(reader, data)
 

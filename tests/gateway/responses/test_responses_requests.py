@@ -216,7 +216,7 @@ def test_invalid_fields_are_named(fields: dict[str, Any], param: str) -> None:
 
 def test_too_many_strings_are_refused_unread() -> None:
     error = refusal(input=[{"role": "user", "content": "x"}] * 20_000)
-    assert (error.param, "texts" in error.message) == ("input", True)
+    assert (error.param, "strings" in error.message) == ("input", True)
 
 
 @pytest.mark.parametrize(
