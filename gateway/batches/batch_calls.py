@@ -1,4 +1,4 @@
-"""Serves lines of batches by the handlers of the same HTTP calls."""
+"""Serves a batch's lines by the HTTP port's handlers of their urls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pillion.gateway.http_api.http_errors import ErrorForm, refused
 
 
 class LineCall(HttpCall):
-    """A call whose body is a line of a batch, and whose response is stored."""
+    """An HTTP call whose body comes from a batch's line, and whose response is stored."""
 
     def __init__(self, url: str, body: bytes, tenant: Tenant, request_id: str, error_form: ErrorForm) -> None:
         scope = {
@@ -24,7 +24,7 @@ class LineCall(HttpCall):
             "query_string": b"",
             "headers": [(b"x-request-id", request_id.encode())],
         }
-        super().__init__(scope, _nothing_comes, self._keep, error_form)
+        super().__init__(scope, _receive_nothing, self._store, error_form)
         self.tenant = tenant
         self._body = body
         self._status = 0
@@ -33,7 +33,7 @@ class LineCall(HttpCall):
 
     @property
     def reply(self) -> LineReply:
-        """The response, once the handler has made it."""
+        """The response, once the handler has ended."""
         return LineReply(self._status, self._answer, self._retry_after_ms / 1000)
 
     async def body(self) -> bytes:
@@ -44,10 +44,10 @@ class LineCall(HttpCall):
         await work
 
     async def start_events(self) -> None:
-        """Refuse to stream: a file cannot contain a stream."""
-        raise refused("stream", "the answers of a batch come whole", "unsupported_parameter")
+        """Raise ApiError: the answers of a batch are not streamed."""
+        raise refused("stream", "a batch's answers cannot be streamed", "unsupported_parameter")
 
-    async def _keep(self, message: Any) -> None:
+    async def _store(self, message: Any) -> None:
         if message["type"] == "http.response.start":
             self._status = message["status"]
             self._retry_after_ms = int(dict(message["headers"]).get(b"retry-after-ms", b"0"))
@@ -56,16 +56,16 @@ class LineCall(HttpCall):
 
 
 class LineCalls:
-    """Endpoints for batch lines, by url: the HTTP paths that allow batches."""
+    """Endpoints that a batch's lines may call, by url (an HTTP path)."""
 
     def __init__(self) -> None:
         self._endpoints: dict[str, Endpoint] = {}
 
-    def take(self, routes: Sequence[Route]) -> None:
-        """Register the routes that batches may call."""
+    def register(self, routes: Sequence[Route]) -> None:
+        """Add the routes whose endpoints allow batches."""
         for route in routes:
             if isinstance(route.app, Endpoint) and route.app.in_batches:
-                # Without ``tenant_of``: the line's tenant is known.
+                # Without ``tenant_of``: the tenant is the batch's.
                 self._endpoints[route.path] = Endpoint("POST", route.app.handler, None, error_form=route.app.error_form)
 
     @property
@@ -74,12 +74,12 @@ class LineCalls:
         return tuple(self._endpoints)
 
     async def serve(self, url: str, body: bytes, tenant: Tenant, request_id: str) -> LineReply:
-        """Serve one line, whose url is among ``urls``; an error becomes its reply."""
+        """Serve one line, whose url is among ``urls``. Errors are replies, too."""
         endpoint = self._endpoints[url]
         call = LineCall(url, body, tenant, request_id, endpoint.error_form)
         await endpoint.answer(call)
         return call.reply
 
 
-async def _nothing_comes() -> Any:
-    raise AssertionError("a line's body is read at once")
+async def _receive_nothing() -> Any:
+    raise AssertionError("a line's body is never received")

@@ -4,11 +4,11 @@
     FOLDER/files/ID.json                 its record; a file without one does not exist
     FOLDER/batches/ID/batch.json         the batch's record, written only by the holder of the lock
     FOLDER/batches/ID/lock               locked (flock) by the one gateway that runs the batch
-    FOLDER/batches/ID/cancel             created by any gateway that was asked to cancel it
+    FOLDER/batches/ID/cancel             created by a gateway whose client has cancelled it
     FOLDER/batches/ID/journal            a result per finished line; removed once the outputs are written
 
 Records are replaced atomically, by renames. Tenants see only their own files and batches. All functions block. They
-raise NotFound for an id that is not the tenant's, and FolderFull if the disk is full or a limit is met.
+raise NotFound for an id that is not the tenant's, and FolderFull if the disk is full or a limit is reached.
 """
 
 from __future__ import annotations
@@ -33,14 +33,18 @@ from pillion.gateway.batches.batch_records import COMPLETION_WINDOW, COMPLETION_
 from pillion.host.locks import try_lock
 
 INPUT_PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
+# Bytes read or written at once.
+PIECE_BYTES = 256 * 2**10
 MAX_FILES = 8192
 MAX_BATCHES = 4096
+# Share of all limits for a named tenant.
 TENANT_PERCENT = 25
 MAX_OPEN_BATCHES = 100
 MAX_FILENAME_CHARS = 256
-# Concurrent uploads at one gateway, of all tenants and per tenant, and the retry time of a refused one.
+# Max concurrent uploads at one gateway, of all tenants and per tenant, and the Retry-After of a refused one.
 MAX_UPLOADS, TENANT_UPLOADS = 64, 4
 UPLOAD_RETRY_MS = 1000
+# Age at which files and batches without a record are removed: their writer is gone.
 PART_AGE_S = 3600
 FULL_RETRY_MS = 60_000
 # Suffixes of a batch's output files, whose names are fixed, so that writing them again replaces them.
@@ -49,13 +53,12 @@ OUTPUT, ERRORS = "-output", "-errors"
 _FILE_ID = re.compile(r"file-[0-9a-f]{24}(-output|-errors)?")
 _BATCH_ID = re.compile(r"batch_[0-9a-f]{24}")
 _OWNER_ONLY_FOLDER, _OWNER_ONLY_FILE = 0o700, 0o600
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 T = TypeVar("T")
 
 
 class FolderFull(Overloaded):
-    """Neither a file nor a result can be stored for lack of space."""
+    """A file or result cannot be stored, for lack of space or because a limit of the folder is reached."""
 
 
 class FileTooLarge(InvalidRequest):
@@ -68,26 +71,26 @@ def disk_full_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _FULL:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS):
             raise
         raise FolderFull(f"the disk of --batch-path cannot store more: {error.strerror}", FULL_RETRY_MS) from None
 
 
 class Upload:
-    """A file being uploaded or written, visible to its tenant once complete.
+    """A file being uploaded, visible to its tenant once complete.
 
-    The part file has its maximum size from the start, so that every gateway counts what is reserved.
+    Its .part file has the max size from the start, so that every gateway counts the reserved bytes.
     """
 
-    def __init__(self, folder: BatchFolder, tenant: str, most_bytes: int) -> None:
+    def __init__(self, folder: BatchFolder, tenant: str, max_bytes: int) -> None:
         self._folder = folder
         self.tenant = tenant
         self.id = f"file-{secrets.token_hex(12)}"
         self._path = folder.content(self.id).with_suffix(".part")
-        self.size, self.most_bytes = 0, most_bytes
+        self.size, self.max_bytes = 0, max_bytes
         self._file = open_new(self._path)
         try:
-            self._resize(most_bytes)
+            self._resize(max_bytes)
         except BaseException:
             self.close()
             raise
@@ -96,7 +99,7 @@ class Upload:
     def write(self, data: bytes | bytearray) -> None:
         """Append bytes. Raises FileTooLarge and FolderFull."""
         self.size += len(data)
-        if self.size > self.most_bytes:
+        if self.size > self.max_bytes:
             raise self._folder.too_large()
         with disk_full_errors():
             write_all(self._file, data)
@@ -123,7 +126,7 @@ class BatchFolder:
     """Manager of the folder of --batch-path. Raises ConfigError if it cannot be created or used.
 
     Args:
-        max_bytes: size at which uploads are refused and batches pause.
+        max_bytes: total size at which uploads are refused and batches pause.
         file_bytes: limit on an uploaded file.
         keep_s: age at which files, and batches that have ended, are removed.
         tenant_percent: share of all limits for a named tenant.
@@ -163,29 +166,31 @@ class BatchFolder:
             raise self.too_large()
         size_bytes = size_bytes or self.file_bytes
         with self._lock, disk_full_errors():
-            mine = [upload for upload in self.uploads if upload.tenant == tenant]
-            if len(mine) >= TENANT_UPLOADS or len(self.uploads) >= MAX_UPLOADS:
-                text = f"{TENANT_UPLOADS} files are being sent by this tenant, or {MAX_UPLOADS} by all"
+            uploads = [upload for upload in self.uploads if upload.tenant == tenant]
+            if len(uploads) >= TENANT_UPLOADS or len(self.uploads) >= MAX_UPLOADS:
+                text = f"this tenant is uploading {TENANT_UPLOADS} files, or all tenants {MAX_UPLOADS}"
                 raise Overloaded(text, UPLOAD_RETRY_MS)
-            # A tenant without a name may fill the folder, so its files are not scanned.
+            # A tenant without a name has no limit of its own, so its files need not be listed.
             files = self.files(tenant) if tenant else []
-            mine_bytes = sum(one.bytes for one in files) + sum(upload.most_bytes for upload in mine)
-            self._require_room("bytes", self.max_bytes, self.used_bytes(), tenant, mine_bytes, size_bytes)
+            tenant_bytes = sum(file.bytes for file in files) + sum(upload.max_bytes for upload in uploads)
+            self._require_room("bytes", self.max_bytes, self.used_bytes(), tenant, tenant_bytes, size_bytes)
             count = len(list(self._files.glob("*.json")))
-            self._require_room("files", MAX_FILES, count + len(self.uploads), tenant, len(files) + len(mine), 1)
+            self._require_room("files", MAX_FILES, count + len(self.uploads), tenant, len(files) + len(uploads), 1)
             return Upload(self, tenant, size_bytes)
 
     def too_large(self) -> InvalidRequest:
         """Create the error for a file above the limit."""
         return FileTooLarge.of(FieldViolation("file", f"larger than {self.file_bytes} bytes"))
 
-    def _require_room(self, what: str, most: int, used: int, tenant: str, mine: int, more: int) -> None:
-        """Raise FolderFull if ``more`` exceeds the folder's limit, or the share of a named tenant. ``used`` is what all
-        use, ``mine`` what the tenant uses."""
-        if used + more > most:
-            raise FolderFull(f"the folder of --batch-path already has {most} {what}", FULL_RETRY_MS)
-        share = max(1, most * self.tenant_percent // 100)
-        if tenant and mine + more > share:
+    def _require_room(self, what: str, limit: int, used: int, tenant: str, tenant_used: int, more: int) -> None:
+        """Raise FolderFull if ``used + more`` exceeds the limit, or ``tenant_used + more`` above a named tenant's share.
+
+        ``what``: the unit, for the error.
+        """
+        if used + more > limit:
+            raise FolderFull(f"the folder of --batch-path already has {limit} {what}", FULL_RETRY_MS)
+        share = max(1, limit * self.tenant_percent // 100)
+        if tenant and tenant_used + more > share:
             text = f"the share of a tenant ({self.tenant_percent} %)"
             raise FolderFull(
                 f"this tenant already has {share} {what} in the folder of --batch-path, {text}", FULL_RETRY_MS
@@ -221,24 +226,24 @@ class BatchFolder:
 
     def file(self, tenant: str, name: str) -> FileRecord:
         """Return the record of a tenant's file."""
-        known = _read(self._files / f"{name}.json", FileRecord) if _FILE_ID.fullmatch(name) else None
-        if known is None or known.tenant != tenant:
+        record = _read(self._files / f"{name}.json", FileRecord) if _FILE_ID.fullmatch(name) else None
+        if record is None or record.tenant != tenant:
             raise NotFound(f"there is no file {name[:100]!r}")
-        return known
+        return record
 
     def open_file(self, tenant: str, name: str) -> tuple[FileRecord, FileIO]:
-        """Open a tenant's file for the caller to read and close. It stays readable if it is removed meanwhile."""
-        known = self.file(tenant, name)
+        """Open a tenant's file for the caller to read and close. It stays readable if it is removed."""
+        record = self.file(tenant, name)
         try:
-            return known, FileIO(self.content(name))
+            return record, FileIO(self.content(name))
         except FileNotFoundError:
             raise NotFound(f"there is no file {name!r}") from None
 
     def files(self, tenant: str, purpose: str = "") -> list[FileRecord]:
         """Return a tenant's files, newest first."""
-        known = (_read(path, FileRecord) for path in self._files.glob("*.json"))
-        mine = [one for one in known if one and one.tenant == tenant and purpose in ("", one.purpose)]
-        return sorted(mine, key=lambda one: (one.created_at, one.id), reverse=True)
+        records = (_read(path, FileRecord) for path in self._files.glob("*.json"))
+        files = [one for one in records if one and one.tenant == tenant and purpose in ("", one.purpose)]
+        return sorted(files, key=lambda one: (one.created_at, one.id), reverse=True)
 
     def content(self, name: str) -> Path:
         """Return the path of a file's content."""
@@ -246,11 +251,11 @@ class BatchFolder:
 
     def delete_file(self, tenant: str, name: str) -> None:
         """Remove a tenant's file. Raises Conflict if a batch reads it."""
-        known = self.file(tenant, name)
+        record = self.file(tenant, name)
         for batch in self.open_batches():
-            if batch.input_file_id == known.id:
-                raise Conflict(f"batch {batch.id} reads {known.id}: cancel it, or wait for its end")
-        self._remove_file(known.id)
+            if batch.input_file_id == record.id:
+                raise Conflict(f"batch {batch.id} reads {record.id}: cancel it, or wait for its end")
+        self._remove_file(record.id)
 
     def create(
         self,
@@ -262,15 +267,15 @@ class BatchFolder:
     ) -> BatchRecord:
         """Create a batch on disk. Raises InvalidRequest, which names ``input_file_id``, and Overloaded."""
         try:
-            known = self.file(tenant, file_id)
+            file = self.file(tenant, file_id)
         except NotFound as error:
             raise InvalidRequest.of(FieldViolation("input_file_id", error.message)) from None
-        if known.purpose != INPUT_PURPOSE:
-            text = f"a file of purpose {known.purpose!r} cannot be an input; use purpose={INPUT_PURPOSE}"
+        if file.purpose != INPUT_PURPOSE:
+            text = f"a file of purpose {file.purpose!r} cannot be an input; use purpose={INPUT_PURPOSE}"
             raise InvalidRequest.of(FieldViolation("input_file_id", text))
-        mine = self.batches(tenant)
-        self._require_room("batches", MAX_BATCHES, len(self.batch_ids()), tenant, len(mine), 1)
-        if sum(not batch.over for batch in mine) >= MAX_OPEN_BATCHES:
+        batches = self.batches(tenant)
+        self._require_room("batches", MAX_BATCHES, len(self.batch_ids()), tenant, len(batches), 1)
+        if sum(not batch.over for batch in batches) >= MAX_OPEN_BATCHES:
             raise Overloaded(f"{MAX_OPEN_BATCHES} batches have not ended yet", FULL_RETRY_MS)
         now = int(time.time())
         record = BatchRecord(
@@ -285,35 +290,35 @@ class BatchFolder:
             output_seconds=output_seconds,
         )
         with disk_full_errors():
-            self.of_batch(record.id).mkdir(mode=_OWNER_ONLY_FOLDER)
-            replace_file(self.of_batch(record.id) / "batch.json", msgspec.json.encode(record))
+            self.batch_path(record.id).mkdir(mode=_OWNER_ONLY_FOLDER)
+            replace_file(self.batch_path(record.id) / "batch.json", msgspec.json.encode(record))
             sync_folder(self._batches)
         return record
 
     def batch(self, tenant: str, name: str) -> BatchRecord:
         """Return the current record of a tenant's batch."""
-        known = self.known_batch(name) if _BATCH_ID.fullmatch(name) else None
-        if known is None or known.tenant != tenant:
+        record = self.find_batch(name) if _BATCH_ID.fullmatch(name) else None
+        if record is None or record.tenant != tenant:
             raise NotFound(f"there is no batch {name[:100]!r}")
-        return known
+        return record
 
     def batches(self, tenant: str) -> list[BatchRecord]:
         """Return a tenant's batches, newest first."""
-        known = map(self.known_batch, self.batch_ids())
-        mine = [one for one in known if one is not None and one.tenant == tenant]
-        return sorted(mine, key=lambda one: (one.created_at, one.id), reverse=True)
+        records = map(self.find_batch, self.batch_ids())
+        batches = [one for one in records if one is not None and one.tenant == tenant]
+        return sorted(batches, key=lambda one: (one.created_at, one.id), reverse=True)
 
     def cancel(self, tenant: str, name: str) -> BatchRecord:
-        """Ask the gateway that runs a batch to end it early. Raises Conflict if it has ended."""
-        known = self.batch(tenant, name)
-        if known.over:
-            raise Conflict(f"batch {known.id} is {known.status}, so it cannot be cancelled")
+        """Request that the gateway that runs a batch ends it early. Raises Conflict if it has ended."""
+        record = self.batch(tenant, name)
+        if record.over:
+            raise Conflict(f"batch {record.id} is {record.status}, so it cannot be cancelled")
         with disk_full_errors():
-            (self.of_batch(name) / "cancel").touch(mode=_OWNER_ONLY_FILE)
-            sync_folder(self.of_batch(name))
+            (self.batch_path(name) / "cancel").touch(mode=_OWNER_ONLY_FILE)
+            sync_folder(self.batch_path(name))
         return self.batch(tenant, name)
 
-    def of_batch(self, name: str) -> Path:
+    def batch_path(self, name: str) -> Path:
         """Return the folder of a batch."""
         return self._batches / name
 
@@ -321,53 +326,55 @@ class BatchFolder:
         """Return the ids of all batches."""
         return [entry.name for entry in os.scandir(self._batches) if _BATCH_ID.fullmatch(entry.name)]
 
-    def known_batch(self, name: str) -> BatchRecord | None:
+    def find_batch(self, name: str) -> BatchRecord | None:
         """Return the record of any tenant's batch, or None. One with a cancel request has status "cancelling"."""
-        known = _read(self.of_batch(name) / "batch.json", BatchRecord)
-        if known is None or known.over:
-            return known
+        record = _read(self.batch_path(name) / "batch.json", BatchRecord)
+        if record is None or record.over:
+            return record
         with contextlib.suppress(OSError):
-            return known.moved("cancelling", (self.of_batch(name) / "cancel").stat().st_mtime)
-        return known
+            return record.with_status("cancelling", (self.batch_path(name) / "cancel").stat().st_mtime)
+        return record
 
     def open_batches(self) -> list[BatchRecord]:
         """Return all batches that have not ended."""
-        known = map(self.known_batch, self.batch_ids())
-        return [one for one in known if one is not None and not one.over]
+        records = map(self.find_batch, self.batch_ids())
+        return [one for one in records if one is not None and not one.over]
 
     def used_bytes(self) -> int:
         """Return the bytes of all files and journals, with those reserved by uploads."""
-        journals = (self.of_batch(name) / "journal" for name in self.batch_ids())
+        journals = (self.batch_path(name) / "journal" for name in self.batch_ids())
         return sum(map(_size, os.scandir(self._files))) + sum(map(_size, journals))
 
     def full(self) -> bool:
-        """Return whether ``max_bytes`` are used."""
+        """Return whether the folder has reached ``max_bytes``."""
         return self.used_bytes() >= self.max_bytes
 
     def sweep(self, now_s: float) -> None:
-        """Remove expired files and batches, and what dead writers have left."""
+        """Remove expired files and batches, and those whose writer died before it wrote their record."""
         in_use = {batch.input_file_id for batch in self.open_batches()}
         for path in self._files.iterdir():
-            known = _read(path, FileRecord) if path.suffix == ".json" else None
-            if known is not None:
-                if known.expires_at <= now_s and known.id not in in_use:
-                    self._remove_file(known.id)
+            record = _read(path, FileRecord) if path.suffix == ".json" else None
+            if record is not None:
+                if record.expires_at <= now_s and record.id not in in_use:
+                    self._remove_file(record.id)
             elif not path.with_suffix(".json").exists() and _age_s(path, now_s) > PART_AGE_S:
                 path.unlink(missing_ok=True)
         for name in self.batch_ids():
-            batch, place = self.known_batch(name), self.of_batch(name)
+            batch, folder = self.find_batch(name), self.batch_path(name)
             if batch is not None and batch.over:
-                # Its gateway was killed before it removed the journal, which it does last.
-                (place / "journal").unlink(missing_ok=True)
-            old = batch is not None and batch.over and batch.ended_at + self.keep_s <= now_s
-            if old or (batch is None and _age_s(place, now_s) > PART_AGE_S):
+                # Left if the gateway was killed before its last action, the removal of the journal.
+                (folder / "journal").unlink(missing_ok=True)
+            expired = batch is not None and batch.over and batch.ended_at + self.keep_s <= now_s
+            if expired or (batch is None and _age_s(folder, now_s) > PART_AGE_S):
                 self._remove_batch(name)
 
     def lock(self, name: str) -> int | None:
-        """Lock a batch; return None if another process has the lock, or the batch is gone. Closing the descriptor, or
-        the end of the process, unlocks it."""
+        """Lock a batch; return the lock's descriptor, None if another process has the lock or the batch is gone.
+
+        Closing the descriptor, or the end of the process, unlocks it.
+        """
         with contextlib.suppress(FileNotFoundError):
-            lock = os.open(self.of_batch(name) / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _OWNER_ONLY_FILE)
+            lock = os.open(self.batch_path(name) / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _OWNER_ONLY_FILE)
             if try_lock(lock):
                 return lock
             os.close(lock)
@@ -381,20 +388,20 @@ class BatchFolder:
     def _remove_batch(self, name: str) -> None:
         lock = self.lock(name)
         if lock is not None:
-            shutil.rmtree(self.of_batch(name), ignore_errors=True)
+            shutil.rmtree(self.batch_path(name), ignore_errors=True)
             os.close(lock)
 
 
 def open_new(path: Path) -> int:
-    """Open a new file for writing, readable only by its owner; replaces one of this name."""
+    """Create or truncate a file for writing, readable only by its owner; return its descriptor."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _OWNER_ONLY_FILE)
 
 
 def write_all(file: int, data: bytes | bytearray) -> None:
     """Write all of ``data``, or raise OSError."""
-    left = memoryview(data)
-    while left:
-        left = left[os.write(file, left) :]
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(file, rest) :]
 
 
 def replace_file(path: Path, data: bytes, *, sync: bool = True) -> None:
@@ -414,7 +421,7 @@ def replace_file(path: Path, data: bytes, *, sync: bool = True) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Sync the names in a folder to disk. Raises OSError."""
+    """Sync a folder's directory entries to disk. Raises OSError."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(folder)

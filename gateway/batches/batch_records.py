@@ -23,11 +23,11 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     created_at: int
     expires_at: int
 
-    def shown(self) -> dict[str, Any]:
-        """Return the file in OpenAI's form."""
-        known = msgspec.structs.asdict(self)
-        del known["tenant"]
-        return {"object": "file", "status": "processed", **known}
+    def public(self) -> dict[str, Any]:
+        """Return the file in OpenAI's format."""
+        fields = msgspec.structs.asdict(self)
+        del fields["tenant"]
+        return {"object": "file", "status": "processed", **fields}
 
 
 class BatchError(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +43,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A tenant's batch. Times are Unix seconds, None for events that have not happened.
 
     Attributes:
-        output_seconds: lifetime of its output files.
+        output_seconds: lifetime of its output files; None for the folder's.
         total, completed, failed: number of lines in total, answered, and failed.
     """
 
@@ -78,20 +78,20 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ended_at(self) -> int:
-        """Time of the batch's end, or of its creation while it has not ended."""
+        """Time of the batch's end, or of its creation if it has not ended."""
         return self.completed_at or self.failed_at or self.expired_at or self.cancelled_at or self.created_at
 
-    def moved(self, status: str, now_s: float, **more: Any) -> BatchRecord:
-        """Return the batch with this status, since ``now_s`` if it is new."""
+    def with_status(self, status: str, now_s: float, **more: Any) -> BatchRecord:
+        """Return the batch with a status, whose time is set to ``now_s`` unless it is set, and with further fields."""
         stamp = f"{status}_at"
         since = {} if getattr(self, stamp) is not None else {stamp: int(now_s)}
         return msgspec.structs.replace(self, status=status, **since, **more)
 
-    def shown(self) -> dict[str, Any]:
-        """Return the batch in OpenAI's form."""
-        known = msgspec.structs.asdict(self)
+    def public(self) -> dict[str, Any]:
+        """Return the batch in OpenAI's format."""
+        fields = msgspec.structs.asdict(self)
         for name in ("tenant", "output_seconds", "total", "completed", "failed"):
-            del known[name]
+            del fields[name]
         counts = {"total": self.total, "completed": self.completed, "failed": self.failed}
         errors = {"object": "list", "data": self.errors} if self.errors else None
-        return {"object": "batch", **known, "errors": errors, "request_counts": counts}
+        return {"object": "batch", **fields, "errors": errors, "request_counts": counts}

@@ -1,8 +1,8 @@
-"""Runs batches: claims those that no gateway runs, and sends their lines through the gateway.
+"""Runs batches: claims those that no gateway runs, and serves their lines through this gateway.
 
-    look for a batch --lock--> check its input, read its journal --> lines, in parallel --> outputs --> next look
-                                 | bad: failed                        | busy: retried          | disk full: released,
-                                                                                                 claimed again
+    poll --lock--> check the input, read the journal --> lines, in parallel --> outputs
+                     | invalid: failed                    | busy: retried        | disk full: released, claimed again
+
 The next line is chosen by fairness between tenants and by each batch's machine. Lines in flight when the gateway ends
 have no result, so they run again elsewhere.
 """
@@ -39,26 +39,24 @@ from pillion.tasks import OwnTasks, at_most, end_tasks
 
 log = logging.getLogger("pillion.gateway.batches")
 
-# Interval of looking for batches and for reasons to end one; max age of a stored record.
-LOOK_MS = 500
-# Interval of removing old files and counting the folder's bytes.
+# Interval at which batches are looked for, checked for a reason to end them, and their records stored.
+POLL_MS = 500
+# Interval at which expired files are removed and the folder's bytes are counted.
 SWEEP_MS = 30_000
-# Concurrent batches per gateway, and of one tenant.
+# Max concurrent batches per gateway, and per tenant of it.
 MAX_BATCHES_AT_ONCE = 64
 TENANT_BATCHES_AT_ONCE = 4
 # Retry delay of a batch released after an error.
 RETRY_DELAY_MS = 10_000
-# Threads for the folder, so that a slow disk delays only batches.
+# Threads for the folder, separate so that a slow disk delays nothing but batches.
 DISK_THREADS = 4
-
-EXPIRED = ("batch_expired", "This request could not be executed before the completion window expired.")
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class LineReply:
-    """The response to a line: JSON, and when to retry (0: not said)."""
+    """The response to a line: HTTP status, JSON, and Retry-After (0 without one)."""
 
     status: int
     body: bytes
@@ -79,7 +77,7 @@ class RunningBatch:
     # Results not yet in the journal, at most one per running line.
     results: list[JournalEntry] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    # Why the batch must be released.
+    # Error for which the batch must be released.
     failure: Exception | None = None
 
     @property
@@ -93,13 +91,13 @@ class BatchRunner:
 
     Args:
         serve: serves a line.
-        tenant_named: returns a tenant by name, None if it was removed from the keys.
+        find_tenant: returns a tenant by name, None if it was removed from the keys.
         max_lines: limit on lines that run or wait in the gateway.
     """
 
     folder: BatchFolder
     _serve: ServeLine
-    _tenant_named: Callable[[str], Tenant | None]
+    _find_tenant: Callable[[str], Tenant | None]
     _meters: Meters
     _max_lines: int
 
@@ -107,8 +105,8 @@ class BatchRunner:
         self._disk = ThreadPoolExecutor(DISK_THREADS, "batches")
         self._running: list[RunningBatch] = []
         self._claimed: dict[str, BatchClaim] = {}
-        # Ids of finished batches, which are not read again.
-        self._over: set[str] = set()
+        # Ids of finished batches, whose records need not be read again.
+        self._finished: set[str] = set()
         self._wake = asyncio.Event()
         self._full = False
         self._swept_s = -math.inf
@@ -116,9 +114,9 @@ class BatchRunner:
         self._meters.watch(self._readings)
 
     def start(self) -> None:
-        """Start looking for batches and running them."""
-        self._tasks.begin(_for_ever(self._look, LOOK_MS / 1000), "batches")
-        self._tasks.begin(_for_ever(self._feed, 0.0), "batch lines")
+        """Start claiming and running batches."""
+        self._tasks.begin(_repeat(self._claim_batches, POLL_MS / 1000), "batches")
+        self._tasks.begin(_repeat(self._start_lines, 0.0), "batch lines")
 
     async def stop(self) -> None:
         """Release all batches; other gateways continue them. Files stay readable until ``close``."""
@@ -129,8 +127,8 @@ class BatchRunner:
         self._disk.shutdown(wait=False)
 
     async def on_disk(self, job: Callable[..., T], *arguments: Any) -> T:
-        """Run a job of the folder on a thread; raises its exception. The job has ended on return, even if the caller
-        was cancelled, because it may use what the caller closes next."""
+        """Run a job of the folder on a thread. Raises the job's exception. Returns only once the job has ended, even if
+        the caller is cancelled: the job may use files that the caller closes next."""
         work = asyncio.get_running_loop().run_in_executor(self._disk, job, *arguments)
         try:
             return await asyncio.shield(work)
@@ -140,91 +138,95 @@ class BatchRunner:
             work.exception()
             raise
 
-    async def _look(self) -> None:
-        """Claim free batches and remove old files."""
+    async def _claim_batches(self) -> None:
+        """Claim batches that no gateway runs, and remove expired files."""
         if time.monotonic() - self._swept_s >= SWEEP_MS / 1000:
             self._swept_s = time.monotonic()
             await self.on_disk(self.folder.sweep, time.time())
             full = await self.on_disk(self.folder.full)
             if full and not self._full:
-                log.warning("batches are paused: the folder of --batch-path holds %d bytes", self.folder.max_bytes)
+                log.warning(
+                    "batches are paused: the folder of --batch-path has reached its limit of %d bytes",
+                    self.folder.max_bytes,
+                )
             self._full = full
         for record in await self.on_disk(self._unclaimed):
-            mine = sum(one.record.tenant == record.tenant for one in self._claimed.values())
-            if len(self._claimed) >= MAX_BATCHES_AT_ONCE or mine >= TENANT_BATCHES_AT_ONCE:
+            of_tenant = sum(one.record.tenant == record.tenant for one in self._claimed.values())
+            if len(self._claimed) >= MAX_BATCHES_AT_ONCE or of_tenant >= TENANT_BATCHES_AT_ONCE:
                 continue
-            held = await self.on_disk(claim, self.folder, record.id)
-            if held is not None:
-                self._claimed[record.id] = held
-                self._tasks.begin(self._run(held), record.id)
+            batch = await self.on_disk(claim, self.folder, record.id)
+            if batch is not None:
+                self._claimed[record.id] = batch
+                self._tasks.begin(self._run(batch), record.id)
 
     def _unclaimed(self) -> list[BatchRecord]:
-        """Return batches that might be claimable, oldest first."""
-        ids, found = set(self.folder.batch_ids()), []
-        self._over &= ids
-        for name in ids - self._over - self._claimed.keys():
-            record = self.folder.known_batch(name)
+        """Return the records of unfinished batches that this gateway has not claimed, oldest first."""
+        ids, records = set(self.folder.batch_ids()), []
+        self._finished &= ids
+        for name in ids - self._finished - self._claimed.keys():
+            record = self.folder.find_batch(name)
             if record is not None and not record.over:
-                found.append(record)
+                records.append(record)
             elif record is not None:
-                self._over.add(name)
-        return sorted(found, key=lambda one: (one.created_at, one.id))
+                self._finished.add(name)
+        return sorted(records, key=lambda one: (one.created_at, one.id))
 
-    async def _run(self, held: BatchClaim) -> None:
-        """Run a claimed batch to its end, or release it for a while."""
+    async def _run(self, batch: BatchClaim) -> None:
+        """Run a claimed batch to its end. After an error, release it, to be claimed again after a pause."""
         pause_s = 0.0
         try:
-            machine = await self._judged(held)
+            machine = await self._prepare(batch)
             if machine is not None:
-                await self._run_lines(held, machine)
-                await self._write_outputs(held, machine)
+                await self._run_lines(batch, machine)
+                await self._write_outputs(batch, machine)
         except (OSError, PillionError) as error:
-            log.warning("batch %s is given up for a while: %s", held.record.id, error)
+            log.warning("batch %s failed and will be retried: %s", batch.record.id, error)
             pause_s = RETRY_DELAY_MS / 1000
         except Exception:
-            log.exception("batch %s is given up for a while", held.record.id)
+            log.exception("batch %s failed and will be retried", batch.record.id)
             pause_s = RETRY_DELAY_MS / 1000
         finally:
-            held.close()
+            batch.close()
             try:
                 await asyncio.sleep(pause_s)
             finally:
-                del self._claimed[held.record.id]
+                del self._claimed[batch.record.id]
 
-    async def _judged(self, held: BatchClaim) -> BatchMachine | None:
-        """Return a machine for a batch with a good input; otherwise fail the batch and return None."""
-        check = InputCheck(held.record.endpoint, MAX_REQUEST_BYTES)
+    async def _prepare(self, batch: BatchClaim) -> BatchMachine | None:
+        """Check a batch's input and read its journal; return its machine. If the input is invalid, fail the batch and
+        return None."""
+        check = InputCheck(batch.record.endpoint, MAX_REQUEST_BYTES)
         try:
-            while await self.on_disk(held.judge, check, MAX_REQUEST_BYTES):
+            while await self.on_disk(batch.check_input, check, MAX_REQUEST_BYTES):
                 pass
             errors = check.end()
         except FileNotFoundError:
-            errors = (BatchError(code="file_not_found", message=f"{held.record.input_file_id} is gone"),)
+            errors = (BatchError(code="file_not_found", message=f"{batch.record.input_file_id} is gone"),)
         if errors:
-            await self.on_disk(held.finish, held.record.moved("failed", time.time(), errors=errors))
+            await self.on_disk(batch.finish, batch.record.with_status("failed", time.time(), errors=errors))
             return None
-        machine = BatchMachine(held.record, list(check.places), await self.on_disk(held.replay))
+        machine = BatchMachine(batch.record, list(check.spans), await self.on_disk(batch.replay))
         machine.begin(time.time())
         return machine
 
-    async def _run_lines(self, held: BatchClaim, machine: BatchMachine) -> None:
+    async def _run_lines(self, batch: BatchClaim, machine: BatchMachine) -> None:
         """Run lines until the batch may end. Raises PillionError and OSError if the batch must be released."""
-        running, look_s = RunningBatch(held, machine), -math.inf
+        running, poll_s = RunningBatch(batch, machine), -math.inf
         self._running.append(running)
         try:
             while not machine.may_finish:
                 running.changed.clear()
-                if time.monotonic() >= look_s:
-                    look_s = time.monotonic() + LOOK_MS / 1000
-                    cancel = await self.on_disk(held.cancel_asked)
-                    known = self._tenant_named(running.tenant) is not None
+                if time.monotonic() >= poll_s:
+                    poll_s = time.monotonic() + POLL_MS / 1000
+                    cancel = await self.on_disk(batch.cancel_requested)
+                    known = self._find_tenant(running.tenant) is not None
                     machine.tick(time.time(), cancel=cancel, tenant_known=known)
-                    await self.on_disk(held.save, machine.record)
+                    await self.on_disk(batch.save, machine.record)
                 if machine.ending:
                     await end_tasks(*running.lines)
                 results, running.results = running.results, []
                 if results:
-                    await self.on_disk(held.append, results)
+                    await self.on_disk(batch.append, results)
                 for result in results:
                     machine.finished(result.number, result.failed)
                     self._meters.counter(names.BATCH_LINES, "failed" if result.failed else "completed").add()
@@ -232,32 +234,33 @@ class BatchRunner:
                     raise running.failure
                 self._wake.set()
                 if not machine.may_finish:
-                    await at_most(LOOK_MS / 1000, running.changed.wait())
+                    await at_most(POLL_MS / 1000, running.changed.wait())
         finally:
             self._running.remove(running)
             await end_tasks(*running.lines)
 
-    async def _write_outputs(self, held: BatchClaim, machine: BatchMachine) -> None:
+    async def _write_outputs(self, batch: BatchClaim, machine: BatchMachine) -> None:
         machine.finalize(time.time())
-        await self.on_disk(held.save, machine.record)
-        left = (
-            unserved_line(held.record.id, number, held.line(number).custom_id, *EXPIRED)
+        await self.on_disk(batch.save, machine.record)
+        text = "This request could not be executed before the completion window expired."
+        unserved = (
+            unserved_line(batch.record.id, number, batch.line(number).custom_id, "batch_expired", text)
             for number in machine.unserved()
         )
-        machine.end(*await self.on_disk(held.write_outputs, left), time.time())
-        await self.on_disk(held.finish, machine.record)
+        machine.end(*await self.on_disk(batch.write_outputs, unserved), time.time())
+        await self.on_disk(batch.finish, machine.record)
 
-    async def _feed(self) -> None:
+    async def _start_lines(self) -> None:
         """Start lines while the gateway has room, then wait for a change."""
         self._wake.clear()
-        while self._lines_running() < self._max_lines and not self._full and (found := self._next()) is not None:
-            self.start_line(*found)
+        while self._lines_running() < self._max_lines and not self._full and (line := self._next()) is not None:
+            self.start_line(*line)
         await self._wake.wait()
 
     def start_line(self, running: RunningBatch, number: int, tenant: Tenant) -> None:
-        """Start a line. Whenever it ends, it has a result or was requeued."""
+        """Start a line. However it ends, it has a result or is requeued."""
 
-        def ended(line: asyncio.Task[bool]) -> None:
+        def on_end(line: asyncio.Task[bool]) -> None:
             running.lines.discard(line)
             # A cancelled task may never have started its line.
             if line.cancelled() or not line.result():
@@ -266,13 +269,13 @@ class BatchRunner:
 
         line = asyncio.create_task(self._run_line(running, number, tenant), name="batch line")
         running.lines.add(line)
-        line.add_done_callback(ended)
+        line.add_done_callback(on_end)
 
     def _next(self) -> tuple[RunningBatch, int, Tenant] | None:
-        """Return the next line: of the tenant with the fewest running lines per weight, and its batch with the
-        fewest."""
+        """Return (batch, line, tenant) to run next: of the tenant with the fewest running lines per weight, and of its
+        batch with the fewest running lines; None if no batch has a line to run."""
         of_tenant: Counter[str] = Counter()
-        tenants = {one.tenant: self._tenant_named(one.tenant) for one in self._running}
+        tenants = {one.tenant: self._find_tenant(one.tenant) for one in self._running}
         for one in self._running:
             of_tenant[one.tenant] += len(one.machine.running)
 
@@ -289,22 +292,22 @@ class BatchRunner:
         return None
 
     async def _run_line(self, running: RunningBatch, number: int, tenant: Tenant) -> bool:
-        """Serve a line; return whether it got a result, which then waits for the journal."""
-        held, machine = running.claim, running.machine
-        name = request_id(held.record.id, number)
+        """Serve a line; return whether it has a result, which is added to ``running.results``."""
+        batch, machine = running.claim, running.machine
+        name = request_id(batch.record.id, number)
         try:
-            line = await self.on_disk(held.line, number)
+            line = await self.on_disk(batch.line, number)
             reply = await self._serve(line.url, bytes(line.body), tenant.in_background(), name)
             if machine.is_final(number, reply.status, reply.retry_after_s, time.monotonic()):
-                answer = output_line(held.record.id, number, line.custom_id, reply.status, name, reply.body)
+                answer = output_line(batch.record.id, number, line.custom_id, reply.status, name, reply.body)
                 running.results.append(JournalEntry(number, reply.status != 200, answer))
                 return True
             self._meters.counter(names.BATCH_LINES, "retried").add()
         except OSError as error:
-            # Releases the whole batch, which logs it.
+            # The whole batch is released for it, which is logged.
             running.failure = error
         except Exception as error:
-            log.exception("line %d of batch %s could not be served", number, held.record.id)
+            log.exception("line %d of batch %s could not be served", number, batch.record.id)
             running.failure = error
         return False
 
@@ -316,9 +319,9 @@ class BatchRunner:
         yield names.BATCH_LINES_NOW, ("queued",), sum(one.machine.queued for one in self._running)
 
 
-async def _for_ever(step: Callable[[], Awaitable[None]], pause_s: float) -> None:
-    """Repeat a step. Neither a defect in it nor a missing folder may end all batches; an OSError is logged once until
-    the step works again."""
+async def _repeat(step: Callable[[], Awaitable[None]], pause_s: float) -> None:
+    """Run a step repeatedly; log and ignore its errors, which must not end all batches. An OSError is logged once,
+    until the step works again."""
     failure = ""
     while True:
         try:
@@ -327,9 +330,9 @@ async def _for_ever(step: Callable[[], Awaitable[None]], pause_s: float) -> None
         except OSError as error:
             if str(error) != failure:
                 failure = str(error)
-                log.warning("no batch is begun, and nothing old is removed from --batch-path: %s", failure)
-            await asyncio.sleep(LOOK_MS / 1000)
+                log.warning("cannot start batches, nor remove expired files from --batch-path: %s", failure)
+            await asyncio.sleep(POLL_MS / 1000)
         except Exception:
-            log.exception("batches are disturbed")
-            await asyncio.sleep(LOOK_MS / 1000)
+            log.exception("a step of running batches failed")
+            await asyncio.sleep(POLL_MS / 1000)
         await asyncio.sleep(pause_s)

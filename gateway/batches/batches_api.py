@@ -1,4 +1,4 @@
-"""/v1/files and /v1/batches."""
+"""Endpoints of files and batches: /v1/files and /v1/batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from starlette.routing import Route
 
 from pillion.errors import NotFound
 from pillion.gateway.batches.batch_calls import LineCalls
-from pillion.gateway.batches.batch_folder import INPUT_PURPOSE, BatchFolder, FileTooLarge, FolderFull, Upload
+from pillion.gateway.batches.batch_folder import (
+    INPUT_PURPOSE,
+    PIECE_BYTES,
+    BatchFolder,
+    FileTooLarge,
+    FolderFull,
+    Upload,
+)
 from pillion.gateway.batches.batch_records import COMPLETION_WINDOW, BatchRecord, FileRecord
 from pillion.gateway.batches.batch_runner import BatchRunner
 from pillion.gateway.batches.multipart import FORM_TYPE, FormReader, UploadForm
@@ -24,32 +31,28 @@ from pillion.gateway.http_api.http_errors import ApiError, from_pillion, refused
 from pillion.gateway.http_api.model_calls import ModelCalls
 from pillion.gateway.http_api.openai_requests import read_metadata
 
-# Bytes read or written at once.
-PIECE_BYTES = 256 * 2**10
-# Size of a form besides its file.
+# Max size of an upload's form without its file.
 MAX_FORM_BYTES = 2**20
 MAX_BATCH_BODY_BYTES = 64 * 2**10
-MAX_LISTED_FILES, LISTED_FILES = 10_000, 10_000
-MAX_LISTED_BATCHES, LISTED_BATCHES = 100, 20
-JSON_LINES = b"application/jsonl"
 # Deadline of an upload: UPLOAD_GRACE_S plus its bytes at MIN_BYTES_PER_S.
 UPLOAD_GRACE_S, MIN_BYTES_PER_S = 60.0, 16 * 2**10
 
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"
 
-_UPLOAD = {"purpose": "batch", "file": "@requests.jsonl"}
-_BATCH = {"input_file_id": "file-...", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
-
 
 def batch_routes(
     calls: ModelCalls, runner: BatchRunner | None, lines: LineCalls, others: Sequence[Route]
 ) -> list[Route]:
-    """Return the routes of files and batches. Lines may call those of ``others`` that allow it; without a runner all
-    answer that there are no batches."""
-    lines.take(others)
+    """Return the routes of files and batches; without a ``runner`` they answer 404.
+
+    Registers those of ``others`` that allow batches with ``lines``.
+    """
+    lines.register(others)
     api, tenant_of = BatchesApi(calls, runner, lines.urls), calls.gateway.tenant_of
-    upload = Endpoint("POST", api.create_file, tenant_of, UploadForm, body_type=FORM_TYPE, example=_UPLOAD)
-    create = Endpoint("POST", api.create_batch, tenant_of, BatchBody, example=_BATCH)
+    form = {"purpose": "batch", "file": "@requests.jsonl"}
+    upload = Endpoint("POST", api.create_file, tenant_of, UploadForm, body_type=FORM_TYPE, example=form)
+    body = {"input_file_id": "file-...", "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    create = Endpoint("POST", api.create_batch, tenant_of, BatchBody, example=body)
     file, delete = Endpoint("GET", api.file, tenant_of), Endpoint("DELETE", api.delete_file, tenant_of)
     return [
         Route("/v1/files", Methods(upload, Endpoint("GET", api.files, tenant_of))),
@@ -93,10 +96,10 @@ class BatchBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 @dataclass(eq=False)
 class BatchesApi:
-    """Handlers of files and batches; without a ``runner`` they refuse. Lines may call ``urls``."""
+    """Handlers of files and batches. ``_urls``: those that a batch's lines may call."""
 
     _calls: ModelCalls
-    _kept: BatchRunner | None
+    _optional_runner: BatchRunner | None
     _urls: Sequence[str]
 
     async def create_file(self, call: HttpCall) -> None:
@@ -105,59 +108,60 @@ class BatchesApi:
         limit = asyncio.timeout(UPLOAD_GRACE_S)
         try:
             async with limit:
-                record = await self._uploaded(call, form, folder, limit)
+                record = await self._store_upload(call, form, folder, limit)
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise ApiError(408, f"the file comes at less than {MIN_BYTES_PER_S} bytes a second") from None
-        await _answer(call, record.shown())
+            raise ApiError(408, f"the file is sent at less than {MIN_BYTES_PER_S} bytes/s") from None
+        await _answer(call, record.public())
 
-    async def _uploaded(
+    async def _store_upload(
         self, call: HttpCall, form: FormReader, folder: BatchFolder, limit: asyncio.Timeout
     ) -> FileRecord:
-        """Read an upload's form into a file of the folder; ``limit`` grows with the bytes received."""
+        """Read an upload's form into a file of the folder; ``limit`` is extended with the bytes received."""
         grace_ends_s, size_bytes = asyncio.get_running_loop().time() + UPLOAD_GRACE_S, 0
         length, on_disk = call.header(b"content-length"), self._runner.on_disk
         expected = int(length) if length.isdigit() and len(length) < 16 else 0
-        most = folder.file_bytes + MAX_FORM_BYTES
-        with _mapped(), contextlib.ExitStack() as opened:
-            if expected > most:
+        max_bytes = folder.file_bytes + MAX_FORM_BYTES
+        with _http_errors(), contextlib.ExitStack() as opened:
+            if expected > max_bytes:
                 raise folder.too_large()
 
             def begin() -> Upload:
-                # Registered with the folder even if this call ends while the thread works.
-                most_bytes = min(expected, folder.file_bytes)
-                return opened.enter_context(contextlib.closing(folder.upload(call.tenant.name, most_bytes)))
+                # On the thread, so that the file is closed even if this call is cancelled meanwhile.
+                reserved_bytes = min(expected, folder.file_bytes)
+                return opened.enter_context(contextlib.closing(folder.upload(call.tenant.name, reserved_bytes)))
 
             upload = await on_disk(begin)
-            waiting = bytearray()
-            async for piece in call.chunks():
-                size_bytes += len(piece)
+            buffer = bytearray()
+            async for chunk in call.chunks():
+                size_bytes += len(chunk)
                 limit.reschedule(grace_ends_s + size_bytes / MIN_BYTES_PER_S)
-                if size_bytes > most:
+                if size_bytes > max_bytes:
                     raise folder.too_large()
-                waiting += form.feed(piece)
-                if len(waiting) >= PIECE_BYTES:
-                    await on_disk(upload.write, waiting)
-                    waiting = bytearray()
+                buffer += form.feed(chunk)
+                if len(buffer) >= PIECE_BYTES:
+                    await on_disk(upload.write, buffer)
+                    buffer = bytearray()
             form.end()
             seconds = await self._calls.read(call, _read_fields, b"", form.fields)
-            await on_disk(upload.write, waiting)
+            await on_disk(upload.write, buffer)
             return await on_disk(upload.finish, form.filename or "", INPUT_PURPOSE, seconds)
 
     async def files(self, call: HttpCall) -> None:
         """List files, newest first."""
-        asked = call.query("after", "limit", "order", "purpose")
-        found = await self._runner.on_disk(self._folder.files, call.tenant.name, asked.get("purpose", ""))
-        order = asked.get("order", "desc")
+        query = call.query("after", "limit", "order", "purpose")
+        files = await self._runner.on_disk(self._folder.files, call.tenant.name, query.get("purpose", ""))
+        order = query.get("order", "desc")
         if order not in ("asc", "desc"):
             raise refused("order", "asc or desc")
-        await _answer(call, _listed(found[::-1] if order == "asc" else found, asked, LISTED_FILES, MAX_LISTED_FILES))
+        files = files[::-1] if order == "asc" else files
+        await _answer(call, _page(files, query, default_limit=10_000, max_limit=10_000))
 
     async def file(self, call: HttpCall) -> None:
         """Describe a file."""
         record = await self._runner.on_disk(self._folder.file, call.tenant.name, call.parameters["id"])
-        await _answer(call, record.shown())
+        await _answer(call, record.public())
 
     async def content(self, call: HttpCall) -> None:
         """Send a file's content."""
@@ -165,14 +169,14 @@ class BatchesApi:
         record, file = await on_disk(folder.open_file, call.tenant.name, call.parameters["id"])
 
         async def send() -> None:
-            await call.start(200, [(b"content-type", JSON_LINES), (b"content-length", b"%d" % record.bytes)])
-            left = record.bytes if call.method != "HEAD" else 0
-            while left:
-                piece = await on_disk(file.read, min(left, PIECE_BYTES))
-                if not piece:
+            await call.start(200, [(b"content-type", b"application/jsonl"), (b"content-length", b"%d" % record.bytes)])
+            remaining = record.bytes if call.method != "HEAD" else 0
+            while remaining:
+                data = await on_disk(file.read, min(remaining, PIECE_BYTES))
+                if not data:
                     raise EOFError(f"{record.id} is shorter than its record says")
-                left -= len(piece)
-                await call.write(piece, last=not left)
+                remaining -= len(data)
+                await call.write(data, last=not remaining)
             if not record.bytes or call.method == "HEAD":
                 await call.write(b"", last=True)
 
@@ -197,7 +201,7 @@ class BatchesApi:
             raise refused("endpoint", f"{' or '.join(self._urls)}", "unsupported_value")
         if body.completion_window != COMPLETION_WINDOW:
             raise refused("completion_window", f"only {COMPLETION_WINDOW!r} is supported", "unsupported_value")
-        with _mapped():
+        with _http_errors():
             record = await self._runner.on_disk(
                 folder.create,
                 call.tenant.name,
@@ -206,31 +210,32 @@ class BatchesApi:
                 metadata,
                 None if body.output_expires_after is None else body.output_expires_after.seconds,
             )
-        await _answer(call, record.shown())
+        await _answer(call, record.public())
 
     async def batches(self, call: HttpCall) -> None:
         """List the tenant's batches, newest first."""
-        asked = call.query("after", "limit")
-        found = await self._runner.on_disk(self._folder.batches, call.tenant.name)
-        await _answer(call, _listed(found, asked, LISTED_BATCHES, MAX_LISTED_BATCHES))
+        query = call.query("after", "limit")
+        batches = await self._runner.on_disk(self._folder.batches, call.tenant.name)
+        await _answer(call, _page(batches, query, default_limit=20, max_limit=100))
 
     async def batch(self, call: HttpCall) -> None:
         """Return a batch's progress."""
         record = await self._runner.on_disk(self._folder.batch, call.tenant.name, call.parameters["id"])
-        await _answer(call, record.shown())
+        await _answer(call, record.public())
 
     async def cancel_batch(self, call: HttpCall) -> None:
         """Cancel a batch; finished lines keep their results."""
-        with _mapped():
+        with _http_errors():
             record = await self._runner.on_disk(self._folder.cancel, call.tenant.name, call.parameters["id"])
-        await _answer(call, record.shown())
+        await _answer(call, record.public())
 
     @property
     def _runner(self) -> BatchRunner:
-        if self._kept is None:
-            text = "files and batches are not kept here: start the gateway with --batch-path FOLDER"
+        """The runner. Raises ApiError without one."""
+        if self._optional_runner is None:
+            text = "files and batches are not stored here: start the gateway with --batch-path FOLDER"
             raise ApiError(404, text, code="not_configured")
-        return self._kept
+        return self._optional_runner
 
     @property
     def _folder(self) -> BatchFolder:
@@ -238,22 +243,22 @@ class BatchesApi:
 
 
 @contextlib.contextmanager
-def _mapped() -> Iterator[None]:
-    """Map the folder's errors to HTTP statuses."""
+def _http_errors() -> Iterator[None]:
+    """Convert the folder's errors to ApiErrors."""
     try:
         yield
     except FolderFull as error:
-        said = from_pillion(error, {})
+        full = from_pillion(error, {})
         raise ApiError(
-            507, said.message, kind="server_error", code="insufficient_storage", retry_after_ms=said.retry_after_ms
+            507, full.message, kind="server_error", code="insufficient_storage", retry_after_ms=full.retry_after_ms
         ) from None
     except FileTooLarge as error:
         raise ApiError(413, error.message, param="file", code="request_too_large") from None
 
 
 def _read_fields(_: bytes, fields: dict[str, str]) -> int | None:
-    """Parse the upload form's fields besides the file; return the file's lifetime in seconds, None if not given. Raises
-    ApiError."""
+    """Parse the fields of an upload's form except the file; return the file's lifetime in seconds, None if not given.
+    Raises ApiError."""
     if "purpose" not in fields:
         raise refused("purpose", "this field is required", "missing_required_parameter")
     if fields["purpose"] != INPUT_PURPOSE:
@@ -270,21 +275,22 @@ def _read_fields(_: bytes, fields: dict[str, str]) -> int | None:
     return int(seconds) if seconds else None
 
 
-def _listed(
-    records: Sequence[FileRecord | BatchRecord], asked: dict[str, str], usual: int, most: int
+def _page(
+    records: Sequence[FileRecord | BatchRecord], query: dict[str, str], *, default_limit: int, max_limit: int
 ) -> dict[str, Any]:
-    """Return a page of files or batches. Raises ApiError, and NotFound for an unknown ``after``."""
-    limit = asked.get("limit", str(usual))
-    if not limit.isdigit() or len(limit) > 9 or not 1 <= int(limit) <= most:
-        raise refused("limit", f"a number from 1 to {most}")
-    ids, after, begin = [one.id for one in records], asked.get("after", ""), 0
+    """Return the files or batches that a query's ``after`` and ``limit`` select, in OpenAI's format. Raises ApiError,
+    and NotFound for an unknown ``after``."""
+    limit = query.get("limit", str(default_limit))
+    if not limit.isdigit() or len(limit) > 9 or not 1 <= int(limit) <= max_limit:
+        raise refused("limit", f"a number from 1 to {max_limit} is needed")
+    ids, after, begin = [one.id for one in records], query.get("after", ""), 0
     if after:
         if after not in ids:
             raise NotFound(f"after: there is no {after[:100]!r}")
         begin = ids.index(after) + 1
     page, more = records[begin : begin + int(limit)], len(records) > begin + int(limit)
     ends = {"first_id": page[0].id, "last_id": page[-1].id} if page else {"first_id": None, "last_id": None}
-    return {"object": "list", "data": [one.shown() for one in page], **ends, "has_more": more}
+    return {"object": "list", "data": [one.public() for one in page], **ends, "has_more": more}
 
 
 async def _answer(call: HttpCall, body: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Parser of multipart/form-data uploads, piece by piece as they arrive."""
+"""Incremental parser of multipart/form-data uploads."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ class UploadForm(msgspec.Struct):
 
 
 class FormReader:
-    """Parser of one form. ``feed`` returns its file's bytes; ``fields`` and ``filename`` are complete once the form has
-    ended.
+    """Parser of one form with a file.
+
+    Attributes:
+        fields: values of the other fields, complete after :meth:`end`.
+        filename: the file's name; None before the file starts.
 
     Raises ApiError for another content type than multipart/form-data.
     """
@@ -62,19 +65,19 @@ class FormReader:
         except FormParserError as error:
             raise _unreadable(error) from None
 
-    def feed(self, piece: bytes) -> bytes:
-        """Parse a piece; return its bytes that belong to the file. Raises ApiError."""
+    def feed(self, chunk: bytes) -> bytes:
+        """Parse the next chunk of the form; return the file's bytes in it. Raises ApiError."""
         try:
-            self._parser.write(piece)
+            self._parser.write(chunk)
         except FormParserError as error:
             raise _unreadable(error) from None
-        found, self._content = b"".join(self._content), []
-        return found
+        content, self._content = b"".join(self._content), []
+        return content
 
     def end(self) -> None:
-        """End the body. Raises ApiError if the form is incomplete or has no file."""
+        """End the form. Raises ApiError if it is incomplete or has no file."""
         if not self._ended:
-            raise ApiError(400, "the form ends in the middle", code="invalid_form")
+            raise ApiError(400, "the form is incomplete", code="invalid_form")
         if self.filename is None:
             raise refused("file", "this field is required", "missing_required_parameter")
 
@@ -96,11 +99,11 @@ class FormReader:
         self._is_file = self._name == "file"
         if self._is_file:
             if self.filename is not None:
-                raise refused("file", "one file comes at a time")
+                raise refused("file", "only one file per upload")
             self.filename = options.get(b"filename", b"").decode("utf-8", "replace")
             return
         if not self._name or self._name in self.fields or len(self.fields) >= MAX_FORM_FIELDS:
-            raise refused(self._name[:100], "this field comes twice, or there are too many")
+            raise refused(self._name[:100], "this field is repeated, or there are too many fields")
         self.fields[self._name] = ""
 
     def _data(self, data: bytes, start: int, end: int) -> None:

@@ -18,10 +18,10 @@ def check_batches(folder: BatchFolder) -> None:
         size = folder.content(name).stat().st_size
         assert size == file.bytes, f"{name} has another size than its record says"
     for name in folder.batch_ids():
-        batch = folder.known_batch(name)
+        batch = folder.find_batch(name)
         assert batch is not None, f"the record of {name} cannot be read"
         assert batch.completed + batch.failed <= max(batch.total, 0), f"{name} counts more lines than it has"
-        journal = folder.of_batch(name) / "journal"
+        journal = folder.batch_path(name) / "journal"
         if batch.over:
             for output, lines in ((batch.output_file_id, batch.completed), (batch.error_file_id, batch.failed)):
                 if output in known:

@@ -170,7 +170,7 @@ async def test_adapters_are_loaded_swapped_and_unloaded(made, flags, folder):
 
 async def test_batches_name_adapters(made, flags, folder, tmp_path, monkeypatch):
     """Resolve an adapter name when its line's turn comes."""
-    monkeypatch.setattr(batch_runner, "LOOK_MS", 20)
+    monkeypatch.setattr(batch_runner, "POLL_MS", 20)
     async with running(made, lora_modules=(f"sql={made[1][0]}",), batch_path=str(tmp_path / "b"), **flags) as fakes:
         async with client_of(fakes.gateway.http_address) as client:
             chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}

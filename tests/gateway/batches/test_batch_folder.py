@@ -58,10 +58,10 @@ def created(folder: BatchFolder, count: int = 3, tenant: str = "") -> str:
 
 def begun(held: BatchClaim) -> BatchMachine:
     check = InputCheck(CHAT, 10**4)
-    while held.judge(check, 10**4):
+    while held.check_input(check, 10**4):
         pass
     assert check.end() == ()
-    machine = BatchMachine(held.record, list(check.places), held.replay())
+    machine = BatchMachine(held.record, list(check.spans), held.replay())
     machine.begin(time.time())
     return machine
 
@@ -355,7 +355,7 @@ def test_damage_is_detected(folder: BatchFolder) -> None:
     worked(folder, name)
     check_batches(folder)
     batch = folder.batch("", name)
-    path = folder.of_batch(name) / "batch.json"
+    path = folder.batch_path(name) / "batch.json"
     path.write_bytes(msgspec.json.encode(msgspec.structs.replace(batch, completed=1)))
     with pytest.raises(AssertionError, match="has 2 lines, not 1"):
         check_batches(folder)

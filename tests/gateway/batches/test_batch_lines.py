@@ -41,7 +41,7 @@ def replayed(journal: bytes) -> tuple[list[JournalEntry], int]:
 @given(st.lists(entries, max_size=4))
 @settings(max_examples=examples(60))
 def test_a_journal_cut_at_any_byte_keeps_its_whole_entries(written: list[JournalEntry]) -> None:
-    packed = [entry.packed() for entry in written]
+    packed = [entry.encoded() for entry in written]
     journal = b"".join(packed)
     ends = [sum(map(len, packed[:count])) for count in range(len(packed) + 1)]
     for cut in range(len(journal) + 1):
@@ -53,7 +53,7 @@ def test_a_journal_cut_at_any_byte_keeps_its_whole_entries(written: list[Journal
 @settings(max_examples=examples(100))
 def test_entries_after_a_damaged_one_are_ignored(written: list[JournalEntry], data: st.DataObject) -> None:
     """A power cut may lose pages of the file and leave zeros in place of an entry."""
-    journal = bytearray(b"".join(entry.packed() for entry in written))
+    journal = bytearray(b"".join(entry.encoded() for entry in written))
     at = data.draw(st.integers(0, len(journal) - 1))
     journal[at] ^= data.draw(st.integers(1, 255))
     found, size = replayed(bytes(journal))
@@ -65,7 +65,7 @@ def test_entries_after_a_damaged_one_are_ignored(written: list[JournalEntry], da
 
 def test_entries_survive_a_round_trip() -> None:
     entry = JournalEntry(7, True, b'{"a": "b c d"}')
-    packed = entry.packed()
+    packed = entry.encoded()
     assert list(whole_entries([packed])) == [(entry, len(packed))]
     assert not list(whole_entries([packed[:-1]]))
 
@@ -102,12 +102,12 @@ def test_inputs_are_bounded() -> None:
     assert judged() == judged(b"\n", b"  \n") == [("empty_file", None)]
     check = InputCheck(CHAT, 1000)
     for number in range(MAX_BATCH_LINES + 1):
-        assert not check.hopeless
+        assert not check.exhausted
         check.add(json.dumps({**GOOD, "custom_id": str(number)}).encode())
-    assert check.hopeless
+    assert check.exhausted
     assert [error.code for error in check.end()] == ["too_many_requests"]
     wrong = InputCheck(CHAT, 1000)
-    while not wrong.hopeless:
+    while not wrong.exhausted:
         wrong.add(b"x\n")
     assert len(wrong.end()) == MAX_INPUT_ERRORS
 
@@ -118,7 +118,7 @@ def test_the_offset_of_each_request_is_recorded() -> None:
     for text in texts:
         check.add(text)
     assert check.end() == ()
-    assert check.places == {1: (0, len(texts[0])), 3: (len(texts[0]) + 1, len(texts[2]))}
+    assert check.spans == {1: (0, len(texts[0])), 3: (len(texts[0]) + 1, len(texts[2]))}
     assert bytes(read_request(texts[2]).body) == b'{"messages": []}'
 
 
@@ -127,7 +127,7 @@ def test_a_line_may_begin_with_a_byte_order_mark() -> None:
     texts = [mark + json.dumps(GOOD).encode() + b"\n", mark + b"\n"]
     for text in texts:
         check.add(text)
-    assert (check.end(), list(check.places)) == ((), [1])
+    assert (check.end(), list(check.spans)) == ((), [1])
     assert bytes(read_request(texts[0]).body) == b'{"messages": []}'
 
 

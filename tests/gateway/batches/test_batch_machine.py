@@ -141,7 +141,7 @@ def test_each_line_runs_once() -> None:
     machine.finalize(3.0)
     assert machine.record.status == "finalizing"
     machine.end("o", None, 4.0)
-    shown = machine.record.shown()
+    shown = machine.record.public()
     assert shown["request_counts"] == {"total": 5, "completed": 5, "failed": 0}
     assert (shown["status"], shown["in_progress_at"], shown["finalizing_at"], shown["completed_at"]) == (
         "completed",

@@ -40,7 +40,7 @@ KEYS = {name: f"plk-{name}-" + name[0] * 40 for name in ("red", "blue")}
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_runner, "LOOK_MS", 20)
+    monkeypatch.setattr(batch_runner, "POLL_MS", 20)
 
 
 def client_of(address: str, key: str = "none") -> openai.AsyncOpenAI:
@@ -306,7 +306,7 @@ async def test_an_upload_that_comes_too_slowly_ends(
     async with connected(served) as (reader, writer):
         writer.write(request_bytes("POST", "/v1/files", body, headers)[:-20])
         said = parse_reply(await reader.read())
-    assert (said.status, "less than 16384 bytes a second" in said.error["message"]) == (408, True)
+    assert (said.status, "less than 16384 bytes/s" in said.error["message"]) == (408, True)
     await until("nothing to stay", lambda: not kept(tmp_path))
 
 
@@ -540,7 +540,7 @@ async def test_a_disk_that_fails_is_one_line_until_it_works(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Log one line, not tracebacks, for a failing scan or read; continue afterwards."""
-    for name in ("LOOK_MS", "SWEEP_MS", "RETRY_DELAY_MS"):
+    for name in ("POLL_MS", "SWEEP_MS", "RETRY_DELAY_MS"):
         monkeypatch.setattr(batch_runner, name, 20)
     failing = {"sweep": 6, "line": 6}
     sweep, line = batch_folder.BatchFolder.sweep, batch_runner.BatchClaim.line

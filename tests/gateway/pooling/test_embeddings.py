@@ -142,7 +142,7 @@ async def test_a_worker_without_embeddings_is_named_as_the_reason() -> None:
 async def test_a_batch_line_may_be_an_embeddings_call() -> None:
     async with running_fake_cluster() as fakes:
         lines = LineCalls()
-        lines.take(pooling_routes(ModelCalls(fakes.gateway.gateway), GatewayVectors(fakes.gateway.gateway)))
+        lines.register(pooling_routes(ModelCalls(fakes.gateway.gateway), GatewayVectors(fakes.gateway.gateway)))
         assert PATH in lines.urls
         reply = await lines.serve(PATH, json.dumps({"input": ["hi"]}).encode(), OPEN, "line-1")
         assert reply.status == 200

@@ -150,7 +150,7 @@ async def test_texts_are_truncated_as_requested() -> None:
 async def test_batch_lines_may_be_rerank_calls() -> None:
     async with running_fake_cluster() as fakes:
         lines = LineCalls()
-        lines.take(pooling_routes(ModelCalls(fakes.gateway.gateway), GatewayVectors(fakes.gateway.gateway)))
+        lines.register(pooling_routes(ModelCalls(fakes.gateway.gateway), GatewayVectors(fakes.gateway.gateway)))
         assert {"/v1/classify", "/v1/embeddings", "/v1/rerank", "/v1/score"} < set(lines.urls)
         body = json.dumps({"text_1": QUERY, "text_2": "x"}).encode()
         reply = await lines.serve("/v1/score", body, OPEN, "line-1")
