@@ -183,7 +183,7 @@ class BatchFolder:
         return FileTooLarge.of(FieldViolation("file", f"larger than {self.file_bytes} bytes"))
 
     def _require_room(self, what: str, limit: int, used: int, tenant: str, tenant_used: int, more: int) -> None:
-        """Raise FolderFull if ``used + more`` exceeds the limit, or ``tenant_used + more`` above a named tenant's share.
+        """Raise FolderFull if ``used + more`` exceeds the limit, or ``tenant_used + more`` a named tenant's share.
 
         ``what``: the unit, for the error.
         """

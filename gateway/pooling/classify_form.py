@@ -25,22 +25,22 @@ class ClassifyBody(TextsBody, forbid_unknown_fields=True, kw_only=True):
 
 
 def read_classify(
-    raw: bytes, request_id: str, most_ids: int
+    raw: bytes, request_id: str, max_ids: int
 ) -> tuple[ClassifyBody, Mapping[str, str], list[GenerateRequest]]:
     """Parse a body. Returns it, the client's names of its texts, and their requests. Raises ApiError."""
     body = parse(raw, ClassifyBody)
-    return body, *requests_of(body.input, most_ids, body.shared(request_id))
+    return body, *requests_of(body.input, max_ids, body.shared(request_id))
 
 
-def write_labels(answer_id: str, found: LabelledTexts) -> bytes:
-    """Encode the labels of a call's texts."""
+def write_labels(answer_id: str, labelled: LabelledTexts) -> bytes:
+    """Encode the labels of a call's texts, in vLLM's format."""
     data = [
         {
             "index": n,
-            "label": found.labels[int(values.argmax())],
+            "label": labelled.labels[int(values.argmax())],
             "probs": values.tolist(),
             "num_classes": len(values),
         }
-        for n, values in enumerate(found.values)
+        for n, values in enumerate(labelled.values)
     ]
-    return write_list(answer_id, found.model, data, found.usage)
+    return write_list(answer_id, labelled.model, data, labelled.usage)

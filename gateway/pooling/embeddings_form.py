@@ -14,6 +14,7 @@ from pillion.gateway.http_api.body_reading import given, parse
 from pillion.gateway.http_api.http_errors import refused
 from pillion.gateway.http_api.openai_fields import Int
 from pillion.gateway.http_api.openai_requests import read_messages, template_kwargs
+from pillion.gateway.pooling.pooling_files import Vector
 from pillion.gateway.pooling.text_bodies import TextsBody, requests_of, usage_of
 from pillion.gateway.pooling.vectors import EmbeddedTexts
 from pillion.types import ChatOptions, GenerateRequest
@@ -48,7 +49,7 @@ class EmbeddingsBody(TextsBody, forbid_unknown_fields=True, kw_only=True):
 
 
 def read_embeddings(
-    raw: bytes, request_id: str, most_ids: int
+    raw: bytes, request_id: str, max_ids: int
 ) -> tuple[EmbeddingsBody, Mapping[str, str], list[GenerateRequest]]:
     """Parse a body. Returns it, the client's names of its texts, and their requests. Raises ApiError."""
     body = parse(raw, EmbeddingsBody)
@@ -56,7 +57,7 @@ def read_embeddings(
         raise refused("input", "exactly one of input and messages is required", "missing_required_parameter")
     shared = body.shared(request_id)
     if not given(body.messages):
-        return body, *requests_of(body.input, most_ids, shared)
+        return body, *requests_of(body.input, max_ids, shared)
     options = ChatOptions(
         add_generation_prompt=bool(body.add_generation_prompt),
         continue_final_message=bool(body.continue_final_message),
@@ -66,13 +67,14 @@ def read_embeddings(
     return body, {"inputs[0]": "messages"}, [request]
 
 
-def write_vectors(found: EmbeddedTexts, encoding: Encoding) -> bytes:
-    """Encode the vectors of a call's texts."""
+def write_vectors(embedded: EmbeddedTexts, encoding: Encoding) -> bytes:
+    """Encode the vectors of a call's texts, in OpenAI's format."""
 
-    def value(n: int) -> Any:
-        vector = found.vectors[n]
+    def encode(vector: Vector) -> Any:
         return vector.tolist() if encoding == "float" else base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
-    data = [{"object": "embedding", "index": n, "embedding": value(n)} for n in range(len(found.vectors))]
-    answer = {"object": "list", "data": data, "model": found.model, "usage": usage_of(found.usage)}
+    data = [
+        {"object": "embedding", "index": n, "embedding": encode(vector)} for n, vector in enumerate(embedded.vectors)
+    ]
+    answer = {"object": "list", "data": data, "model": embedded.model, "usage": usage_of(embedded.usage)}
     return msgspec.json.encode(answer)

@@ -2,15 +2,15 @@
 
     kind      a request's row                             the score
     COSINE    the vector of one of the two texts          the cosine of both vectors
-    LABELS    the logits of a classification head, [1]    the logit, activated as activation_fn says
-    TOKENS    the logits of a true and a false token      the difference of the logits, likewise
+    LABELS    the logit of a classification head, [1]     the logit, activated by activation_fn
+    TOKENS    the logits of a true and a false token      their difference, activated by activation_fn
 
 For LABELS and TOKENS a pair is one text. A chat template with the roles "query" and "document" formats it, as in
-sentence-transformers and vLLM. Without one, a head reads the concatenated texts, and a Qwen3-Reranker, whose template
-does not have these roles, the text of its model card.
+sentence-transformers and vLLM. Without such a template, LABELS uses the concatenated texts, and a Qwen3-Reranker the
+prompt of its model card.
 
-    config.json                        ForSequenceClassification: LABELS; classifier_from_token, vLLM's: TOKENS
-    modules.json, 1_LogitScore         sentence-transformers' form of TOKENS
+    config.json                        ForSequenceClassification: LABELS; classifier_from_token (vLLM's form): TOKENS
+    modules.json, 1_LogitScore         TOKENS, in sentence-transformers' form
     config_sentence_transformers.json  activation_fn; the prompt used as instruction
 """
 
@@ -33,9 +33,7 @@ from pillion.gateway.pooling.pooling_rows import LAST_ROW, PoolingRows
 from pillion.gateway.tokens.tokenizer import ModelTokenizer
 from pillion.types import ChatMessage, ChatOptions, GenerateRequest
 
-# The published Qwen3-Reranker checkpoints are plain Qwen3ForCausalLM; only their names identify them.
-_RERANKER, _QWEN3 = "reranker", "qwen3"
-_YES, _NO = "yes", "no"
+_QWEN3 = "qwen3"
 QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _QWEN3_TEXT = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct"
@@ -77,8 +75,8 @@ class PairForm:
     Attributes:
         kind: kind of a request's row.
         text: how a pair becomes one text; unused for COSINE.
-        rows: rows for LABELS and TOKENS: for TOKENS, the logits of the true token and, if the checkpoint has one, of
-            the false one.
+        rows: rows to compute for LABELS and TOKENS; for TOKENS, the logits of the true token and of the false token, if
+            the checkpoint has one.
         activated: whether a score is the sigmoid of the logit, not the logit.
         instruction: the reranker's instruction; "" for its template's default.
         max_tokens: max tokens of a pair that is one text; None for the model's limit.
@@ -92,8 +90,7 @@ class PairForm:
     max_tokens: int | None = None
 
     def with_instruction(self, instruction: str | None) -> PairForm:
-        """Return the form with another instruction, if not None. Raises InvalidRequest if the form has no place for
-        one."""
+        """Return the form with ``instruction``, unless it is None. Raises InvalidRequest if the form uses none."""
         if instruction is None:
             return self
         if self.text in (PairText.JOINED, PairText.PAIR):
@@ -123,33 +120,34 @@ class PairForm:
         return sigmoid(logit) if self.activated else logit
 
 
-def cosine(one: Vector, other: Vector) -> float:
-    """Return the cosine of two vectors, computed in float64; 0 if one of them is zero."""
-    left, right = one.astype(np.float64), other.astype(np.float64)
-    length = math.sqrt(float(left @ left) * float(right @ right))
-    return float(left @ right) / length if length else 0.0
+def cosine(a: Vector, b: Vector) -> float:
+    """Return the cosine of two vectors, computed in float64; 0 if a vector is zero."""
+    a64, b64 = a.astype(np.float64), b.astype(np.float64)
+    norms = math.sqrt(float(a64 @ a64) * float(b64 @ b64))
+    return float(a64 @ b64) / norms if norms else 0.0
 
 
 def is_reranker_name(name: str) -> bool:
-    """Return True if a model's name contains "reranker"; the configs of Qwen3's rerankers do not identify them."""
-    return _RERANKER in name.lower()
+    """Return True if a model's name is a reranker's. Published Qwen3-Rerankers are plain Qwen3ForCausalLM, so only
+    their names identify them."""
+    return "reranker" in name.lower()
 
 
 def read_pair_form(folder: Path, tokenizer: ModelTokenizer, reranker: bool) -> PairForm:
     """Read how the checkpoint in a folder scores pairs. Raises ConfigError for unsupported settings, by name.
 
-    ``reranker``: whether its name says that it is a reranker.
+    ``reranker``: whether the model's name is a reranker's (:func:`is_reranker_name`).
     """
     config = read_json(folder / "config.json", {})
-    own = read_json(folder / "config_sentence_transformers.json", {})
-    text = PairText.TEMPLATE if _knows_pairs(tokenizer.chat_template) else PairText.JOINED
+    st_config = read_json(folder / "config_sentence_transformers.json", {})
+    text = PairText.TEMPLATE if _has_pair_roles(tokenizer.chat_template) else PairText.JOINED
     if text is PairText.JOINED and is_encoder(config):
         # An encoder's tokenizer joins the two texts, and marks the second one.
         text = PairText.PAIR
     form = PairForm(
         text=text,
-        activated=_activated(folder, own, config),
-        instruction=_instruction(folder, own),
+        activated=_activated(folder, st_config, config),
+        instruction=_instruction(folder, st_config),
         max_tokens=tokenizer_bound(folder),
     )
     if labels := labels_of(config):
@@ -168,10 +166,10 @@ def read_pair_form(folder: Path, tokenizer: ModelTokenizer, reranker: bool) -> P
     return replace(form, kind=ScoreKind.TOKENS, text=text, rows=PoolingRows(logits_of=ids))
 
 
-def _knows_pairs(template: str) -> bool:
-    """Return True if a chat template has the roles of a pair."""
-    mark = '"' if '"query"' in template else "'"
-    return all(f"{mark}{role}{mark}" in template for role in ("query", "document"))
+def _has_pair_roles(template: str) -> bool:
+    """Return True if a chat template has the roles "query" and "document"."""
+    quote = '"' if '"query"' in template else "'"
+    return all(f"{quote}{role}{quote}" in template for role in ("query", "document"))
 
 
 def _score_tokens(folder: Path, config: Any, tokenizer: ModelTokenizer, reranker: bool) -> tuple[int, ...]:
@@ -181,15 +179,15 @@ def _score_tokens(folder: Path, config: Any, tokenizer: ModelTokenizer, reranker
         if [kind for kind, _ in modules] != ["Transformer", "LogitScore"]:
             return ()
         path = folder / modules[1][1] / "config.json"
-        found = read_json(path, {})
-        ids = [found.get("true_token_id"), found.get("false_token_id")]
+        module = read_json(path, {})
+        ids = [module.get("true_token_id"), module.get("false_token_id")]
         ids = ids[:1] if ids[1] is None else ids
-        if not all(type(one) is int and 0 <= one < tokenizer.codec.get_vocab_size() for one in ids):
+        if not all(type(token) is int and 0 <= token < tokenizer.codec.get_vocab_size() for token in ids):
             raise ConfigError(f"{path}: true_token_id and false_token_id are not tokens of the vocabulary")
         return tuple(ids)
     words = config.get("classifier_from_token")
     if words is None and config.get("model_type") == _QWEN3 and reranker:
-        words = [_NO, _YES]
+        words = ["no", "yes"]
     if words is None:
         return ()
     if not isinstance(words, list) or len(words) != 2:
@@ -202,17 +200,17 @@ def _score_tokens(folder: Path, config: Any, tokenizer: ModelTokenizer, reranker
     return tuple(ids)
 
 
-def _activated(folder: Path, own: Any, config: Any) -> bool:
-    """Return whether scores are activated. Raises ConfigError for an unsupported activation."""
-    of_config = config.get("sentence_transformers")
-    old = config.get("sbert_ce_default_activation_function")
-    named = own.get("activation_fn") or old or (of_config.get("activation_fn") if isinstance(of_config, dict) else None)
-    kind = str(named or "Sigmoid").rpartition(".")[2]
+def _activated(folder: Path, st_config: Any, config: Any) -> bool:
+    """Return whether a score is the sigmoid of its logit. Raises ConfigError for an unsupported activation."""
+    nested = config.get("sentence_transformers")
+    name = st_config.get("activation_fn") or config.get("sbert_ce_default_activation_function")
+    name = name or (nested.get("activation_fn") if isinstance(nested, dict) else None)
+    kind = str(name or "Sigmoid").rpartition(".")[2]
     if kind not in ("Sigmoid", "Identity"):
         raise ConfigError(f"{folder}: scores by activation_fn {kind}; only Sigmoid and Identity are supported")
     return kind == "Sigmoid"
 
 
-def _instruction(folder: Path, own: Any) -> str:
-    prompts, default = prompts_of(folder, own)
+def _instruction(folder: Path, st_config: Any) -> str:
+    prompts, default = prompts_of(folder, st_config)
     return prompts[default] if default else ""

@@ -3,11 +3,11 @@
     modules.json                       the modules: Transformer, Pooling, perhaps Normalize
     1_Pooling/config.json              the rows to pool: the last token's, the first one's, or all
     config_sentence_transformers.json  prompts by name, and the name of the default one
-    sentence_bert_config.json          whether texts become messages for the chat template; in old versions, max length
+    sentence_bert_config.json          whether texts become chat messages; before version 6, max length of a text
     tokenizer_config.json              max length of a text, since version 6
     config.json                        width of a vector
 
-Without modules.json the vector is that of the last token, for an encoder the mean of all rows, normalized. Unsupported
+Without modules.json the vector is the last token's row, for an encoder the mean of all rows, normalized. Unsupported
 settings are refused by name, because the vectors would not be those that the model was trained for.
 """
 
@@ -28,7 +28,7 @@ from pillion.gateway.pooling.pooling_rows import Pooling
 
 Vector = npt.NDArray[np.float32]
 MAX_FILE_BYTES = 2**20
-_MODE = "pooling_mode_"
+# Suffix of an older "pooling_mode_..." key -> newer name of the mode.
 _MODES = {
     "cls_token": "cls",
     "mean_tokens": "mean",
@@ -37,14 +37,11 @@ _MODES = {
     "weightedmean_tokens": "weightedmean",
     "lasttoken": "lasttoken",
 }
-# Names of older files with the same content; the first one found is used.
+# Current and older names of one file; the first one that exists is read.
 _TEXT_FILES = tuple(
     f"sentence_{name}_config.json"
     for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
-# Lengths above this mean no limit: tokenizers without one have 10^30.
-_NO_LENGTH_TOKENS = 10**9
-_REFUSED = ("do_lower_case", "query_expansion", "processing_kwargs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +49,8 @@ class VectorForm:
     """How vectors are computed from texts.
 
     Attributes:
-        pooling: the rows whose mean is the vector.
-        normalized: whether vectors have length 1.
+        pooling: rows whose mean is the vector.
+        normalized: whether vectors are scaled to length 1.
         prompts: texts to prepend to a text, by name.
         default_prompt: name of the prompt for calls that name none; "" for none.
         max_tokens: max tokens of a text; None for the model's limit.
@@ -72,8 +69,8 @@ class VectorForm:
 
 
 def read_vector_form(folder: Path) -> VectorForm:
-    """Read the files of a model's folder. Raises ConfigError for damaged files, and for unsupported settings, by
-    name."""
+    """Read the vector form from the files in a model's folder. Raises ConfigError for damaged files and unsupported
+    settings, by name."""
     config = read_json(folder / "config.json", {})
     width = _width(config)
     if labels_of(config):
@@ -87,7 +84,7 @@ def read_vector_form(folder: Path) -> VectorForm:
             f"{folder / 'modules.json'}: the modules {', '.join(kinds)}; only Transformer, Pooling and Normalize, in"
             " this order, are supported"
         )
-    most, as_messages = _texts(folder / modules[0][1])
+    max_tokens, as_messages = _text_settings(folder / modules[0][1])
     path = folder / modules[1][1] / "config.json"
     pooling, with_prompt = _pooling(path)
     if pooling is Pooling.LAST and is_encoder(config):
@@ -95,15 +92,15 @@ def read_vector_form(folder: Path) -> VectorForm:
     prompts, default = prompts_of(folder, read_json(folder / "config_sentence_transformers.json", {}))
     if prompts and not with_prompt and pooling is not Pooling.LAST:
         raise ConfigError(f"{path}: pooling by {pooling} without the rows of prompts is not supported")
-    return VectorForm("Normalize" in kinds, prompts, default, most, width, pooling, as_messages)
+    return VectorForm("Normalize" in kinds, prompts, default, max_tokens, width, pooling, as_messages)
 
 
-def prompts_of(folder: Path, own: Mapping[str, Any]) -> tuple[Mapping[str, str], str]:
+def prompts_of(folder: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, str], str]:
     """Return the prompts by name, and the default one's name or "".
 
-    ``own`` is config_sentence_transformers.json. Raises ConfigError for damaged prompts.
+    ``config``: the content of config_sentence_transformers.json. Raises ConfigError for invalid prompts.
     """
-    prompts, default = own.get("prompts") or {}, own.get("default_prompt_name") or ""
+    prompts, default = config.get("prompts") or {}, config.get("default_prompt_name") or ""
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise ConfigError(f"{folder / 'config_sentence_transformers.json'}: prompts is not an object of texts")
     if default and default not in prompts:
@@ -118,45 +115,46 @@ def modules_of(folder: Path) -> Iterator[tuple[str, str]]:
     if not isinstance(listed, list):
         raise ConfigError(f"{path} is not a list of modules")
     for module in listed:
-        kind, place = (str(module.get(key, "")) for key in ("type", "path")) if isinstance(module, dict) else ("", "")
-        if not kind or Path(place).is_absolute() or ".." in Path(place).parts:
+        kind, path_in = (str(module.get(key, "")) for key in ("type", "path")) if isinstance(module, dict) else ("", "")
+        if not kind or Path(path_in).is_absolute() or ".." in Path(path_in).parts:
             raise ConfigError(f"{path} has a module without a type, or one outside of the folder")
-        yield kind.rpartition(".")[2], place
+        yield kind.rpartition(".")[2], path_in
 
 
-def _texts(folder: Path) -> tuple[int | None, bool]:
+def _text_settings(folder: Path) -> tuple[int | None, bool]:
     """Return the max tokens of a text, None without a limit, and whether texts become messages.
 
     ``folder`` is that of the module Transformer.
     """
     path = next((path for name in _TEXT_FILES if (path := folder / name).is_file()), folder / _TEXT_FILES[0])
-    found = read_json(path, {})
-    for key in _REFUSED:
-        if found.get(key):
+    config = read_json(path, {})
+    for key in ("do_lower_case", "query_expansion", "processing_kwargs"):
+        if config.get(key):
             raise ConfigError(f"{path}: {key} is not supported")
-    # Without this key, which newer files have, texts are not messages, even with a chat template.
-    kinds = found.get("modality_config") or {"text": {}}
+    # Older files do not have this key; then texts are not messages, even with a chat template.
+    kinds = config.get("modality_config") or {"text": {}}
     if not isinstance(kinds, dict) or not {"text", "message"} & kinds.keys():
         raise ConfigError(f"{path}: modality_config names no text")
-    return _count(path, found, "max_seq_length") or tokenizer_bound(folder), "message" in kinds
+    return _token_count(path, config, "max_seq_length") or tokenizer_bound(folder), "message" in kinds
 
 
 def tokenizer_bound(folder: Path) -> int | None:
-    """Return the max tokens of a text or pair in tokenizer_config.json, None without a limit. Raises ConfigError for a
-    damaged limit."""
+    """Return the max tokens of a text or pair by tokenizer_config.json, None without a limit. Raises ConfigError for an
+    invalid one."""
     path = folder / "tokenizer_config.json"
-    found = read_json(path, {})
-    most = found.get("model_max_length")
-    if isinstance(most, int | float) and most > _NO_LENGTH_TOKENS:
+    config = read_json(path, {})
+    limit = config.get("model_max_length")
+    # Tokenizers without a limit have 10^30.
+    if isinstance(limit, int | float) and limit > 10**9:
         return None
-    return _count(path, found, "model_max_length")
+    return _token_count(path, config, "model_max_length")
 
 
-def _count(path: Path, found: Mapping[str, Any], key: str) -> int | None:
-    most = found.get(key)
-    if most is not None and (type(most) is not int or most < 1):
-        raise ConfigError(f"{path}: {key} {most!r} is not a number of tokens")
-    return most
+def _token_count(path: Path, config: Mapping[str, Any], key: str) -> int | None:
+    count = config.get(key)
+    if count is not None and (type(count) is not int or count < 1):
+        raise ConfigError(f"{path}: {key} {count!r} is not a number of tokens")
+    return count
 
 
 def _width(config: Mapping[str, Any]) -> int | None:
@@ -166,30 +164,30 @@ def _width(config: Mapping[str, Any]) -> int | None:
 
 
 def _pooling(path: Path) -> tuple[Pooling, bool]:
-    """Return the rows to pool, and whether a prompt's rows are included. Raises ConfigError for an unsupported mode."""
+    """Return the rows to pool, and whether they include prompts' rows. Raises ConfigError for an unsupported mode."""
     if not path.is_file():
         raise ConfigError(f"{path}, named by modules.json, is missing; --tokenizer can name another folder")
-    found = read_json(path, {})
-    modes = [name for key, name in _MODES.items() if found.get(_MODE + key)]
-    named = found.get("pooling_mode")
+    config = read_json(path, {})
+    modes = [name for key, name in _MODES.items() if config.get(f"pooling_mode_{key}")]
+    named = config.get("pooling_mode")
     modes += [named] if isinstance(named, str) else list(named or ())
     if len(modes) != 1 or modes[0] not in list(Pooling):
-        found_modes, known = ", ".join(map(str, modes)) or "nothing", ", ".join(Pooling)
-        raise ConfigError(f"{path}: pooling by {found_modes}; only one of {known} is supported")
-    return Pooling(modes[0]), bool(found.get("include_prompt", True))
+        listed, known = ", ".join(map(str, modes)) or "nothing", ", ".join(Pooling)
+        raise ConfigError(f"{path}: pooling by {listed}; only one of {known} is supported")
+    return Pooling(modes[0]), bool(config.get("include_prompt", True))
 
 
-def read_json(path: Path, absent: Any) -> Any:
-    """Read a JSON file of the same type as ``absent``, which is returned if it is missing. Raises ConfigError for a
-    damaged file."""
+def read_json(path: Path, default: Any) -> Any:
+    """Return the content of a JSON file, or ``default`` if it is missing. Raises ConfigError for a damaged file, or if
+    its content has another type than ``default``."""
     if not path.is_file():
-        return absent
+        return default
     if path.stat().st_size > MAX_FILE_BYTES:
         raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes")
     try:
-        found = msgspec.json.decode(path.read_bytes())
+        content = msgspec.json.decode(path.read_bytes())
     except msgspec.DecodeError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(found, type(absent)):
-        raise ConfigError(f"{path} is not a JSON {'object' if isinstance(absent, dict) else 'list'}")
-    return found
+    if not isinstance(content, type(default)):
+        raise ConfigError(f"{path} is not a JSON {'object' if isinstance(default, dict) else 'list'}")
+    return content

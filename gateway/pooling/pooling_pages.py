@@ -1,4 +1,4 @@
-"""Endpoints of vectors, labels and scores. The module of each form parses and writes their bodies."""
+"""Endpoints of vectors, labels and scores; the *_form modules parse and encode their bodies."""
 
 from __future__ import annotations
 
@@ -27,12 +27,9 @@ from pillion.gateway.pooling.rerank_forms import (
 from pillion.gateway.pooling.text_bodies import TextsBody
 from pillion.gateway.pooling.vectors import GatewayVectors, ScoredPairs
 
+# Approximate size of a vector's value in a response.
 VALUE_BYTES = 12
-SCORE_BYTES = 64
-_EMBEDDINGS_EXAMPLE = {"model": "demo", "input": ["The sea", "The land"]}
-_CLASSIFY_EXAMPLE = {"model": "demo", "input": ["The sea is blue.", "The land is dry."]}
 _RERANK_EXAMPLE = {"model": "demo", "query": "What is blue?", "documents": ["The sea", "The land"], "top_n": 1}
-_SCORE_EXAMPLE = {"model": "demo", "text_1": "What is blue?", "text_2": ["The sea", "The land"]}
 
 T = TypeVar("T")
 
@@ -40,12 +37,15 @@ T = TypeVar("T")
 def pooling_routes(calls: ModelCalls, vectors: GatewayVectors) -> list[Route]:
     """Return the routes of vectors, labels and scores."""
     api, tenant_of = PoolingApi(calls, vectors), calls.gateway.tenant_of
+    embeddings = {"model": "demo", "input": ["The sea", "The land"]}
+    classify = {"model": "demo", "input": ["The sea is blue.", "The land is dry."]}
+    score = {"model": "demo", "text_1": "What is blue?", "text_2": ["The sea", "The land"]}
     pages: list[tuple[tuple[str, ...], Callable[[HttpCall], Awaitable[None]], type, Mapping[str, Any]]] = [
-        (("/v1/embeddings",), api.embeddings, EmbeddingsBody, _EMBEDDINGS_EXAMPLE),
-        (("/v1/classify", "/classify"), api.classify, ClassifyBody, _CLASSIFY_EXAMPLE),
+        (("/v1/embeddings",), api.embeddings, EmbeddingsBody, embeddings),
+        (("/v1/classify", "/classify"), api.classify, ClassifyBody, classify),
         (("/v1/rerank", "/rerank"), api.rerank, RerankBody, _RERANK_EXAMPLE),
         (("/v2/rerank",), api.rerank_of_cohere, RerankBody, _RERANK_EXAMPLE),
-        (("/v1/score", "/score"), api.score, ScoreBody, _SCORE_EXAMPLE),
+        (("/v1/score", "/score"), api.score, ScoreBody, score),
     ]
     return [
         Route(path, Endpoint("POST", handler, tenant_of, body, example=example, in_batches=True))
@@ -66,22 +66,22 @@ class PoolingApi:
     @reads_body
     async def embeddings(self, call: HttpCall, raw: bytes) -> None:
         """Compute the vectors of texts."""
-        most_ids = self._gateway.longest_tokens
-        body, names, requests = await self._calls.read(call, read_embeddings, raw, call.request_id, most_ids)
+        max_ids = self._gateway.longest_tokens
+        body, names, requests = await self._calls.read(call, read_embeddings, raw, call.request_id, max_ids)
         embed = partial(self._vectors.embed, requests, dimensions=body.dimensions, prompt_name=body.prompt_name)
-        found = await self._computed(call, body, names, embed)
-        size_bytes = VALUE_BYTES * sum(map(len, found.vectors))
-        await self._answer(call, size_bytes, write_vectors, found, body.encoding_format)
+        vectors = await self._compute(call, body, names, embed)
+        size_bytes = VALUE_BYTES * sum(map(len, vectors.vectors))
+        await self._answer(call, size_bytes, write_vectors, vectors, body.encoding_format)
 
     @reads_body
     async def classify(self, call: HttpCall, raw: bytes) -> None:
         """Classify texts."""
-        most_ids = self._gateway.longest_tokens
-        body, names, requests = await self._calls.read(call, read_classify, raw, call.request_id, most_ids)
+        max_ids = self._gateway.longest_tokens
+        body, names, requests = await self._calls.read(call, read_classify, raw, call.request_id, max_ids)
         classify = partial(self._vectors.classify, requests, activated=body.use_activation is not False)
-        found = await self._computed(call, body, names, classify)
-        size_bytes = VALUE_BYTES * sum(map(len, found.values))
-        await self._answer(call, size_bytes, write_labels, f"classify-{call.answer_id}", found)
+        labels = await self._compute(call, body, names, classify)
+        size_bytes = VALUE_BYTES * sum(map(len, labels.values))
+        await self._answer(call, size_bytes, write_labels, f"classify-{call.answer_id}", labels)
 
     @reads_body
     async def rerank(self, call: HttpCall, raw: bytes) -> None:
@@ -105,25 +105,25 @@ class PoolingApi:
         read: Callable[[bytes, str], PairsRequest],
         write: Callable[[PairsRequest, ScoredPairs], bytes],
     ) -> None:
-        asked = await self._calls.read(call, read, raw, call.request_id)
-        body = asked.body
+        parsed = await self._calls.read(call, read, raw, call.request_id)
+        body = parsed.body
         score = partial(
             self._vectors.score,
-            asked.pairs,
-            asked.shared,
+            parsed.pairs,
+            parsed.shared,
             document_tokens=body.max_tokens_per_doc or None,
             instruction=body.instruction,
         )
-        found = await self._computed(call, body, asked.names, score)
-        size_bytes = sum(SCORE_BYTES + len(pair.document) for pair in asked.pairs)
-        await self._answer(call, size_bytes, write, asked, found)
+        scores = await self._compute(call, body, parsed.names, score)
+        size_bytes = sum(64 + len(pair.document) for pair in parsed.pairs)
+        await self._answer(call, size_bytes, write, parsed, scores)
 
-    async def _computed(
+    async def _compute(
         self, call: HttpCall, body: TextsBody, names: Mapping[str, str], compute: Callable[..., Awaitable[T]]
     ) -> T:
-        """Return the result of ``compute``, called with the arguments that all calls share.
+        """Return the result of ``compute``, called with the arguments that all endpoints share.
 
-        ``names`` are the gateway's names of texts -> the client's. Raises ApiError.
+        ``names``: the gateway's names of texts -> the client's, for errors. Raises ApiError.
         """
         entry = await self._calls.entry(body.model, call.tenant)
         try:

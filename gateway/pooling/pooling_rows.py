@@ -1,4 +1,4 @@
-"""Rows of a text that its vector is pooled from, by the model's configuration."""
+"""Choice of the rows of a text that are pooled into its vector."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pillion.types import PoolingParams
 
 
 class Pooling(StrEnum):
-    """Rows whose mean is the vector of a text, by sentence-transformers' names: the first token's, all, or the last
-    token's."""
+    """Rows whose mean is the vector of a text, by sentence-transformers' names: the first token's row, all rows, or the
+    last token's row."""
 
     CLS = "cls"
     MEAN = "mean"
@@ -19,12 +19,12 @@ class Pooling(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingRows:
-    """How a model's texts become vectors.
+    """What a worker computes of each text.
 
     Attributes:
         pooling: the rows whose mean is the vector.
         logits_of: tokens whose logits after the last token are the vector; () for the hidden state.
-        padding_id: padding token, which is skipped to find the last token, in classifiers; None to skip none.
+        padding_id: a classifier's padding token, which does not count as last token; None for no padding.
     """
 
     pooling: Pooling = Pooling.LAST
@@ -33,14 +33,15 @@ class PoolingRows:
 
     @property
     def uses_prefixes(self) -> bool:
-        """True if cached prefixes can be used, which have no rows."""
+        """True if cached prefixes can be used: no rows of a prefix, which a cache does not have, are needed."""
         return self.pooling is Pooling.LAST
 
     def params(self, prompt: tuple[int, ...], second_from: int = 0) -> PoolingParams:
         """Return the parameters for a prompt; ``second_from`` as in PoolingParams."""
-        return PoolingParams(rows=self._positions(prompt), logits_of=self.logits_of, second_from=second_from)
+        return PoolingParams(rows=self._row_positions(prompt), logits_of=self.logits_of, second_from=second_from)
 
-    def _positions(self, prompt: tuple[int, ...]) -> range | None:
+    def _row_positions(self, prompt: tuple[int, ...]) -> range | None:
+        """Return the positions of the rows to pool; None for the prompt's last one."""
         match self.pooling:
             case Pooling.MEAN:
                 return range(len(prompt))

@@ -2,7 +2,7 @@
 
 /rerank, /v1/rerank    vLLM's and Jina's: a query and documents; the best first, with their texts
 /v2/rerank             Cohere's version 2: the same without the texts
-/score, /v1/score      vLLM's: texts and texts, 1:1, 1:N or N:N; a score per pair in order
+/score, /v1/score      vLLM's: two lists of texts, 1:1, 1:N or N:N; a score per pair in order
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from pillion.gateway.pooling.text_call import MAX_TEXTS
 from pillion.gateway.pooling.vectors import ScoredPairs
 from pillion.types import GenerateRequest
 
-COHERE_VERSION = "2"
-
+# Names of the two fields of a score, in vLLM's versions.
 SCORED_FIELDS = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
 
 B = TypeVar("B", bound="PairsBody")
@@ -41,7 +40,7 @@ class DocumentBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class PairsBody(TextsBody, forbid_unknown_fields=True, kw_only=True):
-    """Fields of the bodies of both kinds of endpoints.
+    """Fields of the bodies of /rerank and of /score.
 
     Attributes:
         max_tokens_per_doc: max tokens of a document, which is truncated; default 0: no limit.
@@ -90,7 +89,13 @@ class ScoreBody(PairsBody, forbid_unknown_fields=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class PairsRequest:
-    """A parsed call: its pairs, the fields that their requests share, and the client's names of fields."""
+    """A parsed call of /rerank or /score.
+
+    Attributes:
+        pairs: pairs in order.
+        shared: a request with the fields of all pairs' requests, but no text.
+        names: the gateway's names of fields -> the client's.
+    """
 
     body: PairsBody
     pairs: tuple[TextPair, ...]
@@ -104,7 +109,7 @@ def read_rerank(raw: bytes, request_id: str) -> PairsRequest:
     if body.top_n is not None and body.top_n < 0:
         raise refused("top_n", f"{body.top_n} is less than 0")
     documents = _texts(body.documents, "documents")
-    query = _filled(body.query, "query")
+    query = _require_nonempty(body.query, "query")
     names = {f"inputs[{n}].query": "query" for n in range(len(documents))}
     for n, field in enumerate(documents):
         names[f"inputs[{n}]"] = names[f"inputs[{n}].document"] = field
@@ -116,19 +121,21 @@ def parse_score(raw: bytes, request_id: str) -> PairsRequest:
     """Parse the body of a call that scores pairs. Raises ApiError."""
     body = _read(raw, ScoreBody)
     sent = {name for pair in SCORED_FIELDS for name in pair if getattr(body, name) is not None}
-    one, other = max(SCORED_FIELDS, key=lambda pair: len(sent & {*pair}))
-    if sent != {one, other}:
-        wrong = next((name for name in (one, other) if name not in sent), min(sent - {one, other}, default=one))
+    left, right = max(SCORED_FIELDS, key=lambda pair: len(sent & {*pair}))
+    if sent != {left, right}:
+        wrong = next((name for name in (left, right) if name not in sent), min(sent - {left, right}, default=left))
         listed = ", or ".join(" and ".join(pair) for pair in SCORED_FIELDS)
         raise refused(wrong, f"two fields are required, {listed}", "missing_required_parameter")
-    first, second = _texts(getattr(body, one), one), _texts(getattr(body, other), other)
-    if len(first) not in (1, len(second)):
-        raise refused(one, f"{len(first)} texts and {len(second)} of {other}; expected 1:1, 1:N or N:N")
-    asked = list(first.items()) if len(first) == len(second) else list(first.items()) * len(second)
+    queries, documents = _texts(getattr(body, left), left), _texts(getattr(body, right), right)
+    if len(queries) not in (1, len(documents)):
+        raise refused(left, f"{len(queries)} texts and {len(documents)} of {right}; expected 1:1, 1:N or N:N")
+    repeats = 1 if len(queries) == len(documents) else len(documents)
+    repeated = list(queries.items()) * repeats
     names: dict[str, str] = {}
-    for n, ((query, _), document) in enumerate(zip(asked, second, strict=True)):
+    for n, ((query, _), document) in enumerate(zip(repeated, documents, strict=True)):
         names |= {f"inputs[{n}].query": query, f"inputs[{n}].document": document, f"inputs[{n}]": document}
-    pairs = tuple(TextPair(query, document) for (_, query), document in zip(asked, second.values(), strict=True))
+    paired = zip(repeated, documents.values(), strict=True)
+    pairs = tuple(TextPair(query, document) for (_, query), document in paired)
     return PairsRequest(body, pairs, body.shared(request_id), names)
 
 
@@ -140,58 +147,58 @@ def _read(raw: bytes, kind: type[B]) -> B:
 
 
 def _texts(sent: str | Sequence[str | DocumentBody], name: str) -> dict[str, str]:
-    """Return the texts of the field ``name``, by their fields' names. Raises ApiError."""
+    """Return the texts of the field ``name``, by the client's names, e.g. ``documents[2]``. Raises ApiError."""
     if isinstance(sent, str):
-        return {name: _filled(sent, name)}
+        return {name: _require_nonempty(sent, name)}
     if not 1 <= len(sent) <= MAX_TEXTS:
         raise refused(name, f"{len(sent)} texts; expected 1 to {MAX_TEXTS}")
-    texts = [one if isinstance(one, str) else one.text for one in sent]
-    return {(field := f"{name}[{n}]"): _filled(text, field) for n, text in enumerate(texts)}
+    texts = [item if isinstance(item, str) else item.text for item in sent]
+    return {(field := f"{name}[{n}]"): _require_nonempty(text, field) for n, text in enumerate(texts)}
 
 
-def _filled(text: str, field: str) -> str:
+def _require_nonempty(text: str, field: str) -> str:
     if not text:
         raise refused(field, "it is empty")
     return text
 
 
-def _ranked(asked: PairsRequest, found: ScoredPairs, with_texts: bool) -> list[dict[str, Any]]:
-    """Return the best documents, best first; documents of equal score keep their order."""
-    body = asked.body
+def _ranked(parsed: PairsRequest, scored: ScoredPairs, with_texts: bool) -> list[dict[str, Any]]:
+    """Return the ``top_n`` best documents, best first; ties in the order of the request."""
+    body = parsed.body
     assert isinstance(body, RerankBody)
     shown = with_texts if body.return_documents is None else body.return_documents
-    order = sorted(range(len(found.scores)), key=lambda n: -found.scores[n])
+    order = sorted(range(len(scored.scores)), key=lambda n: -scored.scores[n])
     results: list[dict[str, Any]] = []
     for n in order[: body.top_n or None]:
-        document = {"document": {"text": asked.pairs[n].document}} if shown else {}
-        results.append({"index": n, **document, "relevance_score": found.scores[n]})
+        document = {"document": {"text": parsed.pairs[n].document}} if shown else {}
+        results.append({"index": n, **document, "relevance_score": scored.scores[n]})
     return results
 
 
-def _usage(found: ScoredPairs) -> dict[str, Any]:
-    return {"prompt_tokens": found.usage.prompt_tokens, "total_tokens": found.usage.prompt_tokens}
+def _usage(scored: ScoredPairs) -> dict[str, Any]:
+    return {"prompt_tokens": scored.usage.prompt_tokens, "total_tokens": scored.usage.prompt_tokens}
 
 
-def write_rerank(answer_id: str, asked: PairsRequest, found: ScoredPairs) -> bytes:
+def write_rerank(answer_id: str, parsed: PairsRequest, scored: ScoredPairs) -> bytes:
     """Encode the best documents, in vLLM's and Jina's format."""
-    results = _ranked(asked, found, with_texts=True)
-    answer = {"id": answer_id, "model": found.model, "usage": _usage(found), "results": results}
+    results = _ranked(parsed, scored, with_texts=True)
+    answer = {"id": answer_id, "model": scored.model, "usage": _usage(scored), "results": results}
     return msgspec.json.encode(answer)
 
 
-def write_cohere(answer_id: str, asked: PairsRequest, found: ScoredPairs) -> bytes:
+def write_cohere(answer_id: str, parsed: PairsRequest, scored: ScoredPairs) -> bytes:
     """Encode the best documents, in the format of Cohere's version 2."""
     meta = {
-        "api_version": {"version": COHERE_VERSION, "is_experimental": False},
+        "api_version": {"version": "2", "is_experimental": False},
         "billed_units": {"search_units": 1},
-        "tokens": {"input_tokens": found.usage.prompt_tokens, "output_tokens": 0},
+        "tokens": {"input_tokens": scored.usage.prompt_tokens, "output_tokens": 0},
     }
-    results = _ranked(asked, found, with_texts=False)
-    answer = {"id": answer_id, "results": results, "meta": meta, "model": found.model, "usage": _usage(found)}
+    results = _ranked(parsed, scored, with_texts=False)
+    answer = {"id": answer_id, "results": results, "meta": meta, "model": scored.model, "usage": _usage(scored)}
     return msgspec.json.encode(answer)
 
 
-def write_score(answer_id: str, asked: PairsRequest, found: ScoredPairs) -> bytes:
+def write_score(answer_id: str, parsed: PairsRequest, scored: ScoredPairs) -> bytes:
     """Encode a score per pair."""
-    data = [{"index": n, "object": "score", "score": score} for n, score in enumerate(found.scores)]
-    return write_list(answer_id, found.model, data, found.usage)
+    data = [{"index": n, "object": "score", "score": score} for n, score in enumerate(scored.scores)]
+    return write_list(answer_id, scored.model, data, scored.usage)

@@ -1,4 +1,4 @@
-"""Fields and answers that all pages of texts share."""
+"""Fields, parsing and answers that the endpoints of vectors, labels and scores share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pillion.types import GenerateRequest, Usage
 
 
 class TextsBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields of the bodies of all pages of texts.
+    """Fields of the bodies of all endpoints of vectors, labels and scores.
 
     Attributes:
         model: name of the served model; may be omitted if only one is served.
@@ -42,12 +42,12 @@ class TextsBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         )
 
 
-def requests_of(sent: Raw, most_ids: int, shared: GenerateRequest) -> tuple[Mapping[str, str], list[GenerateRequest]]:
-    """Parse the field ``input``. Raises ApiError.
+def requests_of(sent: Raw, max_ids: int, shared: GenerateRequest) -> tuple[Mapping[str, str], list[GenerateRequest]]:
+    """Parse the field ``input``, of which an item has at most ``max_ids`` token ids. Raises ApiError.
 
     Returns the gateway's names of its texts -> the client's, and their requests: ``shared`` with a text or token ids.
     """
-    prompts = read_prompts(sent, most_ids, "input", MAX_TEXTS)
+    prompts = read_prompts(sent, max_ids, "input", MAX_TEXTS)
     requests = [
         replace(shared, text=prompt) if isinstance(prompt, str) else replace(shared, token_ids=prompt)
         for prompt in prompts.values()
@@ -56,7 +56,7 @@ def requests_of(sent: Raw, most_ids: int, shared: GenerateRequest) -> tuple[Mapp
 
 
 def write_list(answer_id: str, model: str, data: Sequence[Mapping[str, Any]], usage: Usage) -> bytes:
-    """Encode an answer as vLLM does: a list with an id, a time, and a usage without completion tokens."""
+    """Encode an answer in vLLM's format: a list with an id, the time, and a usage with 0 completion tokens."""
     answer = {
         "id": answer_id,
         "object": "list",

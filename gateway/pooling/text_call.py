@@ -1,6 +1,6 @@
 """Texts of one call as requests of the gateway that generate nothing and end with a row of numbers each.
 
-requests --validated, tokenized once, truncated--> ids of all texts --in order, a few at a time--> rows, the usage
+requests --validated, tokenized once, truncated--> ids of all texts --in order, some at a time--> rows, usage
 
 All texts are validated before the first one runs, so a wrong one is refused before anything is computed. A request that
 loses its worker is replayed by the gateway like any other; its row comes once, with its end.
@@ -35,24 +35,19 @@ from pillion.types import ChatOptions, GenerateRequest, SamplingParams, Usage
 # Truncate to the model's limit, as vLLM's truncate_prompt_tokens does.
 CUT_TO_MODEL = -1
 MAX_TEXTS = 2048
-# Texts of a call in the gateway at once: enough to fill steps, and few beside the streams of others.
+# Max texts of a call in the gateway at once: enough to fill steps, but few compared to other clients' streams.
 MAX_TEXTS_AT_ONCE = 32
-# Max steps of the workers that the texts in the gateway fill, which bounds the wait of another client's prompt. With
-# one step, the workers would idle between two texts.
+# Max steps of the workers that the texts in the gateway fill; it bounds the wait of another client's prompt. With one
+# step, the workers would idle between two texts.
 MAX_STEPS_AT_ONCE = 4
-# Limit of the tokens in the gateway if a worker does not report its tokens per step.
-NO_BOUND_TOKENS = 1 << 62
 MAX_TOKENIZED_AT_ONCE = 4
-_OF_TEXT = ("text", "token_ids", "messages")
-_PROMPT_ONLY = SamplingParams(max_tokens=0)
-_NO_CHAT = ChatOptions()
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class TextRows:
-    """A row of numbers per text in order, the token ids, and the total usage."""
+    """A row of numbers and the token ids of each text, in order, and the total usage."""
 
     rows: list[Vector]
     token_ids: list[tuple[int, ...]]
@@ -61,11 +56,11 @@ class TextRows:
 
 @dataclass(slots=True)
 class TextCall:
-    """One call for rows of texts.
+    """Runner of the texts of one call.
 
     Attributes:
-        most_tokens: max tokens of a text for this checkpoint.
-        cut_tokens: number of tokens to truncate texts to; CUT_TO_MODEL means ``most_tokens``, None no truncation.
+        max_tokens: max tokens of a text for this checkpoint.
+        cut_tokens: number of tokens to truncate texts to; CUT_TO_MODEL means ``max_tokens``, None no truncation.
         deadline: monotonic seconds; None for no limit.
         pooled: rows to compute.
     """
@@ -73,7 +68,7 @@ class TextCall:
     gateway: Gateway
     model: ModelEntry
     tenant: Tenant | None
-    most_tokens: int
+    max_tokens: int
     cut_tokens: int | None = None
     deadline: float | None = None
     parent: otel_context.Context | None = None
@@ -81,9 +76,9 @@ class TextCall:
 
     def __post_init__(self) -> None:
         if self.cut_tokens == CUT_TO_MODEL:
-            self.cut_tokens = self.most_tokens
-        if self.cut_tokens is not None and not 1 <= self.cut_tokens <= self.most_tokens:
-            text = f"{self.cut_tokens} is not in [1, {self.most_tokens}], nor {CUT_TO_MODEL}, which means the maximum"
+            self.cut_tokens = self.max_tokens
+        if self.cut_tokens is not None and not 1 <= self.cut_tokens <= self.max_tokens:
+            text = f"{self.cut_tokens} is not in [1, {self.max_tokens}], nor {CUT_TO_MODEL}, which means the maximum"
             raise InvalidRequest.of(FieldViolation("truncate_prompt_tokens", text))
 
     async def rows(
@@ -93,32 +88,34 @@ class TextCall:
 
         Args:
             names: fields of the texts, for errors.
-            seconds: positions of pairs' second texts.
+            seconds: position of the second text in each pair; empty for texts that are no pairs.
 
         Raises what Gateway.generate raises, for the first text that fails; the others are cancelled.
         """
-        asked = await self.read(requests, names)
-        ids = [request.token_ids for request in asked]
+        tokenized = await self.read(requests, names)
+        ids = [request.token_ids for request in tokenized]
         served = await self.gateway.cluster.served_soon(self.model.limits.name, self.model.fingerprint)
-        waited: list[int | None] = [None] * len(ids)
+        leader_of: list[int | None] = [None] * len(ids)
         if self.gateway.caches_prefixes and self.pooled.uses_prefixes:
-            # Compares every token, so long lists need a thread.
+            # On a thread for long texts, since every token is compared.
             size_bytes = TOKEN_BYTES * sum(map(len, ids))
-            waited = await self.gateway.off_loop(self.tenant, size_bytes, leaders, ids, served.block_size)
-        ended = [asyncio.Event() for _ in asked]
-        turns = asyncio.Semaphore(self._at_once(ids))
+            leader_of = await self.gateway.off_loop(self.tenant, size_bytes, leaders, ids, served.block_size)
+        finished = [asyncio.Event() for _ in tokenized]
+        text_limit = asyncio.Semaphore(self._max_at_once(ids))
         all_tokens = sum(map(len, ids))
-        steps = WeightedLimit(MAX_STEPS_AT_ONCE * self.gateway.cluster.text_step_tokens(served) or NO_BOUND_TOKENS)
+        # No limit if a worker does not report its tokens per step.
+        step_tokens = self.gateway.cluster.text_step_tokens(served)
+        token_limit = WeightedLimit(MAX_STEPS_AT_ONCE * step_tokens or 1 << 62)
         runners: dict[int, RequestRunner] = {}
 
         async def run(number: int) -> Vector:
-            if (leader := waited[number]) is not None:
-                await ended[leader].wait()
-            async with turns, steps.taken(len(ids[number])):
+            if (leader := leader_of[number]) is not None:
+                await finished[leader].wait()
+            async with text_limit, token_limit.taken(len(ids[number])):
                 second = seconds[number] if seconds else 0
-                runner = runners[number] = await self._start(asked[number], second, quota)
+                runner = runners[number] = await self._start(tokenized[number], second, quota)
                 row = await _row_of(runner)
-            ended[number].set()
+            finished[number].set()
             return row
 
         async with self.gateway.counted(self.tenant, names, all_tokens) as quota:
@@ -134,19 +131,20 @@ class TextCall:
         return TextRows([task.result() for task in tasks], ids, usage)
 
     async def read(self, requests: Sequence[GenerateRequest], names: Sequence[str]) -> list[GenerateRequest]:
-        """Return the requests with token ids instead of texts, validated and truncated. Raises InvalidRequest, naming
-        the first text that is wrong or too long."""
-        asked = [replace(request, sampling=_PROMPT_ONLY) for request in requests]
-        for name, request in zip(names, asked, strict=True):
+        """Return the requests validated, with token ids instead of texts, truncated. Raises InvalidRequest, naming the
+        first text that is invalid or too long."""
+        prompt_only = SamplingParams(max_tokens=0)
+        texts = [replace(request, sampling=prompt_only) for request in requests]
+        for name, request in zip(names, texts, strict=True):
             await _named(name, self.gateway.check(request, self.tenant))
 
         async def read_one(name: str, request: GenerateRequest) -> GenerateRequest:
             ids = await _named(name, self.ids_of(request))
-            if len(ids) > self.most_tokens:
-                raise too_long(len(ids), name, self.most_tokens, answer_tokens=0)
+            if len(ids) > self.max_tokens:
+                raise too_long(len(ids), name, self.max_tokens, answer_tokens=0)
             return as_ids(request, ids)
 
-        return await in_turns([read_one(name, request) for name, request in zip(names, asked, strict=True)])
+        return await run_limited([read_one(name, request) for name, request in zip(names, texts, strict=True)])
 
     async def ids_of(self, request: GenerateRequest) -> tuple[int, ...]:
         """Return the ids of a text or a conversation, truncated as the call requests."""
@@ -180,7 +178,7 @@ class TextCall:
             streamed=False,
         )
 
-    def _at_once(self, texts: Sequence[Sequence[int]]) -> int:
+    def _max_at_once(self, texts: Sequence[Sequence[int]]) -> int:
         """Return the max number of texts in the gateway at once, within its limits and the tenant's."""
         longest = max(map(len, texts))
         return min(MAX_TEXTS_AT_ONCE, self.gateway.admission.most_at_once(self.tenant or OPEN, longest))
@@ -188,23 +186,23 @@ class TextCall:
 
 def as_ids(request: GenerateRequest, token_ids: tuple[int, ...]) -> GenerateRequest:
     """Replace a request's text with its token ids."""
-    return replace(request, text="", messages=(), chat=_NO_CHAT, token_ids=token_ids)
+    return replace(request, text="", messages=(), chat=ChatOptions(), token_ids=token_ids)
 
 
-async def in_turns(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def run_limited(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Run coroutines that tokenize texts, at most MAX_TOKENIZED_AT_ONCE at a time; return their results in order.
 
     Raises the first error, which cancels the others.
     """
-    turns = asyncio.Semaphore(MAX_TOKENIZED_AT_ONCE)
+    limit = asyncio.Semaphore(MAX_TOKENIZED_AT_ONCE)
 
-    async def one(work: Coroutine[Any, Any, T]) -> T:
-        async with turns:
+    async def run(work: Coroutine[Any, Any, T]) -> T:
+        async with limit:
             return await work
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(work)) for work in works]
+            tasks = [group.create_task(run(work)) for work in works]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     finally:
@@ -215,7 +213,7 @@ async def in_turns(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def _row_of(runner: RequestRunner) -> Vector:
-    """Return the row of a request after its end. Raises PillionError."""
+    """Wait for the end of a request and return its row. Raises PillionError."""
     async for _ in runner:
         pass
     if not runner.vector:
@@ -235,23 +233,24 @@ async def _named(name: str, work: Awaitable[T]) -> T:
 
 
 def _at(name: str, error: InvalidRequest) -> InvalidRequest:
-    """Prefix an error's fields with the text's name, if they are the text's."""
+    """Replace a text's own fields in an error by the text's name: ``messages[0]`` becomes ``inputs[2][0]``."""
     named = []
     for one in error.violations:
-        begins = next((field for field in _OF_TEXT if one.field.startswith(field)), "")
-        named.append(replace(one, field=f"{name}{one.field.removeprefix(begins)}") if begins else one)
+        own = next((field for field in ("text", "token_ids", "messages") if one.field.startswith(field)), "")
+        named.append(replace(one, field=f"{name}{one.field.removeprefix(own)}") if own else one)
     return InvalidRequest.of(*named) if named else error
 
 
 def leaders(texts: Sequence[Sequence[int]], block_tokens: int) -> list[int | None]:
-    """Return for each text the index of the earlier one that it waits for, None if it shares no whole block with any.
+    """Return, for each text, the index of the earlier text that it waits for: the first one with the longest common
+    prefix in whole blocks; None if no earlier text shares a block.
 
-    A hit excludes a text's last token, which is always computed.
+    A prefix excludes a text's last token, which is always computed.
     """
-    # Trie: nodes are numbers, the root is 0; a node's owner is the earliest text that passes it.
+    # Trie: nodes are numbers, the root is 0; a node's owner is the earliest text whose path contains it.
     nodes: dict[tuple[int, tuple[int, ...]], int] = {}
     owners: list[int] = []
-    found: list[int | None] = []
+    leader_of: list[int | None] = []
     for number, ids in enumerate(texts):
         node, leader = 0, None
         for start in range(0, len(ids) - block_tokens, block_tokens):
@@ -262,5 +261,5 @@ def leaders(texts: Sequence[Sequence[int]], block_tokens: int) -> list[int | Non
                 owners.append(number)
                 nodes[step] = len(owners)
             node = nodes[step]
-        found.append(leader)
-    return found
+        leader_of.append(leader)
+    return leader_of

@@ -32,17 +32,14 @@ from pillion.gateway.pooling.pair_forms import (
 )
 from pillion.gateway.pooling.pooling_files import Vector, VectorForm, read_vector_form
 from pillion.gateway.pooling.pooling_rows import PoolingRows
-from pillion.gateway.pooling.text_call import MAX_TEXTS, TextCall, TextRows, as_ids, in_turns
+from pillion.gateway.pooling.text_call import MAX_TEXTS, TextCall, TextRows, as_ids, run_limited
 from pillion.types import ChatMessage, ChatOptions, GenerateRequest, Usage
 
-_LISTED_PROMPTS = 16
-# Max truncations of a pair's document until the whole text fits: a truncated text may have other tokens.
+# Max truncations of a text or a pair's document. One may not suffice: a truncated text can tokenize differently.
 MAX_CUTS = 4
 # Prompts, if the checkpoint has them, before the texts of a pair, as in sentence-transformers' encode_query and
 # encode_document.
 _QUERY_PROMPT, _DOCUMENT_PROMPT = "query", "document"
-
-_NO_ANSWER = ChatOptions(add_generation_prompt=False)
 
 T = TypeVar("T")
 
@@ -123,13 +120,13 @@ class GatewayVectors:
         form = await self._vector_form(model)
         if form.width is not None:
             _check_dimensions(dimensions, form.width)
-        before = _prompt_of(form, prompt_name)
+        prompt = _prompt_of(form, prompt_name)
         pooled = PoolingRows(pooling=form.pooling)
-        call = TextCall(self._gateway, model, tenant, _most(form, model), cut_tokens, deadline, parent, pooled)
-        asked = await in_turns([_request_of(call, form, before, one) for one in requests])
-        found = await call.rows(asked, [f"inputs[{number}]" for number in range(len(asked))])
-        vectors = [_cut(row, dimensions, form.normalized) for row in found.rows]
-        return EmbeddedTexts(vectors, found.token_ids, found.usage, model.name)
+        call = TextCall(self._gateway, model, tenant, _max_tokens(form, model), cut_tokens, deadline, parent, pooled)
+        prompted = await run_limited([_request_of(call, form, prompt, one) for one in requests])
+        computed = await call.rows(prompted, [f"inputs[{number}]" for number in range(len(prompted))])
+        vectors = [_to_vector(row, dimensions, form.normalized) for row in computed.rows]
+        return EmbeddedTexts(vectors, computed.token_ids, computed.usage, model.name)
 
     async def score(
         self,
@@ -161,21 +158,21 @@ class GatewayVectors:
         model = entry or await self._gateway.find_entry(shared.model, tenant)
         form = (await self._pair_form(model)).with_instruction(instruction)
         vectors = await self._vector_form(model) if form.kind is ScoreKind.COSINE else VectorForm()
-        most = _most(vectors if form.kind is ScoreKind.COSINE else form, model)
-        call = TextCall(self._gateway, model, tenant, most, cut_tokens, deadline, parent)
+        max_tokens = _max_tokens(vectors if form.kind is ScoreKind.COSINE else form, model)
+        call = TextCall(self._gateway, model, tenant, max_tokens, cut_tokens, deadline, parent)
         if document_tokens is not None:
-            cut = await in_turns([_first_tokens(call, pair.document, document_tokens) for pair in pairs])
-            pairs = [replace(pair, document=document) for pair, document in zip(pairs, cut, strict=True)]
+            documents = await run_limited([_first_tokens(call, pair.document, document_tokens) for pair in pairs])
+            pairs = [replace(pair, document=document) for pair, document in zip(pairs, documents, strict=True)]
         if form.kind is ScoreKind.COSINE:
             call.pooled = PoolingRows(pooling=vectors.pooling)
-            scores, found = await _cosines(call, vectors, pairs, shared)
+            scores, computed = await _cosines(call, vectors, pairs, shared)
         else:
             call.pooled = form.rows
-            asked = await in_turns([_pair_request(call, form, pair, shared) for pair in pairs])
+            formatted = await run_limited([_pair_request(call, form, pair, shared) for pair in pairs])
             names = [f"inputs[{number}]" for number in range(len(pairs))]
-            found = await call.rows([one for one, _ in asked], names, [second for _, second in asked])
-            scores = [form.score(row) for row in found.rows]
-        return ScoredPairs(scores, found.usage, model.name)
+            computed = await call.rows([one for one, _ in formatted], names, [second for _, second in formatted])
+            scores = [form.score(row) for row in computed.rows]
+        return ScoredPairs(scores, computed.usage, model.name)
 
     async def classify(
         self,
@@ -201,10 +198,11 @@ class GatewayVectors:
         form = LabelForm()
         if model.folder is not None:
             form = await self._form("labels of texts", model, model.folder, read_label_form, model.folder)
-        most = model.limits.max_prompt_tokens
-        call = TextCall(self._gateway, model, tenant, most, cut_tokens, deadline, parent, form.rows)
-        found = await call.rows(requests, [f"inputs[{number}]" for number in range(len(requests))])
-        return LabelledTexts([form.values(row, activated) for row in found.rows], form.labels, found.usage, model.name)
+        max_tokens = model.limits.max_prompt_tokens
+        call = TextCall(self._gateway, model, tenant, max_tokens, cut_tokens, deadline, parent, form.rows)
+        computed = await call.rows(requests, [f"inputs[{number}]" for number in range(len(requests))])
+        values = [form.values(row, activated) for row in computed.rows]
+        return LabelledTexts(values, form.labels, computed.usage, model.name)
 
     async def _vector_form(self, model: ModelEntry) -> VectorForm:
         """Return the form of a model's vectors. Raises InvalidRequest if it is not supported."""
@@ -221,17 +219,20 @@ class GatewayVectors:
         return await self._form("scores", model, (model.folder, reranker), read)
 
     async def _form(self, what: str, model: ModelEntry, source: Hashable, read: Callable[..., T], *arguments: Any) -> T:
-        """Return the result of ``read``, cached by ``source``: the folder and all else that the form depends on."""
+        """Return ``read(*arguments)``, cached by ``what`` and ``source``, i.e. everything that the result depends on.
+
+        Raises InvalidRequest for a ConfigError, which is cached, too. ``what``: for the error.
+        """
         key = what, source
         if key not in self._forms:
             try:
                 self._forms[key] = await asyncio.to_thread(read, *arguments)
             except ConfigError as error:
                 self._forms[key] = error
-        found = self._forms[key]
-        if isinstance(found, ConfigError):
-            raise InvalidRequest(f"model {model.limits.name!r} has no {what}: {found.message}")
-        form: T = found
+        cached = self._forms[key]
+        if isinstance(cached, ConfigError):
+            raise InvalidRequest(f"model {model.limits.name!r} has no {what}: {cached.message}")
+        form: T = cached
         return form
 
 
@@ -241,41 +242,43 @@ async def _cosines(
     """Return the cosine of each pair's vectors; a text in several pairs is computed once."""
     default = form.prompts.get(form.default_prompt, "")
     prompts = {name: form.prompts.get(name, default) for name in (_QUERY_PROMPT, _DOCUMENT_PROMPT)}
-    places: dict[tuple[str, str], int] = {}
+    # (prompt, text) -> index of its row.
+    indexes: dict[tuple[str, str], int] = {}
     names: list[str] = []
 
-    def place(role: str, number: int, text: str) -> int:
-        whole = prompts[role], text
-        if whole not in places:
-            places[whole] = len(places)
+    def index_of(role: str, number: int, text: str) -> int:
+        prompted = prompts[role], text
+        if prompted not in indexes:
+            indexes[prompted] = len(indexes)
             names.append(f"inputs[{number}].{role}")
-        return places[whole]
+        return indexes[prompted]
 
-    asked = [
-        (place(_QUERY_PROMPT, number, pair.query), place(_DOCUMENT_PROMPT, number, pair.document))
+    indexed = [
+        (index_of(_QUERY_PROMPT, number, pair.query), index_of(_DOCUMENT_PROMPT, number, pair.document))
         for number, pair in enumerate(pairs)
     ]
-    texts = await in_turns([_asked_of(call, form, prompt, text, shared) for prompt, text in places])
-    found = await call.rows(texts, names)
-    return [cosine(found.rows[query], found.rows[document]) for query, document in asked], found
+    texts = await run_limited([_text_request(call, form, prompt, text, shared) for prompt, text in indexes])
+    computed = await call.rows(texts, names)
+    return [cosine(computed.rows[query], computed.rows[document]) for query, document in indexed], computed
 
 
 async def _request_of(call: TextCall, form: VectorForm, prompt: str, request: GenerateRequest) -> GenerateRequest:
     """Return the request of a text with a prompt before it; token ids and messages are unchanged."""
-    return await _asked_of(call, form, prompt, request.text, request) if request.text else request
+    return await _text_request(call, form, prompt, request.text, request) if request.text else request
 
 
-async def _asked_of(
+async def _text_request(
     call: TextCall, form: VectorForm, prompt: str, text: str, shared: GenerateRequest
 ) -> GenerateRequest:
-    """Return the request of a text with a prompt before it. If the text is a message, it is truncated here, so that
-    the chat template's end is preserved."""
+    """Return the request of a text with a prompt before it. A text that becomes a message is truncated here: truncated
+    later, it would lose the end of the chat template."""
     if not form.as_messages:
         return replace(shared, text=prompt + text)
     system = (ChatMessage("system", prompt),) if prompt else ()
+    chat = ChatOptions(add_generation_prompt=False)
 
     def make(text: str) -> GenerateRequest:
-        return replace(shared, text="", messages=(*system, ChatMessage("user", text)), chat=_NO_ANSWER)
+        return replace(shared, text="", messages=(*system, ChatMessage("user", text)), chat=chat)
 
     return make(text) if call.cut_tokens is None else await _truncated_request(call, make, text, call.cut_tokens)
 
@@ -283,53 +286,55 @@ async def _asked_of(
 async def _pair_request(
     call: TextCall, form: PairForm, pair: TextPair, shared: GenerateRequest
 ) -> tuple[GenerateRequest, int]:
-    """Return the request of a pair that is one text, and the position of the second text, 0 if the model does not mark
-    it.
+    """Return the request of a pair that is one text, and the position of the second text in it; 0 if the model does not
+    mark it.
 
     Truncation shortens the document until the whole fits, because the model needs the text after it.
     """
-    most = call.cut_tokens
+    max_tokens = call.cut_tokens
     if form.text is PairText.PAIR:
         size, encode = len(pair.query) + len(pair.document), call.model.tokenizer.encode_pair
-        ids, second = await call.gateway.on_thread(call.tenant or OPEN, size, encode, pair.query, pair.document, most)
-        if most is not None and len(ids) > most:
-            raise _no_room_error(most)
+        ids, second = await call.gateway.on_thread(
+            call.tenant or OPEN, size, encode, pair.query, pair.document, max_tokens
+        )
+        if max_tokens is not None and len(ids) > max_tokens:
+            raise _no_room_error(max_tokens)
         return replace(shared, token_ids=ids), second
-    if most is None:
+    if max_tokens is None:
         return form.request(pair, shared), 0
     return await _truncated_request(
-        call, lambda document: form.request(replace(pair, document=document), shared), pair.document, most
+        call, lambda document: form.request(replace(pair, document=document), shared), pair.document, max_tokens
     ), 0
 
 
 async def _truncated_request(
-    call: TextCall, make: Callable[[str], GenerateRequest], text: str, most: int
+    call: TextCall, make: Callable[[str], GenerateRequest], text: str, max_tokens: int
 ) -> GenerateRequest:
-    """Return the request that ``make`` creates from the start of a text, such that the whole has at most ``most``
-    tokens."""
-    kept = most - len(await call.whole_ids(make("")))
+    """Return ``make(start)`` for a start of ``text``, about the longest one such that the request has at most
+    ``max_tokens`` tokens. Raises InvalidRequest if none is found."""
+    text_tokens = max_tokens - len(await call.whole_ids(make("")))
     for _ in range(MAX_CUTS):
-        if kept < 1:
+        if text_tokens < 1:
             break
-        request = make(await _first_tokens(call, text, kept))
+        request = make(await _first_tokens(call, text, text_tokens))
         ids = await call.whole_ids(request)
-        if len(ids) <= most:
+        if len(ids) <= max_tokens:
             return as_ids(request, ids)
-        kept -= len(ids) - most
-    raise _no_room_error(most)
+        text_tokens -= len(ids) - max_tokens
+    raise _no_room_error(max_tokens)
 
 
-def _no_room_error(most: int) -> InvalidRequest:
-    text = f"the prompt or template around the text leaves no room for it within {most} tokens"
+def _no_room_error(max_tokens: int) -> InvalidRequest:
+    text = f"the prompt or template around the text leaves no room for it within {max_tokens} tokens"
     return InvalidRequest.of(FieldViolation("truncate_prompt_tokens", text))
 
 
-async def _first_tokens(call: TextCall, text: str, most: int) -> str:
-    """Return the longest start of a text with at most ``most`` tokens."""
-    return await call.gateway.on_thread(call.tenant or OPEN, len(text), call.model.tokenizer.truncate, text, most)
+async def _first_tokens(call: TextCall, text: str, max_tokens: int) -> str:
+    """Return the longest start of a text with at most ``max_tokens`` tokens."""
+    return await call.gateway.on_thread(call.tenant or OPEN, len(text), call.model.tokenizer.truncate, text, max_tokens)
 
 
-def _most(form: VectorForm | PairForm, model: ModelEntry) -> int:
+def _max_tokens(form: VectorForm | PairForm, model: ModelEntry) -> int:
     """Return the max tokens of a text, or of a pair that is one text."""
     return min(form.max_tokens or model.limits.max_prompt_tokens, model.limits.max_prompt_tokens)
 
@@ -348,20 +353,20 @@ def _prompt_of(form: VectorForm, name: str | None) -> str:
     """Return the prompt before each text. Raises InvalidRequest for an unknown name."""
     name = form.default_prompt if name is None else name
     if name and name not in form.prompts:
-        known = ", ".join(list(form.prompts)[:_LISTED_PROMPTS]) or "none"
+        known = ", ".join(list(form.prompts)[:16]) or "none"
         raise InvalidRequest.of(FieldViolation("prompt_name", f"{name[:100]!r} is not a prompt of the model: {known}"))
     return form.prompts[name] if name else ""
 
 
-def _cut(vector: Vector, dimensions: int | None, normalized: bool) -> Vector:
-    """Truncate a vector, and normalize it if the model's vectors are. Raises InvalidRequest for more values than it
-    has."""
+def _to_vector(row: Vector, dimensions: int | None, normalized: bool) -> Vector:
+    """Return the first ``dimensions`` values of a row (None: all), normalized if the model's vectors are. Raises
+    InvalidRequest if the row has fewer."""
     if dimensions is not None:
-        _check_dimensions(dimensions, len(vector))
-        vector = vector[:dimensions]
+        _check_dimensions(dimensions, len(row))
+        row = row[:dimensions]
     if not normalized:
-        return vector
+        return row
     # In float64, to avoid overflow.
-    length = float(np.sqrt(np.square(vector, dtype=np.float64).sum()))
-    found: Vector = (vector / max(length, 1e-12)).astype(np.float32)
-    return found
+    length = float(np.sqrt(np.square(row, dtype=np.float64).sum()))
+    vector: Vector = (row / max(length, 1e-12)).astype(np.float32)
+    return vector
