@@ -55,7 +55,9 @@ class AnthropicApi:
         """Generate the assistant's next message of a conversation (Anthropic's Messages)."""
         marked = _MarkedCall(self._calls.gateway, self._pins)
         try:
-            await self._calls.answer(call, raw, messages_request, marked.new_writer, marked.begun, marked.places)
+            await self._calls.answer(
+                call, raw, messages_request, marked.new_writer, marked.start_counting, marked.branch_points
+            )
         finally:
             marked.close()
 
@@ -73,10 +75,10 @@ class AnthropicApi:
 
 
 class _MarkedCall:
-    """One call of /v1/messages with its breakpoints.
+    """Breakpoints of one call of /v1/messages.
 
     The tokens before each breakpoint are counted while the prompt is computed, and pinned after its first delta. For a
-    hybrid model they are counted earlier, since its workers store states at these positions.
+    model with recurrent states they are counted before, since its workers store states at these positions.
     """
 
     def __init__(self, gateway: Gateway, pins: PrefixPins) -> None:
@@ -84,26 +86,26 @@ class _MarkedCall:
         self._pins = pins
         self._counting: asyncio.Future[list[tuple[int, ...] | BaseException | None]] | None = None
 
-    def begun(self, call: HttpCall, asked: MessagesRequest, entry: ModelEntry) -> None:
-        """Start counting the prompt's tokens before each breakpoint, once."""
-        if not asked.breakpoints or not self._gateway.caches_prefixes or self._counting is not None:
+    def start_counting(self, call: HttpCall, parsed: MessagesRequest, entry: ModelEntry) -> None:
+        """Start to count the prompt's tokens before each breakpoint, unless this was started."""
+        if not parsed.breakpoints or not self._gateway.caches_prefixes or self._counting is not None:
             return
-        (request,) = asked.requests
-        counts = (ids_before(self._gateway, request, point, entry, call.tenant) for point in asked.breakpoints)
+        (request,) = parsed.requests
+        counts = (ids_before(self._gateway, request, point, entry, call.tenant) for point in parsed.breakpoints)
         self._counting = asyncio.gather(*counts, return_exceptions=True)
 
-    async def places(
-        self, call: HttpCall, asked: MessagesRequest, entry: ModelEntry, prompt: tuple[int, ...]
+    async def branch_points(
+        self, call: HttpCall, parsed: MessagesRequest, entry: ModelEntry, prompt: tuple[int, ...]
     ) -> tuple[int, ...]:
-        """Return the number of prompt tokens before each breakpoint, of those counted within EPHEMERAL_WAIT_S."""
-        self.begun(call, asked, entry)
-        found: list[tuple[int, ...] | BaseException | None] = []
+        """Return the number of prompt tokens before each breakpoint; none unless counted within EPHEMERAL_WAIT_S."""
+        self.start_counting(call, parsed, entry)
+        counted: list[tuple[int, ...] | BaseException | None] = []
         if self._counting is not None:
-            found = await at_most(EPHEMERAL_WAIT_S, asyncio.shield(self._counting)) or []
-        return tuple(_tokens_before(ids, prompt) for ids in found if not isinstance(ids, BaseException))
+            counted = await at_most(EPHEMERAL_WAIT_S, asyncio.shield(self._counting)) or []
+        return tuple(_tokens_before(ids, prompt) for ids in counted if not isinstance(ids, BaseException))
 
     async def new_writer(
-        self, call: HttpCall, asked: MessagesRequest, entry: ModelEntry, reader: DeltaReader
+        self, call: HttpCall, parsed: MessagesRequest, entry: ModelEntry, reader: DeltaReader
     ) -> MessageWriter:
         """Pin the prompt up to its breakpoints and return the answer's writer, which reports the pinned tokens."""
         head = {
@@ -116,30 +118,31 @@ class _MarkedCall:
             # One timeout for all breakpoints bounds the delay of the answer.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(EPHEMERAL_WAIT_S):
-                    for point, ids in zip(asked.breakpoints, await self._counting, strict=True):
+                    for point, ids in zip(parsed.breakpoints, await self._counting, strict=True):
                         if not isinstance(ids, BaseException):
-                            pinned[point.ttl_s] = await self._pinned(call, point, ids, entry, reader)
-        return MessageWriter(head, asked.shows_thinking, pinned)
+                            pinned[point.ttl_s] = await self._pin(call, point, ids, entry, reader)
+        return MessageWriter(head, parsed.shows_thinking, pinned)
 
     def close(self) -> None:
         """Cancel the counting of tokens."""
         if self._counting is not None:
             self._counting.cancel()
 
-    async def _pinned(
+    async def _pin(
         self, call: HttpCall, point: Breakpoint, ids: tuple[int, ...] | None, entry: ModelEntry, reader: DeltaReader
     ) -> int:
         """Pin the prompt up to a breakpoint; return the number of pinned tokens."""
         prompt, placed = reader.first_prompt()
         if placed is None:
             return 0
-        most = min(len(prompt), len(placed.hashes) // HASH_BYTES * placed.block_size)
-        tokens = min(most, _tokens_before(ids, prompt))
+        hashed_tokens = len(placed.hashes) // HASH_BYTES * placed.block_size
+        tokens = min(len(prompt), hashed_tokens, _tokens_before(ids, prompt))
         tokens -= tokens % placed.block_size
-        done = await self._pins.pin_ephemeral(placed, call.tenant, tokens, point.ttl_s, entry.name)
-        return tokens if done else 0
+        pinned = await self._pins.pin_ephemeral(placed, call.tenant, tokens, point.ttl_s, entry.name)
+        return tokens if pinned else 0
 
 
 def _tokens_before(ids: tuple[int, ...] | None, prompt: tuple[int, ...]) -> int:
-    """Return the number of prompt tokens before a breakpoint; ``ids`` of None means the whole prompt."""
+    """Return the number of prompt tokens before a breakpoint, by the ids of the conversation up to it; None for the
+    whole prompt."""
     return len(prompt) if ids is None else shared_tokens(ids, prompt)

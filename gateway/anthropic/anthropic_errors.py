@@ -8,6 +8,7 @@ import msgspec
 
 from pillion.gateway.http_api.http_errors import MAX_MESSAGE_CHARS, ApiError, ErrorForm
 
+# Status -> Anthropic's error type, where it is not that of the status class.
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -18,21 +19,20 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-_DETAILS = {"type": "object", "description": "Machine-readable details, of a few errors."}
-# Anthropic's tool runner requests a stored thread. On this error it continues without one.
+# Error details for a request of a stored thread: Anthropic's tool runner then continues without one.
 _NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 # Anthropic's status for an overloaded service.
 _STATUSES = {503: 529}
 
 
 def _write(error: ApiError, request_id: str) -> tuple[int, bytes]:
-    """Encode ``{"type": "error", "error": {"type", "message", "details"}, "request_id"}``; few errors have details."""
+    """Encode ``{"type": "error", "error": {"type", "message", "details"}, "request_id"}``; details are optional."""
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    said: dict[str, Any] = {"type": kind, "message": (error.brief or error.message)[:MAX_MESSAGE_CHARS]}
+    content: dict[str, Any] = {"type": kind, "message": (error.brief or error.message)[:MAX_MESSAGE_CHARS]}
     if error.param == "thread":
-        said["details"] = _NO_THREADS
+        content["details"] = _NO_THREADS
     status = _STATUSES.get(error.status, error.status)
-    return status, msgspec.json.encode({"type": "error", "error": said, "request_id": request_id})
+    return status, msgspec.json.encode({"type": "error", "error": content, "request_id": request_id})
 
 
 ANTHROPIC_ERRORS = ErrorForm(
@@ -46,7 +46,11 @@ ANTHROPIC_ERRORS = ErrorForm(
             "error": {
                 "type": "object",
                 "description": "The error, with Anthropic's type.",
-                "properties": {**{name: {"type": "string"} for name in ("type", "message")}, "details": _DETAILS},
+                "properties": {
+                    "type": {"type": "string"},
+                    "message": {"type": "string"},
+                    "details": {"type": "object", "description": "Machine-readable details, of a few errors."},
+                },
             },
             "request_id": {"type": "string", "description": "The request's id."},
         },

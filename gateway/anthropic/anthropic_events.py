@@ -19,7 +19,6 @@ from pillion.gateway.http_api.model_calls import AnswerWriter, DeltaBatch
 from pillion.gateway.http_api.output_parts import OutputPart, OutputParts, PartKind
 from pillion.types import Delta, FinishReason, Usage
 
-_END = b"\n\n"
 _STOP_REASONS = {
     None: None,
     FinishReason.STOP: "end_turn",
@@ -32,8 +31,6 @@ _DELTAS = {
     PartKind.TEXT: ("text_delta", "text"),
     PartKind.CALL: ("input_json_delta", "partial_json"),
 }
-
-HOUR_S = 3600
 
 _encode = msgspec.json.Encoder().encode
 
@@ -53,7 +50,7 @@ class MessageWriter(AnswerWriter):
         self._pinned = pinned
         self._parts = OutputParts()
         self._begun = False
-        # Bytes of a delta event before the text, for the current block.
+        # Start of the current block's delta events, up to the text.
         self._front = b""
         self._finish_reason: FinishReason | None = None
         self._stop_string = ""
@@ -73,9 +70,9 @@ class MessageWriter(AnswerWriter):
 
     def last_events(self, usage: Usage) -> bytes:
         """Return the events that end the last content block and the message."""
-        stopped = self._block_end(self._parts.all[-1]) if self._parts.all else b""
-        ended = _event("message_delta", {"delta": self._stop(), "usage": _usage(usage, self._pinned)})
-        return stopped + ended + _event("message_stop", {})
+        block_end = self._block_end(self._parts.all[-1]) if self._parts.all else b""
+        message_end = _event("message_delta", {"delta": self._stop(), "usage": _usage(usage, self._pinned)})
+        return block_end + message_end + _event("message_stop", {})
 
     def collect(self, prompt: int, delta: Delta) -> None:
         """Collect a delta for :meth:`whole`."""
@@ -89,14 +86,14 @@ class MessageWriter(AnswerWriter):
 
     def _delta_events(self, delta: Delta) -> list[bytes]:
         written = []
-        for part, text, begins in self._parts.split(delta):
-            if begins:
-                ended = self._block_end(self._parts.all[part.index - 1]) if part.index else b""
+        for part, text, is_first in self._parts.split(delta):
+            if is_first:
+                block_end = self._block_end(self._parts.all[part.index - 1]) if part.index else b""
                 empty = self._block(replace(part, texts=[]))
-                written += [ended, _event("content_block_start", {"index": part.index, "content_block": empty})]
+                written += [block_end, _event("content_block_start", {"index": part.index, "content_block": empty})]
                 kind, field = _DELTAS[part.kind]
-                opened = _event("content_block_delta", {"index": part.index, "delta": {"type": kind, field: ""}})
-                self._front = opened.removesuffix(b'""}}\n\n')
+                first_delta = _event("content_block_delta", {"index": part.index, "delta": {"type": kind, field: ""}})
+                self._front = first_delta.removesuffix(b'""}}\n\n')
             if text and (self._shows_thinking or part.kind is not PartKind.REASONING):
                 written.append(self._front + _encode(text) + b"}}\n\n")
         self._note_end(delta)
@@ -138,14 +135,14 @@ class MessageWriter(AnswerWriter):
                 return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _input(part.text)}
 
     def _signature(self, part: OutputPart) -> str:
-        """Return a part's signature, "" unless it is thinking whose text is omitted."""
-        hidden = part.kind is PartKind.REASONING and not self._shows_thinking and part.text
-        return signature_of(hidden) if hidden else ""
+        """Return the signature of a thinking part whose text is omitted; "" for other parts."""
+        omitted = part.kind is PartKind.REASONING and not self._shows_thinking
+        return signature_of(part.text) if omitted and part.text else ""
 
 
 def _input(arguments: str) -> Raw | dict[str, str]:
-    """Return a call's arguments as an object. Text that is not an object, e.g. of a truncated call, is wrapped in the
-    one that Anthropic uses for it."""
+    """Return a call's arguments as a JSON object. Anything else, e.g. of a truncated call, is wrapped in an object, as
+    by Anthropic."""
     try:
         msgspec.json.decode(arguments, type=dict[str, Raw])
     except (ValueError, RecursionError):
@@ -154,20 +151,24 @@ def _input(arguments: str) -> Raw | dict[str, str]:
 
 
 def _usage(usage: Usage, pinned: Mapping[int, int]) -> dict[str, Any]:
-    """Return the usage in Anthropic's fields, which divide prompt tokens into cached, newly pinned, and others."""
-    found = usage.cached_tokens
-    hour = max(0, pinned.get(HOUR_S, 0) - found)
-    written = max(0, max(pinned.values(), default=0) - found)
+    """Return the usage in Anthropic's fields, which divide the prompt into cached, newly pinned, and remaining tokens.
+
+    ``pinned``: TTL in seconds -> number of pinned tokens.
+    """
+    cached = usage.cached_tokens
+    # Pins with a TTL of an hour.
+    hour = max(0, pinned.get(3600, 0) - cached)
+    written = max(0, max(pinned.values(), default=0) - cached)
     return {
-        "input_tokens": usage.prompt_tokens - found - written,
+        "input_tokens": usage.prompt_tokens - cached - written,
         "cache_creation_input_tokens": written,
         "cache_creation": {"ephemeral_5m_input_tokens": written - hour, "ephemeral_1h_input_tokens": hour},
-        "cache_read_input_tokens": found,
-        **({"cached_tokens_details": usage.cached_by_tier()} if found else {}),
+        "cache_read_input_tokens": cached,
+        **({"cached_tokens_details": usage.cached_by_tier()} if cached else {}),
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
     }
 
 
 def _event(kind: str, fields: Mapping[str, Any]) -> bytes:
-    return b"event: " + kind.encode() + b"\ndata: " + _encode({"type": kind, **fields}) + _END
+    return b"event: " + kind.encode() + b"\ndata: " + _encode({"type": kind, **fields}) + b"\n\n"

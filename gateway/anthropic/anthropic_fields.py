@@ -23,7 +23,7 @@ class CacheControl(msgspec.Struct, forbid_unknown_fields=True):
     Attributes:
         type: only "ephemeral".
         ttl: time to live, restarted by each request with the breakpoint; default: "5m".
-        scope: a prefix is shared by all requests of its tenant and cache_salt.
+        scope: without effect; a prefix is shared by all requests of its tenant and cache_salt.
     """
 
     type: Literal["ephemeral"]

@@ -66,7 +66,7 @@ class MessagesRequest(ParsedCall):
 
     Attributes:
         shows_thinking: whether thinking blocks contain their text.
-        breakpoints: those of cache_control, the deepest of each TTL, in prompt order.
+        breakpoints: positions of cache_control: per TTL the last one, in prompt order.
     """
 
     shows_thinking: bool
@@ -141,18 +141,18 @@ def _without_billing(body: Body) -> Body:
 
 
 def _after_billing(text: str) -> str:
-    """Return a text without its leading billing lines."""
-    at = 0
-    while text.startswith(BILLING_HEADER, at):
-        at = (text.find("\n", at) + 1) or len(text)
-    return text[at:]
+    """Return a text without the lines at its start that begin with BILLING_HEADER."""
+    start = 0
+    while text.startswith(BILLING_HEADER, start):
+        start = (text.find("\n", start) + 1) or len(text)
+    return text[start:]
 
 
 class _BlockConversation:
-    """Conversion of a call's body to the gateway's types; without ``whole``, of its messages only. Raises ApiError.
+    """A call's body, converted to the gateway's types; without ``whole``, its messages only. Raises ApiError.
 
     Attributes:
-        messages, options, tools: the gateway's.
+        messages, options, tools: for a GenerateRequest.
         names: the gateway's names of fields -> the client's.
     """
 
@@ -167,13 +167,13 @@ class _BlockConversation:
         last = len(body.messages) - 1
         if whole and body.messages[last].role == "user" and body.messages[last].content == []:
             raise refused(f"messages[{last}].content", "the last message of the user is empty")
-        # Be lenient with earlier turns: a client resends them with each turn.
-        earlier = max((n for n, one in enumerate(body.messages) if one.role == "assistant"), default=-1)
-        earlier = earlier if whole else last
+        # Be lenient with earlier turns, which clients resend: only messages after the last answer are new.
+        last_old = max((n for n, one in enumerate(body.messages) if one.role == "assistant"), default=-1)
+        last_old = last_old if whole else last
         for n, message in enumerate(body.messages):
-            for made in self._converted(message, f"messages[{n}]", is_new=n > earlier):
-                gathered.add(made, f"messages[{n}]")
-        self.messages = gathered.joined(_one_user)
+            for converted in self._convert(message, f"messages[{n}]", is_new=n > last_old):
+                gathered.add(converted, f"messages[{n}]")
+        self.messages = gathered.joined(_join_users)
         if not whole:
             return
         self.options = _options(body)
@@ -181,11 +181,11 @@ class _BlockConversation:
         self.tools = read.options
         self.names |= read.names
 
-    def _converted(self, message: AnthropicMessage, path: str, is_new: bool) -> Iterator[ChatMessage]:
-        """Yield the gateway's messages for one of the client's. In a new one, a block without text is an error."""
+    def _convert(self, message: AnthropicMessage, path: str, is_new: bool) -> Iterator[ChatMessage]:
+        """Yield the gateway's messages for one of the client's. If it is new, a block without text is an error."""
         role = "system" if message.role == "developer" else message.role
         if role == "tool":
-            yield self._answer(message, path)
+            yield self._tool_message(message, path)
             return
         calls = [*read_calls(message.tool_calls or (), None, path, f"{path}.tool_calls")]
         self._called.update((call.id, call.name) for call in calls)
@@ -220,14 +220,14 @@ class _BlockConversation:
         if texts or thoughts or calls or not message.content:
             yield ChatMessage(role, "\n".join(texts), tuple(calls), reasoning="\n".join(thoughts))
 
-    def _answer(self, message: AnthropicMessage, path: str) -> ChatMessage:
+    def _tool_message(self, message: AnthropicMessage, path: str) -> ChatMessage:
         """Convert a tool result that came as a message of role "tool"."""
         if message.tool_call_id is None:
             raise refused(f"{path}.tool_call_id", REQUIRED, "missing_required_parameter")
         content = message.content
-        told = [one for one in content if isinstance(one, ResultPart)] if not isinstance(content, str) else content
+        parts = content if isinstance(content, str) else [part for part in content if isinstance(part, ResultPart)]
         name = self._called.get(message.tool_call_id, "")
-        return ChatMessage("tool", _text(told, f"{path}.content"), tool_call_id=message.tool_call_id, name=name)
+        return ChatMessage("tool", _text(parts, f"{path}.content"), tool_call_id=message.tool_call_id, name=name)
 
     def _result(self, block: ToolResultBlock, path: str) -> ChatMessage:
         text = ("Error: " if block.is_error else "") + _text(block.content or "", path)
@@ -236,7 +236,8 @@ class _BlockConversation:
 
 
 def _other_texts(block: OtherBlock, path: str, number: int, role: str, *, is_new: bool = False) -> list[str]:
-    """Return the text of block ``number`` of ``path``. Raises ApiError for a new user block without text."""
+    """Return the texts of a block of an unknown type, number ``number`` of the content ``path``. Raises ApiError for a
+    new block of a user without text."""
     text = next(filter(None, map(text_in, (block.text, block.content, block.source, block.tool_name))), "")
     return [text] if text else replace_textless(block.sent_type, path, number, role, is_media=False, is_new=is_new)
 
@@ -252,25 +253,25 @@ def _thoughts(block: ThinkingBlock, path: str) -> str:
     return block.thinking or signed or ""
 
 
-def _one_user(messages: Sequence[ChatMessage]) -> ChatMessage:
-    """Join consecutive user messages."""
+def _join_users(messages: Sequence[ChatMessage]) -> ChatMessage:
+    """Join consecutive messages of the user."""
     return ChatMessage("user", "\n".join(message.content for message in messages))
 
 
 def _breakpoints(body: CountTokensBody) -> tuple[Breakpoint, ...]:
-    """Return the deepest breakpoint, and the deepest one with the longer TTL. Raises ApiError for too many."""
+    """Return the last breakpoint, preceded by the last one with a longer TTL, if any. Raises ApiError for too many."""
     chosen: list[Breakpoint] = []
-    for marked, cut in reversed(_checked_marks(body)):
-        ttl_s = _TTLS_S[marked.ttl]
+    for mark, truncated in reversed(_checked_marks(body)):
+        ttl_s = _TTLS_S[mark.ttl]
         if not chosen or ttl_s > chosen[-1].ttl_s:
-            messages = None if cut is None else _BlockConversation(cut, whole=False).messages
+            messages = None if truncated is None else _BlockConversation(truncated, whole=False).messages
             chosen.append(Breakpoint(messages, ttl_s))
     return tuple(reversed(chosen))
 
 
 def _checked_marks(body: CountTokensBody) -> list[tuple[CacheControl, CountTokensBody | None]]:
-    """Return the results of :func:`_marks`. Raises ApiError for too many breakpoints."""
-    # Each breakpoint copies the body before it, so stop at the first one above the limit.
+    """Return all results of :func:`_marks`. Raises ApiError for more than MAX_BREAKPOINTS."""
+    # Each one copies the body before it, so stop at the first one above the limit.
     marks = list(islice(_marks(body), MAX_BREAKPOINTS + 1))
     if len(marks) > MAX_BREAKPOINTS:
         raise refused("cache_control", f"too many breakpoints; at most {MAX_BREAKPOINTS} are possible")
@@ -315,17 +316,19 @@ def _text(content: str | Sequence[ResultPart], path: str) -> str:
 
 def _options(body: CountTokensBody) -> ChatOptions:
     """Return the template options of a conversation."""
-    last, thinks = body.messages[-1], None
-    calls = [one for one in last.content if isinstance(one, ToolUseBlock)] or last.tool_calls
+    last, thinking = body.messages[-1], None
+    calls = [block for block in last.content if isinstance(block, ToolUseBlock)] or last.tool_calls
     if calls:
         text = "an answer cannot be continued after tool calls; send their results"
         raise refused(f"messages[{len(body.messages) - 1}]", text)
     if body.thinking is not None and body.thinking.type != "adaptive":
         # Templates use one of these two variable names, or neither.
-        thinks = body.thinking.type == "enabled"
+        thinking = body.thinking.type == "enabled"
     effort = None if body.output_config is None else body.output_config.effort
-    wanted: list[tuple[str, object, str]] = [(name, thinks, "thinking") for name in ("enable_thinking", "thinking")]
-    wanted += [("reasoning_effort", effort, "output_config.effort")]
+    variables: list[tuple[str, object, str]] = [
+        (name, thinking, "thinking") for name in ("enable_thinking", "thinking")
+    ]
+    variables += [("reasoning_effort", effort, "output_config.effort")]
     return ChatOptions(
-        continue_final_message=last.role == "assistant", chat_template_kwargs=template_kwargs(Raw(), wanted)
+        continue_final_message=last.role == "assistant", chat_template_kwargs=template_kwargs(Raw(), variables)
     )

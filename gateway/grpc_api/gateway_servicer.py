@@ -41,11 +41,9 @@ from pillion.wire.public import (
 
 M = TypeVar("M", bound=Message)
 
-# gRPC reports a deadline centuries away for a call without one; anything above this is no deadline.
-MAX_DEADLINE_S = 10 * 365 * 86_400.0
-# Health and reflection need no key.
+# Prefix of the methods that need a key; health and reflection need none.
 _NEEDS_KEY = "/pillion.v1.Gateway/"
-_GENERATE = "/pillion.v1.Gateway/Generate"
+# Repeated fields of GenerateRequest whose items are counted.
 _COUNTED = (
     "token_ids",
     "messages",
@@ -59,8 +57,11 @@ _COUNTED = (
 
 @dataclass(frozen=True, slots=True)
 class GrpcCall:
-    """A call of the service that a feature implements: a coroutine from message and context to the reply. A ``raw``
-    call gets its message as bytes, to count its items before parsing."""
+    """Implementation of a method by a feature: a coroutine from message and context to the reply.
+
+    Attributes:
+        raw: whether it receives the serialized message, to count items before parsing.
+    """
 
     serve: Callable[[Any, Any], Awaitable[Any]]
     raw: bool = False
@@ -84,8 +85,8 @@ class KeyCheck(grpc.aio.ServerInterceptor):
 
 
 class RawGenerate(grpc.aio.ServerInterceptor):
-    """Interceptor that passes the messages of Generate and of ``raw_calls`` on as bytes: handlers count the items in a
-    message before parsing it."""
+    """Interceptor that passes the messages of Generate and of the methods ``raw_calls`` on unparsed: their handlers
+    count the items in a message before parsing it."""
 
     def __init__(self, raw_calls: Iterable[str]) -> None:
         self._raw_calls = {f"{_NEEDS_KEY}{name}" for name in raw_calls}
@@ -94,36 +95,36 @@ class RawGenerate(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if details.method in self._raw_calls:
             return grpc.unary_unary_rpc_method_handler(handler.unary_unary, None, handler.response_serializer)
-        if details.method != _GENERATE:
+        if details.method != f"{_NEEDS_KEY}Generate":
             return handler
         return grpc.unary_stream_rpc_method_handler(handler.unary_stream, None, handler.response_serializer)
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
-    """Implementation of pillion.v1.Gateway.
+    """Servicer of pillion.v1.Gateway.
 
     Args:
-        calls: calls that features implement, by method name.
+        calls: methods that features implement, by name.
     """
 
     def __init__(self, gateway: Gateway, calls: Mapping[str, GrpcCall]) -> None:
         self._gateway = gateway
         for name, call in calls.items():
-            setattr(self, name, self._noting(name, call.serve))
+            setattr(self, name, self._recording_refusals(name, call.serve))
         self.raw_calls = frozenset(name for name, call in calls.items() if call.raw)
-        # Open streams: from the call until the last message was passed to the transport.
+        # Number of open streams: from the call until the last message was passed to the transport.
         self.streams = 0
 
     async def Generate(  # noqa: N802
         self, request: Any, context: Any
     ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
-        """Stream an answer. However the call ends, the rest of the request is cancelled.
+        """Stream an answer. If the call ends early, the request is cancelled.
 
-        ``request`` is a serialized GenerateRequest (see RawGenerate).
+        ``request``: a serialized GenerateRequest (see RawGenerate).
         """
         self.streams += 1
         try:
-            runner = await self._noting("Generate", self._begin)(request, context)
+            runner = await self._recording_refusals("Generate", self._begin)(request, context)
             writer = DeltaWriter(runner.admitted.request_id)
             try:
                 if runner.admitted.cut:
@@ -140,28 +141,28 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         finally:
             self.streams -= 1
 
-    def _noting(self, name: str, serve: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    def _recording_refusals(self, name: str, serve: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         """Wrap ``serve`` so that its refusals are recorded."""
 
-        async def noted(request: Any, context: Any) -> Any:
+        async def recording(request: Any, context: Any) -> Any:
             try:
                 return await serve(request, context)
             except PillionError as error:
                 record_refusal(self._gateway, name, context.invocation_metadata(), error)
                 raise
 
-        return noted
+        return recording
 
     async def _begin(self, request: bytes, context: Any) -> RequestRunner:
         metadata = context.invocation_metadata()
         tenant = self._gateway.tenant_of(header(metadata, "authorization"))
         plan = None
-        if words := header(metadata, PLAN_HEADER):
+        if plan_text := header(metadata, PLAN_HEADER):
             self._gateway.operators_only(tenant)
-            plan = parse_plan(words)
+            plan = parse_plan(plan_text)
         generate = await self._gateway.off_loop(tenant, len(request), read_generate, request)
         label = request_label(generate.request_id or header(metadata, "x-request-id"))
-        # Sent however the call ends.
+        # Set early, so that it is sent however the call ends.
         context.set_trailing_metadata((("x-request-id", label),))
         runner = await self._gateway.generate(
             replace(generate, request_id=label),
@@ -194,10 +195,11 @@ def record_refusal(gateway: Gateway, name: str, metadata: Any, error: PillionErr
     with contextlib.suppress(Unauthenticated):
         tenant = gateway.find_tenant(header(metadata, "authorization")).name
     caller = Caller(f"gRPC {name}", tenant, header(metadata, "user-agent"))
-    said = from_pillion(error, {})
+    response = from_pillion(error, {})
     request_id = request_label(header(metadata, "x-request-id"))
     parent = telemetry.extract(metadata)
-    gateway.refusals.refused(caller, said.status, said.code or said.kind, said.param or "", request_id, parent)
+    reason = response.code or response.kind
+    gateway.refusals.refused(caller, response.status, reason, response.param or "", request_id, parent)
 
 
 def read_generate(raw: bytes) -> GenerateRequest:
@@ -215,7 +217,7 @@ def parsed(raw: bytes, kind: type[M]) -> M:
 
 
 def generate_of(message: gateway_pb2.GenerateRequest) -> GenerateRequest:
-    """Convert a message to the gateway's request. Raises InvalidRequest."""
+    """Convert a message to the gateway's request. Raises InvalidRequest for too many items."""
     check_counts({name: len(attrgetter(name)(message)) for name in _COUNTED})
     check_counts({"resume.answers.token_ids": sum(len(one.token_ids) for one in message.resume.answers)})
     return request_from_pb(message)
@@ -228,13 +230,14 @@ def caller(gateway: Gateway, context: Any) -> Tenant:
 
 def timeout_of(context: Any) -> float | None:
     """Return the seconds until a call's deadline, None without one."""
-    left = context.time_remaining()
-    return None if left is None or left > MAX_DEADLINE_S else float(left)
+    left_s = context.time_remaining()
+    # gRPC may report centuries for a call without a deadline; more than 10 years count as none.
+    return None if left_s is None or left_s > 10 * 365 * 86_400.0 else float(left_s)
 
 
-def header(metadata: Any, wanted: str) -> str:
-    """Return the first value of ``wanted`` in a call's metadata, or ""."""
-    for name, value in metadata or ():
-        if name == wanted:
+def header(metadata: Any, name: str) -> str:
+    """Return the first value of ``name`` in a call's metadata, or ""."""
+    for key, value in metadata or ():
+        if key == name:
             return value if isinstance(value, str) else ""
     return ""

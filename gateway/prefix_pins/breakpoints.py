@@ -18,8 +18,12 @@ from pillion.types import ChatMessage, GenerateRequest
 
 @dataclass(frozen=True, slots=True)
 class Breakpoint:
-    """A place in a conversation up to which the prompt is to be pinned, for ``ttl_s`` seconds. ``messages`` are those
-    before it; None for the whole prompt."""
+    """Position in a conversation up to which its prompt is to be pinned.
+
+    Attributes:
+        messages: the messages before it; None for the whole prompt.
+        ttl_s: lifetime of the pin, in seconds.
+    """
 
     messages: tuple[ChatMessage, ...] | None
     ttl_s: int
@@ -28,8 +32,8 @@ class Breakpoint:
 async def ids_before(
     gateway: Gateway, request: GenerateRequest, point: Breakpoint, entry: ModelEntry, tenant: Tenant
 ) -> tuple[int, ...] | None:
-    """Return the ids of the conversation up to a breakpoint, without the marks that begin an answer; None for the whole
-    prompt, () if the template cannot render that part."""
+    """Return the ids of the conversation up to a breakpoint, without the generation prompt; None for the whole prompt,
+    () if the template cannot render these messages alone."""
     if point.messages is None:
         return None
     chat = replace(request.chat, add_generation_prompt=False, continue_final_message=False)
@@ -40,12 +44,12 @@ async def ids_before(
 
 
 def shared_tokens(ids: Sequence[int], prompt: Sequence[int]) -> int:
-    """Return the length of the common prefix of two id lists of one type."""
-    least, most = 0, min(len(ids), len(prompt))
-    while least < most:
-        middle = (least + most + 1) // 2
-        if ids[least:middle] == prompt[least:middle]:
-            least = middle
+    """Return the length of the common prefix of two sequences of ids of the same type (list or tuple)."""
+    low, high = 0, min(len(ids), len(prompt))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if ids[low:middle] == prompt[low:middle]:
+            low = middle
         else:
-            most = middle - 1
-    return least
+            high = middle - 1
+    return low

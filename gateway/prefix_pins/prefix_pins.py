@@ -1,8 +1,8 @@
 """Computes prompts ahead and pins them, for `pillion cache` and the Messages API's cache_control.
 
-warm:  the request, without tokens to generate --in the background--> computed in otherwise free slots
+warm:  the request with max_tokens 0, in the background --> computed while capacity is free
 pin:   warm --> the plan's KV node pins the chain, within the tenant's quota there, until it expires
-list, drop:  every KV node is asked; gateways store no pins
+list, drop:  all KV nodes are queried; gateways store no pins
 
 Pins are per tenant: its name goes with each call to a KV node, and its salt into the block hashes.
 """
@@ -45,16 +45,18 @@ T = TypeVar("T")
 
 DEFAULT_TTL_S = 86_400
 MAX_TTL_S = int(MAX_PREFIX_PIN_S)
+# Timeout of the work for cache_control breakpoints, which delays the answer.
 EPHEMERAL_WAIT_S = 0.25
-# User-given names of pins. Those of cache_control have a colon, so that they cannot collide.
+# Names of pins that users choose. Those of cache_control have a colon, so that the two cannot collide.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _EPHEMERAL = re.compile(r"cache_control:[0-9a-f]{16}")
+# Hex digits of a hash in the name of an unnamed pin.
 _NAME_DIGITS = 16
 
 
 class PrefixPins:
-    """Warms and pins prompts through ``gateway``. All methods raise Unauthenticated without a tenant if keys are
-    required, and PermissionDenied if prefixes are not cached."""
+    """Prompts that are computed ahead and pinned through ``gateway``. Methods raise Unauthenticated without a tenant if
+    keys are required, and PermissionDenied if prefixes are not cached."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -73,22 +75,22 @@ class PrefixPins:
         """Compute the missing KV of a prompt, and optionally pin it.
 
         Args:
-            request: the request of which only prompt, model and salt are used.
+            request: a request, of which only prompt, model and salt are used.
             name: the pin's name; "" for one derived from the prompt.
             ttl_s: lifetime of the pin; 0: DEFAULT_TTL_S.
 
-        Raises what Gateway.generate raises, and Overloaded if the pin exceeds a quota: then the prompt is computed but
+        Raises what Gateway.generate raises, and Overloaded if the pin exceeds a quota; the prompt is computed then, but
         not pinned.
         """
-        known = self._known(tenant)
+        known = self._require_tenant(tenant)
         if name and not _NAME.fullmatch(name):
             raise InvalidRequest.of(FieldViolation("name", "up to 128 letters, digits and . _ - are allowed"))
         if not 0 <= ttl_s <= MAX_TTL_S:
             raise InvalidRequest.of(FieldViolation("ttl_s", f"{ttl_s} is not in [0, {MAX_TTL_S}]"))
-        asked = replace(request, sampling=SamplingParams(max_tokens=0), resume=None)
+        prompt_only = replace(request, sampling=SamplingParams(max_tokens=0), resume=None)
         background = known.in_background()
         runner = await self._gateway.generate(
-            asked, tenant=background, timeout_s=timeout_s, parent=parent, streamed=False
+            prompt_only, tenant=background, timeout_s=timeout_s, parent=parent, streamed=False
         )
         try:
             async for _ in runner:
@@ -101,8 +103,8 @@ class PrefixPins:
         return WarmedPrefix(usage.prompt_tokens - usage.cached_tokens, usage.cached_tokens, pinned)
 
     async def pin_ephemeral(self, placed: PlacedPrefix, tenant: Tenant, tokens: int, ttl_s: int, model: str) -> bool:
-        """Pin the whole blocks among a prompt's first ``tokens``, for a cache_control. Return whether they were pinned
-        within EPHEMERAL_WAIT_S. The pin is best effort: neither a full quota nor a silent node is an error."""
+        """Pin the whole blocks of a prompt's first ``tokens`` for a cache_control, best effort. Return False if that
+        failed, e.g. for a quota, or took more than EPHEMERAL_WAIT_S."""
         hashes = placed.hashes[: tokens // placed.block_size * HASH_BYTES]
         if not hashes:
             return False
@@ -116,33 +118,34 @@ class PrefixPins:
         return True
 
     async def pins(self, tenant: Tenant | None) -> list[PinnedPrefix]:
-        """Return the tenant's pins at all KV nodes that answer, by name. Raises Unavailable if none answers."""
-        owner = self._known(tenant).name
+        """Return the tenant's pins at all KV nodes that answer, by name. Raises Unavailable if no node answers."""
+        owner = self._require_tenant(tenant).name
 
         async def ask(link: NodeLink) -> list[PinnedPrefix]:
-            return [_pinned(one, link.node_id) for one in await link.client.list_prefix_pins(link.epoch, owner)]
+            return [_to_public(pin, link.node_id) for pin in await link.client.list_prefix_pins(link.epoch, owner)]
 
-        found = [pin for pins in (await self._ask_all(ask))[0] for pin in pins]
-        return sorted(found, key=lambda pin: (pin.name, pin.node_id))
+        pins = [pin for of_node in (await self._ask_all(ask))[0] for pin in of_node]
+        return sorted(pins, key=lambda pin: (pin.name, pin.node_id))
 
     async def drop(self, name: str, tenant: Tenant | None) -> None:
         """Remove a pin of the tenant. Raises NotFound if no KV node has it, and Unavailable if no node that answers has
-        it and one does not answer."""
-        owner = self._known(tenant).name
+        it but a node does not answer."""
+        owner = self._require_tenant(tenant).name
         if not _NAME.fullmatch(name) and not _EPHEMERAL.fullmatch(name):
             raise NotFound("there is no pin of this name")
 
         async def ask(link: NodeLink) -> bool:
             return await link.client.unpin_prefix(link.epoch, owner, name)
 
-        found, silent = await self._ask_all(ask)
-        if any(found):
+        removed, error = await self._ask_all(ask)
+        if any(removed):
             return
-        if silent is not None:
-            raise Unavailable(f"no KV node that answers has a pin {name!r}, and one did not answer: {silent.message}")
+        if error is not None:
+            raise Unavailable(f"no KV node that answers has a pin {name!r}, and one did not answer: {error.message}")
         raise NotFound(f"there is no pin {name!r}")
 
-    def _known(self, tenant: Tenant | None) -> Tenant:
+    def _require_tenant(self, tenant: Tenant | None) -> Tenant:
+        """Return the tenant, OPEN without keys. Raises Unauthenticated and PermissionDenied."""
         if not self._gateway.caches_prefixes:
             raise PermissionDenied("this gateway does not cache prefixes: --no-enable-prefix-caching was given")
         if tenant is None and self._gateway.needs_keys:
@@ -155,12 +158,12 @@ class PrefixPins:
             size = placed.block_size if placed is not None else 0
             raise InvalidRequest(f"the prompt of {tokens} tokens has no whole block of {size} tokens to pin")
         name = name or f"prefix-{hashlib.sha256(placed.hashes).hexdigest()[:_NAME_DIGITS]}"
-        kept = await self._pin_at(placed, placed.hashes, tenant, name, ttl_s, tokens, runner.admitted.model)
+        pin = await self._pin_at(placed, placed.hashes, tenant, name, ttl_s, tokens, runner.admitted.model)
         # A name refers to one prompt, so pins with this name at other nodes are removed.
         others = [link for link in self._gateway.cluster.nodes() if link.node_id != placed.node_id and link.alive]
         drops = (link.client.unpin_prefix(link.epoch, tenant.name, name) for link in others)
         await asyncio.gather(*drops, return_exceptions=True)
-        return _pinned(kept, placed.node_id)
+        return _to_public(pin, placed.node_id)
 
     async def _pin_at(
         self,
@@ -194,31 +197,31 @@ class PrefixPins:
         return await link.client.pin_prefix(request)
 
     async def _ask_all(self, ask: Callable[[NodeLink], Awaitable[T]]) -> tuple[list[T], PillionError | None]:
-        """Query all KV nodes; return the answers, and an error of one that did not answer. Raises Unavailable if none
-        answers."""
+        """Query all KV nodes. Return the answers, and the error of one that did not answer, if any. Raises Unavailable
+        if no node answers."""
         links = [link for link in self._gateway.cluster.nodes() if link.alive]
         answers = await asyncio.gather(*map(ask, links), return_exceptions=True)
-        found = [answer for answer in answers if not isinstance(answer, BaseException)]
-        silent: PillionError | None = None
+        results = [answer for answer in answers if not isinstance(answer, BaseException)]
+        error: PillionError | None = None
         for answer in answers:
             if isinstance(answer, PillionError):
-                silent = answer
+                error = answer
             elif isinstance(answer, BaseException):
                 raise answer
-        if not found:
-            raise Unavailable("no KV node answers" if silent is None else f"no KV node answers: {silent.message}")
-        return found, silent
+        if not results:
+            raise Unavailable("no KV node answers" if error is None else f"no KV node answers: {error.message}")
+        return results, error
 
 
-def _pinned(kept: PrefixPin, node_id: str) -> PinnedPrefix:
+def _to_public(pin: PrefixPin, node_id: str) -> PinnedPrefix:
     return PinnedPrefix(
-        name=kept.name,
-        model=kept.model,
-        tokens=kept.tokens,
-        blocks=kept.blocks,
-        present_blocks=kept.present_blocks,
-        expires_in_s=kept.left_s,
-        hits=kept.hits,
+        name=pin.name,
+        model=pin.model,
+        tokens=pin.tokens,
+        blocks=pin.blocks,
+        present_blocks=pin.present_blocks,
+        expires_in_s=pin.left_s,
+        hits=pin.hits,
         node_id=node_id,
-        ephemeral=kept.ephemeral,
+        ephemeral=pin.ephemeral,
     )

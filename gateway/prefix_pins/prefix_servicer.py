@@ -1,4 +1,4 @@
-"""The gRPC calls that warm prompts, and that list and drop prefix pins."""
+"""gRPC methods that warm prompts, and list and drop prefix pins."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from pillion.wire.public import pin_to_pb, warmed_to_pb
 
 
 def prefix_calls(gateway: Gateway) -> Mapping[str, GrpcCall]:
-    """Return the gRPC calls about prefix pins, by name. The end of a call cancels its work."""
+    """Return the gRPC methods of prefix pins, by name. The end of a call cancels its work."""
     pins = PrefixPins(gateway)
 
     async def warm(request: bytes, context: Any) -> gateway_pb2.WarmPrefixResponse:
         tenant = caller(gateway, context)
-        asked, prompt = await gateway.off_loop(tenant, len(request), _read_warm, request)
+        message, prompt = await gateway.off_loop(tenant, len(request), _read_warm, request)
         warmed = await pins.warm(
             prompt,
             tenant,
-            pin=asked.pin,
-            name=asked.name,
-            ttl_s=asked.ttl_s,
+            pin=message.pin,
+            name=message.name,
+            ttl_s=message.ttl_s,
             timeout_s=timeout_of(context),
             parent=telemetry.extract(context.invocation_metadata()),
         )
         return warmed_to_pb(warmed)
 
     async def prefixes(request: gateway_pb2.ListPrefixesRequest, context: Any) -> gateway_pb2.ListPrefixesResponse:
-        found = await pins.pins(caller(gateway, context))
-        return gateway_pb2.ListPrefixesResponse(pins=map(pin_to_pb, found))
+        listed = await pins.pins(caller(gateway, context))
+        return gateway_pb2.ListPrefixesResponse(pins=map(pin_to_pb, listed))
 
     async def drop(request: gateway_pb2.DropPrefixRequest, context: Any) -> gateway_pb2.DropPrefixResponse:
         await pins.drop(request.name, caller(gateway, context))
@@ -45,7 +45,7 @@ def prefix_calls(gateway: Gateway) -> Mapping[str, GrpcCall]:
 
 
 def _read_warm(raw: bytes) -> tuple[gateway_pb2.WarmPrefixRequest, GenerateRequest]:
-    """Parse a serialized WarmPrefixRequest, and the prompt in it. Raises InvalidRequest."""
+    """Parse a serialized WarmPrefixRequest; return it with the request of its prompt. Raises InvalidRequest."""
     check_warm_message(raw)
-    asked = parsed(raw, gateway_pb2.WarmPrefixRequest)
-    return asked, generate_of(asked.prompt)
+    message = parsed(raw, gateway_pb2.WarmPrefixRequest)
+    return message, generate_of(message.prompt)

@@ -32,9 +32,9 @@ _EXAMPLE = {"model": "demo", "prompt": "The capital of France is", "name": "fran
 def prefix_routes(calls: ModelCalls, flags: GatewayFlags) -> list[Route]:
     """Return the HTTP routes of prefix pins."""
     api, tenant_of = PrefixesApi(calls), calls.gateway.tenant_of
-    made = Endpoint("POST", api.warm, tenant_of, PrefixBody, example=_EXAMPLE)
+    warm = Endpoint("POST", api.warm, tenant_of, PrefixBody, example=_EXAMPLE)
     return [
-        Route("/v1/cache/prefixes", Methods(made, Endpoint("GET", api.prefixes, tenant_of))),
+        Route("/v1/cache/prefixes", Methods(warm, Endpoint("GET", api.prefixes, tenant_of))),
         Route("/v1/cache/prefixes/{name}", Endpoint("DELETE", api.drop, tenant_of)),
     ]
 
@@ -43,10 +43,10 @@ class PrefixBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Body of POST /v1/cache/prefixes: a prompt as text, as ids, or as a conversation.
 
     Attributes:
-        model: the served model's name; optional if one model is served.
+        model: name of the served model; may be omitted if only one is served.
         prompt: a text.
         tokens: the ids of a prompt.
-        messages: a conversation; it ends with its last message.
+        messages: a conversation; the prompt ends with its last message.
         tools: functions that the model may call, at most 128.
         chat_template_kwargs: further variables of the model's chat template, such as enable_thinking; at most 16 KiB.
         cache_salt: only requests with the same salt share cached prefixes.
@@ -69,8 +69,8 @@ class PrefixBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class PrefixesApi:
-    """Handlers of the HTTP calls about prefix pins; :class:`pillion.gateway.http_api.http_call.Endpoint` turns their
-    exceptions into responses."""
+    """Handlers of prefix pins. :class:`pillion.gateway.http_api.http_call.Endpoint` converts their exceptions to
+    responses."""
 
     def __init__(self, calls: ModelCalls) -> None:
         self._calls = calls
@@ -89,7 +89,7 @@ class PrefixesApi:
 
     @reads_body
     async def warm(self, call: HttpCall, raw: bytes) -> None:
-        """Compute a prompt ahead, after all other requests, and pin it. Generates nothing."""
+        """Compute a prompt ahead, in the background, and pin it. Generates nothing."""
         body, request = await self._calls.read(call, _read, raw, self._calls.gateway.longest_tokens)
         await self._calls.entry(body.model, call.tenant)
         try:
@@ -112,7 +112,7 @@ class PrefixesApi:
         await call.answer(200, msgspec.json.encode(answer))
 
 
-def _read(raw: bytes, most_ids: int) -> tuple[PrefixBody, GenerateRequest]:
+def _read(raw: bytes, max_ids: int) -> tuple[PrefixBody, GenerateRequest]:
     body = parse(raw, PrefixBody)
     if (body.prompt is not None) + given(body.tokens) + given(body.messages) != 1:
         raise refused("prompt", "exactly one of prompt, tokens and messages is needed")
@@ -123,7 +123,7 @@ def _read(raw: bytes, most_ids: int) -> tuple[PrefixBody, GenerateRequest]:
             raise refused(name, "needs messages")
     prompt: dict[str, Any] = {"text": body.prompt} if body.prompt is not None else {}
     if given(body.tokens):
-        prompt = {"token_ids": read_ids(body.tokens, "tokens", most_ids)}
+        prompt = {"token_ids": read_ids(body.tokens, "tokens", max_ids)}
     elif given(body.messages):
         prompt = {"messages": read_messages(body.messages), "tools": read_tools(body.tools, Raw()).options}
         variables = template_kwargs(body.chat_template_kwargs)

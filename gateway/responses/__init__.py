@@ -1,1 +1,1 @@
-"""Serves OpenAI's Responses at the HTTP port, without a memory. Open responses_api.py first."""
+"""OpenAI's Responses API on the HTTP port, without storage. Start with responses_api.py."""

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API without storage: every call has its whole conversation."""
+"""OpenAI's Responses API without storage: every call contains its whole conversation."""
 
 from __future__ import annotations
 
@@ -40,24 +40,28 @@ class ResponsesApi:
         await self._calls.answer(call, raw, partial(_read, call), self._new_writer)
 
     async def _new_writer(
-        self, call: HttpCall, asked: ResponsesRequest, entry: ModelEntry, reader: DeltaReader
+        self, call: HttpCall, parsed: ResponsesRequest, entry: ModelEntry, reader: DeltaReader
     ) -> ResponsesWriter:
         head = _head(call, entry.name, reader.admitted.sampling)
         head["system_fingerprint"] = reader.admitted.system_fingerprint
-        writer = ResponsesWriter(head, self._calls.texts_of(entry), asked)
+        writer = ResponsesWriter(head, self._calls.texts_of(entry), parsed)
         call.error_event = writer.failed
         return writer
 
 
 def _read(call: HttpCall, raw: bytes, request_id: str) -> ResponsesRequest:
-    """Parse a body, and let an error before the first delta end the stream as an empty response. Raises ApiError."""
-    asked = responses_request(raw, request_id)
-    first = asked.requests[0]
-    call.error_event = ResponsesWriter(_head(call, first.model, first.sampling), None, asked).failed
-    return asked
+    """Parse a body. From then on, an error before the first delta ends a stream as a failed response without items.
+
+    Raises ApiError.
+    """
+    parsed = responses_request(raw, request_id)
+    first = parsed.requests[0]
+    call.error_event = ResponsesWriter(_head(call, first.model, first.sampling), None, parsed).failed
+    return parsed
 
 
 def _head(call: HttpCall, model: str, sampling: SamplingParams) -> dict[str, Any]:
+    """Return the response's fields that its call determines."""
     return {
         "id": f"resp_{call.answer_id}",
         "created_at": int(time.time()),

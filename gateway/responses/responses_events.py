@@ -22,14 +22,13 @@ from pillion.gateway.http_api.output_parts import OutputPart, OutputParts, PartK
 from pillion.gateway.responses.responses_requests import ResponsesRequest
 from pillion.types import Delta, FinishReason, TokenLogprob, Usage
 
-# Part kind -> prefix of its item's id; part kind -> event type of its text.
-_PREFIXES = {PartKind.REASONING: "rs", PartKind.TEXT: "msg", PartKind.CALL: "fc"}
-_KINDS = {
-    PartKind.REASONING: "response.reasoning_text",
-    PartKind.TEXT: "response.output_text",
-    PartKind.CALL: "response.function_call_arguments",
+# Part kind -> prefix of its item's id, and type of the events with its text.
+_ITEMS = {
+    PartKind.REASONING: ("rs", "response.reasoning_text"),
+    PartKind.TEXT: ("msg", "response.output_text"),
+    PartKind.CALL: ("fc", "response.function_call_arguments"),
 }
-# Code of an error -> code of a failed response; OpenAI's clients have no others that fit.
+# Code of an error -> code of a failed response; other errors become "server_error".
 _CODES = {
     "context_length_exceeded": "context_length_exceeded",
     "rate_limit_exceeded": "rate_limit_exceeded",
@@ -45,19 +44,19 @@ class ResponsesWriter(AnswerWriter):
     Args:
         head: the response's fields "id", "created_at", "model" and "system_fingerprint", and those of sampling.
         tokens: texts of the model's tokens, for log probabilities; None for a response without text.
-        asked: the call.
+        parsed: the call.
     """
 
-    def __init__(self, head: Mapping[str, Any], tokens: TokenTexts | None, asked: ResponsesRequest) -> None:
+    def __init__(self, head: Mapping[str, Any], tokens: TokenTexts | None, parsed: ResponsesRequest) -> None:
         self._head = head
         self._tokens = tokens
-        self._shows = asked.logprobs
-        self._echoed = asked.echoed
+        self._shows_logprobs = parsed.logprobs
+        self._echoed = parsed.echoed
         self._parts = OutputParts()
-        self._custom = CustomCalls(asked.custom)
-        self._namespaced = asked.namespaced
+        self._custom = CustomCalls(parsed.custom)
+        self._namespaced = parsed.namespaced
         self._sequence_number = 0
-        # Bytes of a delta event before and after the text, for the current item.
+        # Bytes before and after the text in the current item's delta events.
         self._front = self._back = b""
         self._finish_reason: FinishReason | None = None
         self._pending_logprobs: list[TokenLogprob] = []
@@ -66,7 +65,7 @@ class ResponsesWriter(AnswerWriter):
         """Return deltas as events of output items, preceded by the start of the response."""
         written = self._begin()
         for _, delta in batch:
-            if not self._shows and self._parts.extend_text(delta):
+            if not self._shows_logprobs and self._parts.extend_text(delta):
                 written.append(self._text_event(delta.text))
             else:
                 written += self._delta_events(delta)
@@ -74,15 +73,15 @@ class ResponsesWriter(AnswerWriter):
 
     def last_events(self, usage: Usage) -> bytes:
         """Return the events that end the last item and the response."""
-        ended = [*self._item_done(self._parts.all[-1])] if self._parts.all else []
+        item_end = [*self._item_end(self._parts.all[-1])] if self._parts.all else []
         status = self._status()
-        return b"".join([*ended, self._event(f"response.{status}", {"response": self._response(status, usage)})])
+        return b"".join([*item_end, self._event(f"response.{status}", {"response": self._response(status, usage)})])
 
     def failed(self, error: bytes) -> bytes:
-        """Return the events of a failed response, with the items so far."""
-        said = msgspec.json.decode(error)["error"]
-        code = _CODES.get(said["code"], "server_error")
-        response = self._response("failed", None) | {"error": {"code": code, "message": said["message"]}}
+        """Return the last events of a failed response, with the items so far. ``error``: body of an OpenAI error."""
+        content = msgspec.json.decode(error)["error"]
+        code = _CODES.get(content["code"], "server_error")
+        response = self._response("failed", None) | {"error": {"code": code, "message": content["message"]}}
         return b"".join([*self._begin(), self._event("response.failed", {"response": response})])
 
     def collect(self, prompt: int, delta: Delta) -> None:
@@ -92,7 +91,7 @@ class ResponsesWriter(AnswerWriter):
             self._add_logprobs(part, delta)
         self._store_pending_logprobs(delta)
         self._finish_reason = delta.finish_reason or self._finish_reason
-        self._last_logprobs()
+        self._flush_logprobs()
 
     def whole(self, usage: Usage) -> bytes:
         """Return the whole response, for a call without streaming."""
@@ -107,72 +106,73 @@ class ResponsesWriter(AnswerWriter):
 
     def _delta_events(self, delta: Delta) -> Iterator[bytes]:
         self._finish_reason = delta.finish_reason or self._finish_reason
-        for part, text, begins in self._parts.split(self._custom.read(delta)):
-            if begins:
+        for part, text, is_first in self._parts.split(self._custom.read(delta)):
+            if is_first:
                 if part.index:
-                    yield from self._item_done(self._parts.all[part.index - 1])
-                yield from self._item_begun(part)
+                    yield from self._item_end(self._parts.all[part.index - 1])
+                yield from self._item_start(part)
             logprobs = self._add_logprobs(part, delta)
             if logprobs:
-                fields = {**self._place(part), "delta": text, "logprobs": self._logprobs(logprobs)}
+                fields = {**self._location(part), "delta": text, "logprobs": self._logprobs(logprobs)}
                 yield self._event("response.output_text.delta", fields)
             elif text:
                 yield self._text_event(text)
         self._store_pending_logprobs(delta)
-        if last := self._last_logprobs():
-            fields = {**self._place(self._parts.all[-1]), "delta": "", "logprobs": self._logprobs(last)}
+        if last := self._flush_logprobs():
+            fields = {**self._location(self._parts.all[-1]), "delta": "", "logprobs": self._logprobs(last)}
             yield self._event("response.output_text.delta", fields)
 
     def _add_logprobs(self, part: OutputPart, delta: Delta) -> list[TokenLogprob]:
         """Add a delta's log probabilities, and those of preceding tokens without text, to a text part."""
-        if not self._shows or part.kind is not PartKind.TEXT:
+        if not self._shows_logprobs or part.kind is not PartKind.TEXT:
             return []
         logprobs = [*self._pending_logprobs, *delta.logprobs]
-        self._keep_logprobs(part, logprobs)
+        self._append_logprobs(part, logprobs)
         return logprobs
 
-    def _last_logprobs(self) -> list[TokenLogprob]:
-        """At the end, add the log probabilities of tokens without text, e.g. EOS, to the text before them."""
+    def _flush_logprobs(self) -> list[TokenLogprob]:
+        """At the answer's end, add the pending log probabilities, e.g. of EOS, to the last text; return them."""
         pending = self._pending_logprobs
         if self._finish_reason is None or not pending or not self._parts.all:
             return []
         part, self._pending_logprobs = self._parts.all[-1], []
         if part.kind is not PartKind.TEXT:
             return []
-        self._keep_logprobs(part, pending)
+        self._append_logprobs(part, pending)
         return pending
 
-    def _keep_logprobs(self, part: OutputPart, logprobs: Sequence[TokenLogprob]) -> None:
+    def _append_logprobs(self, part: OutputPart, logprobs: Sequence[TokenLogprob]) -> None:
         part.logprobs.extend(logprobs)
         self.size_bytes += LOGPROB_BYTES * sum(1 + len(one.top_ids) for one in logprobs)
 
     def _store_pending_logprobs(self, delta: Delta) -> None:
+        """Store the log probabilities of tokens without text, until the next text."""
         if delta.text or delta.reasoning or delta.tool_calls:
             self._pending_logprobs.clear()
-        elif self._shows:
+        elif self._shows_logprobs:
             self._pending_logprobs += delta.logprobs
 
-    def _item_begun(self, part: OutputPart) -> Iterator[bytes]:
+    def _item_start(self, part: OutputPart) -> Iterator[bytes]:
         empty = OutputPart(part.kind, part.index, part.call_id, part.name)
         item = self._item(empty, "in_progress")
         if part.kind is not PartKind.CALL:
             item["content"] = []
         yield self._event("response.output_item.added", {"output_index": part.index, "item": item})
         if part.kind is not PartKind.CALL:
-            yield self._event("response.content_part.added", {**self._place(part), "part": self._content(empty)})
+            yield self._event("response.content_part.added", {**self._location(part), "part": self._content(empty)})
         kind, more = f"{self._kind(part)}.delta", b',"logprobs":[]' if part.kind is PartKind.TEXT else b""
-        head = _encode({"type": kind, **self._place(part)})[:-1]
+        head = _encode({"type": kind, **self._location(part)})[:-1]
         self._front = b"event: " + kind.encode() + b"\ndata: " + head + b',"delta":'
         self._back = more + b',"sequence_number":'
 
-    def _item_done(self, part: OutputPart) -> Iterator[bytes]:
+    def _item_end(self, part: OutputPart) -> Iterator[bytes]:
         field = "text" if part.kind is not PartKind.CALL else "input" if self._is_custom(part) else "arguments"
-        fields: dict[str, Any] = {**self._place(part), field: part.text}
+        fields: dict[str, Any] = {**self._location(part), field: part.text}
         if part.kind is PartKind.TEXT:
             fields["logprobs"] = self._logprobs(part.logprobs)
         yield self._event(f"{self._kind(part)}.done", fields)
         if part.kind is not PartKind.CALL:
-            yield self._event("response.content_part.done", {**self._place(part), "part": self._content(part)})
+            yield self._event("response.content_part.done", {**self._location(part), "part": self._content(part)})
         item = self._item(part, self._item_status(part, self._status()))
         yield self._event("response.output_item.done", {"output_index": part.index, "item": item})
 
@@ -194,13 +194,13 @@ class ResponsesWriter(AnswerWriter):
         return "incomplete" if status != "completed" and part is self._parts.all[-1] else "completed"
 
     def _response(self, status: str, usage: Usage | None) -> dict[str, Any]:
-        over = status in ("completed", "incomplete")
+        ended = status in ("completed", "incomplete")
         return {
             **self._head,
             "object": "response",
             "status": status,
             "background": False,
-            "completed_at": int(time.time()) if over else None,
+            "completed_at": int(time.time()) if ended else None,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             **self._echoed,
@@ -212,19 +212,19 @@ class ResponsesWriter(AnswerWriter):
             "usage": None if usage is None else _usage(usage),
         }
 
-    def _place(self, part: OutputPart) -> dict[str, Any]:
+    def _location(self, part: OutputPart) -> dict[str, Any]:
         """Return the fields that locate the text of an item in the response."""
-        place = {"item_id": self._item_id(part), "output_index": part.index}
-        return place if part.kind is PartKind.CALL else {**place, "content_index": 0}
+        location = {"item_id": self._item_id(part), "output_index": part.index}
+        return location if part.kind is PartKind.CALL else {**location, "content_index": 0}
 
     def _is_custom(self, part: OutputPart) -> bool:
         return part.kind is PartKind.CALL and part.name in self._custom.names
 
     def _kind(self, part: OutputPart) -> str:
-        return "response.custom_tool_call_input" if self._is_custom(part) else _KINDS[part.kind]
+        return "response.custom_tool_call_input" if self._is_custom(part) else _ITEMS[part.kind][1]
 
     def _item_id(self, part: OutputPart) -> str:
-        prefix = "ctc" if self._is_custom(part) else _PREFIXES[part.kind]
+        prefix = "ctc" if self._is_custom(part) else _ITEMS[part.kind][0]
         return f"{prefix}_{part.index}_{self._head['id']}"
 
     def _item(self, part: OutputPart, status: str) -> dict[str, Any]:

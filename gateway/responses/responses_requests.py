@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from pillion.gateway.http_api.body_reading import given, note_ignored, parse, parse_field
+from pillion.gateway.http_api.body_reading import REQUIRED, given, note_ignored, parse, parse_field
 from pillion.gateway.http_api.content_parts import ReadContent, read_calls, read_content
 from pillion.gateway.http_api.custom_tools import custom_call
 from pillion.gateway.http_api.gathered_messages import GatheredMessages
@@ -39,10 +39,9 @@ from pillion.types import (
     ToolCall,
 )
 
-# Text for the model before the result of a call that was sent by id only.
+# Precedes, for the model, the result of a call that the client sent by id only.
 LOST_CALL = "[This is the result of a call of a tool that is not part of this conversation.]"
 LOGPROBS = "message.output_text.logprobs"
-_SUMMARIES = ("auto", "concise", "detailed")
 _NAMES: Mapping[str, str] = {
     "messages": "input",
     "sampling.max_tokens": "max_output_tokens",
@@ -123,22 +122,23 @@ def _messages(body: ResponsesBody, names: dict[str, str]) -> tuple[ChatMessage, 
     elif not body.input:
         raise refused("input", "at least one item is needed")
     else:
-        # Be lenient with earlier turns: a client resends them with each turn.
+        # Be lenient with earlier turns, which clients resend: only items after the last one of the model are new.
         last = len(body.input) - 1
-        earlier = next((n for n in range(last, -1, -1) if body.input[n].role in (None, "assistant")), -1)
+        last_old = next((n for n in range(last, -1, -1) if body.input[n].role in (None, "assistant")), -1)
         for n, item in enumerate(body.input):
-            conversation.add_item(item, f"input[{n}]", is_new=n > earlier)
-    messages = conversation.gathered.joined(_one_turn)
+            conversation.add_item(item, f"input[{n}]", is_new=n > last_old)
+    messages = conversation.gathered.joined(_join_turn)
     if not messages:
         raise refused("input", "at least one item with text is needed; nothing is stored that an item could refer to")
     return messages
 
 
 class _ItemConversation:
-    """Conversion of items to messages."""
+    """Converter of a conversation's items to messages."""
 
     def __init__(self, names: dict[str, str]) -> None:
         self.gathered = GatheredMessages("assistant", "input", names)
+        # Id of a call -> name of its tool.
         self._called: dict[str, str] = {}
         self._has_references = False
 
@@ -147,7 +147,7 @@ class _ItemConversation:
         if item.type == "message":
             self._add_message(item, path, is_new)
         elif item.type in ("function_call", "custom_tool_call"):
-            name, call_id = _needed(item.name, f"{path}.name"), _needed(item.call_id, f"{path}.call_id")
+            name, call_id = _require(item.name, f"{path}.name"), _require(item.call_id, f"{path}.call_id")
             name = self._called[call_id] = model_tool_name(item.namespace, name)
             if item.type == "function_call":
                 call = ToolCall(call_id, name, arguments_of(item.arguments))
@@ -155,7 +155,7 @@ class _ItemConversation:
                 call = custom_call(call_id, name, text_in(item.input))
             self.gathered.add(ChatMessage("assistant", "", (call,)), path)
         elif item.type in ("function_call_output", "custom_tool_call_output"):
-            call_id = _needed(item.call_id, f"{path}.call_id")
+            call_id = _require(item.call_id, f"{path}.call_id")
             text = _content(item.output, f"{path}.output", "tool").text
             if self._has_references and call_id not in self._called:
                 # The call was sent by id only, and nothing is stored.
@@ -175,9 +175,9 @@ class _ItemConversation:
             note_ignored(f"{path}.{item.type}")
 
     def _add_message(self, item: InputItem, path: str, is_new: bool) -> None:
-        role = _needed(item.role, f"{path}.role")
+        role = _require(item.role, f"{path}.role")
         if is_new and not given(item.content):
-            raise refused(f"{path}.content", "this field is required", "missing_required_parameter")
+            raise refused(f"{path}.content", REQUIRED, "missing_required_parameter")
         read = _content(item.content, f"{path}.content", role, is_new)
         for result in read.results:
             name = self._called.get(result.tool_call_id, "")
@@ -185,7 +185,7 @@ class _ItemConversation:
         calls = (*read.calls, *read_calls(item.tool_calls or (), None, path, f"{path}.tool_calls"))
         self._called.update((call.id, call.name) for call in calls)
         if role == "tool" and not read.is_results:
-            call_id = _needed(item.tool_call_id, f"{path}.tool_call_id")
+            call_id = _require(item.tool_call_id, f"{path}.tool_call_id")
             name = self._called.get(call_id, "")
             self.gathered.add(ChatMessage("tool", read.text, tool_call_id=call_id, name=name), path)
         elif calls or not read.is_results:
@@ -193,7 +193,7 @@ class _ItemConversation:
             self.gathered.add(ChatMessage(role, read.text, calls, reasoning="\n".join(read.thoughts)), path)
 
 
-def _one_turn(messages: Sequence[ChatMessage]) -> ChatMessage:
+def _join_turn(messages: Sequence[ChatMessage]) -> ChatMessage:
     """Join consecutive messages of the assistant."""
     return ChatMessage(
         "assistant",
@@ -203,9 +203,10 @@ def _one_turn(messages: Sequence[ChatMessage]) -> ChatMessage:
     )
 
 
-def _needed(value: Any, path: str) -> Any:
+def _require(value: Any, path: str) -> Any:
+    """Return ``value``. Raises ApiError if it is None."""
     if value is None:
-        raise refused(path, "this field is required", "missing_required_parameter")
+        raise refused(path, REQUIRED, "missing_required_parameter")
     return value
 
 
@@ -230,7 +231,7 @@ def _echoed(body: ResponsesBody, structured: StructuredOutputs | None) -> dict[s
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {
             "effort": reasoning.effort,
-            "summary": reasoning.summary if reasoning.summary in _SUMMARIES else None,
+            "summary": reasoning.summary if reasoning.summary in ("auto", "concise", "detailed") else None,
         },
         "safety_identifier": body.safety_identifier,
         "text": {"format": _echoed_format(body, structured)},

@@ -1,7 +1,7 @@
-"""Rates, shares and quantiles between two readings of a cluster, for the live picture.
+"""Rates, shares and quantiles between two readings of a cluster, for the live picture. Sans-IO (I9).
 
-A reading has the cluster's status and the metrics of the gateway that shows the picture. Sans-IO (I9). A figure that
-was not reported is None, never zero: the page shows a dash.
+A reading has the cluster's status and the metrics of the gateway that shows the picture. A figure that was not reported
+is None, not zero: the page shows a dash.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Distribution, Labels, Metric, Values
 from pillion.types import ClusterStatus, ComponentStatus
 
+# What a step's token budget is used for.
 USES = ("decode", "tail", "prefill", "speculative", "idle")
-# Tokens that a grammar left no choice for; shown with the speculative ones.
+# Tokens that a grammar determines; shown with the speculative ones.
 FORCED = "forced"
+# Where prompt tokens come from: the tiers of hits, and the workers that compute the others.
 SOURCES = ("pool", "fetched", "restored", "bucket", "prefill", "tail")
+# Names of the gateway's rates.
 FLOW = ("generated", "prompt", "cached", "sources", "requests", "refused", "first_token", "between_tokens")
-ANSWERED = ("stop", "length")
-CANCELLED = "cancelled"
-# Heartbeat age at which a component is late; seconds later its record expires from the registry.
+# Heartbeat age at which a component is shown as late; seconds later its record expires from the registry.
 LATE_MS = 3000
 
 
@@ -47,19 +48,19 @@ class ClusterReading:
 
 
 def fenced_by(status: ClusterStatus) -> dict[str, str]:
-    """Return the components that KV nodes have fenced: component id -> node id."""
+    """Return the components that KV nodes have fenced: component id -> KV node's id."""
     return {name: node.component_id for node in status.components for name in node.fenced_components}
 
 
 def all_components(status: ClusterStatus) -> tuple[ComponentStatus, ...]:
-    """Return the registry's components, then, without a role, fenced ones whose record has expired there."""
+    """Return the registry's components, followed by fenced ones whose record has expired, without a role."""
     known = {one.component_id for one in status.components}
-    gone = [
+    expired = [
         ComponentStatus(component_id=name, role="", node_id=node)
         for name, node in fenced_by(status).items()
         if name not in known
     ]
-    return (*status.components, *gone)
+    return (*status.components, *expired)
 
 
 def state_of(component: ComponentStatus, fenced: Container[str]) -> Literal["ok", "late", "fenced", "down"]:
@@ -72,9 +73,8 @@ def state_of(component: ComponentStatus, fenced: Container[str]) -> Literal["ok"
 
 
 def steps(before: ClusterReading | None, now: ClusterReading, component_id: str) -> dict[str, Any] | None:
-    """Return steps per second, their mean duration, the busy share of the time, and each of USES' share of the budget.
-
-    Computed from two heartbeats of a worker. None if they report no steps, or if the process restarted in between.
+    """Return a worker's steps per second, their mean duration, the busy share of the time, and the shares of the token
+    budget by USES, between two heartbeats. None if none reports steps, or if the process restarted in between.
     """
     if before is None or (seconds := now.at_s - before.at_s) <= 0:
         return None
@@ -84,18 +84,18 @@ def steps(before: ClusterReading | None, now: ClusterReading, component_id: str)
     if first is None or second is None or not second.steps:
         return None
     count = second.steps - first.steps
-    grown = {
+    growth = {
         use: getattr(second, f"step_{use}_tokens") - getattr(first, f"step_{use}_tokens") for use in (*USES, FORCED)
     }
-    if min(count, *grown.values()) < 0:
+    if min(count, *growth.values()) < 0:
         return None
-    total, total_s = sum(grown.values()), (second.steps_ms - first.steps_ms) / 1000
-    grown["speculative"] += grown.pop(FORCED)
+    total, total_s = sum(growth.values()), (second.steps_ms - first.steps_ms) / 1000
+    growth["speculative"] += growth.pop(FORCED)
     return {
         "per_second": count / seconds,
         "mean_s": total_s / count if count else 0.0,
         "busy": min(1.0, total_s / seconds),
-        "shares": {use: tokens / total for use, tokens in grown.items()} if total else {},
+        "shares": {use: tokens / total for use, tokens in growth.items()} if total else {},
     }
 
 
@@ -109,10 +109,10 @@ def flow(before: ClusterReading | None, now: ClusterReading) -> dict[str, Any]:
         return dict.fromkeys(FLOW)
 
     def rates(metric: Metric, key: Callable[[Labels], str]) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for labels, grown in _grown(before, now, metric):
-            found[key(labels)] = found.get(key(labels), 0.0) + grown / seconds
-        return found
+        by_key: dict[str, float] = {}
+        for labels, growth in _growth(before, now, metric):
+            by_key[key(labels)] = by_key.get(key(labels), 0.0) + growth / seconds
+        return by_key
 
     sources = dict.fromkeys(SOURCES, 0.0) | rates(names.PROMPT_TOKENS, lambda labels: labels[1])
     # Summed rather than subtracted: a difference may be slightly negative and would be shown as -0 %.
@@ -129,24 +129,24 @@ def flow(before: ClusterReading | None, now: ClusterReading) -> dict[str, Any]:
     }
 
 
-def quantile(found: Distribution, share: float) -> float:
+def quantile(histogram: Distribution, share: float) -> float:
     """Return a histogram's quantile at ``share``, computed as by Prometheus's histogram_quantile.
 
     Linear within a bucket, infinite beyond the last bound, 0 for an empty histogram.
     """
-    rank, below = share * found.count, 0
-    for number, count in enumerate(found.counts):
+    rank, below = share * histogram.count, 0
+    for number, count in enumerate(histogram.counts):
         if count and below + count >= rank:
-            if number == len(found.bounds):
+            if number == len(histogram.bounds):
                 return math.inf
-            low = found.bounds[number - 1] if number else 0.0
-            return low + (found.bounds[number] - low) * (rank - below) / count
+            low = histogram.bounds[number - 1] if number else 0.0
+            return low + (histogram.bounds[number] - low) * (rank - below) / count
         below += count
     return 0.0
 
 
-def _grown(before: ClusterReading, now: ClusterReading, metric: Metric) -> Iterator[tuple[Labels, float]]:
-    """Yield the growth of each of a counter's cells. A cell that shrank was reset to zero in between."""
+def _growth(before: ClusterReading, now: ClusterReading, metric: Metric) -> Iterator[tuple[Labels, float]]:
+    """Yield (labels, growth) of a counter. A smaller value means a reset to zero in between."""
     firsts = before.metrics.get(metric, {})
     for labels, value in now.metrics.get(metric, {}).items():
         first = firsts.get(labels, 0.0)
@@ -154,17 +154,21 @@ def _grown(before: ClusterReading, now: ClusterReading, metric: Metric) -> Itera
 
 
 def _quantiles(before: ClusterReading, now: ClusterReading, metric: Metric) -> dict[str, float | None] | None:
-    """Return quantiles of a histogram's change, None for one beyond the last bound (JSON has no infinity)."""
+    """Return p50 and p99 of a histogram's growth, None for one beyond the last bound (JSON has no infinity); None
+    without growth."""
     counts = [0] * (len(metric.bounds) + 1)
     for reading, apply in ((now, operator.add), (before, operator.sub)):
         for cell in reading.metrics.get(metric, {}).values():
             counts = list(map(apply, counts, cell.counts))
     if not any(counts):
         return None
-    found = Distribution(metric.bounds, counts)
-    p50, p99 = (None if math.isinf(at := quantile(found, share)) else at for share in (0.5, 0.99))
+    growth = Distribution(metric.bounds, counts)
+    p50, p99 = (None if math.isinf(value := quantile(growth, share)) else value for share in (0.5, 0.99))
     return {"p50_s": p50, "p99_s": p99, "last_bound_s": metric.bounds[-1]}
 
 
 def _outcome(label: str) -> str:
-    return "answered" if label in ANSWERED else label if label == CANCELLED else "failed"
+    """Return the outcome of a request by its label of the metric REQUESTS: "answered", "cancelled" or "failed"."""
+    if label in ("stop", "length"):
+        return "answered"
+    return label if label == "cancelled" else "failed"

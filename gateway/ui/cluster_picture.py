@@ -1,9 +1,9 @@
-"""Live picture of the cluster, from heartbeats and the gateway's own metrics.
+"""Live picture of the cluster, from heartbeats and the gateway's own metrics. Sans-IO (I9).
 
     every poll:  status, own metrics --> ClusterReading --> figures over some seconds --> JSON
 
-Sans-IO (I9). Steps and pools of components come with their heartbeats, so their metrics pages are not read. A figure
-that was not reported is None, never zero.
+Components report their steps and pools with their heartbeats, so their metrics pages are not read. A figure that was
+not reported is None, not zero.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Values
 from pillion.types import WORKERS, ClusterStatus, ComponentStatus
 
+# Time over which rates are computed.
 WINDOW_S = 5.0
-# Max age of the reading that rates start from. After a pause of all viewers a mean over minutes would look like one
+# Max age of the reading that rates start from: after a pause of all viewers, a mean over minutes would look like one
 # over seconds.
 OLDEST_S = 2 * WINDOW_S
-# Time for which a picture is reused, so that more viewers cost the gateway nothing.
+# Time for which a picture is reused, so that further viewers cost the gateway nothing.
 REFRESH_S = 0.5
 
 
 class ClusterPicture:
-    """Picture that all viewers of one gateway process share. Not thread-safe.
+    """Live picture, shared by all viewers of one gateway process. Not thread-safe.
 
     Args:
         component_id: the gateway's own id.
@@ -47,10 +48,10 @@ class ClusterPicture:
         before = [old for old in self._readings if now_s - old.at_s <= WINDOW_S]
         before = before or [old for old in self._readings[-1:] if now_s - old.at_s <= OLDEST_S]
         self._readings = [*before, now]
-        self._picture = self._drawn(before[0] if before else None, now)
+        self._picture = self._draw(before[0] if before else None, now)
         return self._picture
 
-    def _drawn(self, before: ClusterReading | None, now: ClusterReading) -> dict[str, Any]:
+    def _draw(self, before: ClusterReading | None, now: ClusterReading) -> dict[str, Any]:
         status, fenced = now.status, fenced_by(now.status)
         return {
             "version": status.version,
@@ -66,8 +67,8 @@ class ClusterPicture:
         }
 
 
-def _component(one: ComponentStatus, fenced: Container[str], found: dict[str, Any] | None) -> dict[str, Any]:
-    """Return a component as JSON; ``steps`` for workers and ``pool`` for KV nodes only."""
+def _component(one: ComponentStatus, fenced: Container[str], figures: dict[str, Any] | None) -> dict[str, Any]:
+    """Return a component for the page; only workers have "steps" (``figures``), only KV nodes "pool"."""
     shown: dict[str, Any] = {
         "component_id": one.component_id,
         "role": one.role,
@@ -82,7 +83,7 @@ def _component(one: ComponentStatus, fenced: Container[str], found: dict[str, An
     }
     if one.role in WORKERS:
         shown |= {"queued_tokens": one.queued_tokens, "free_seqs": one.free_seqs, "kernels": one.kernels}
-        shown |= {"adapters": len(one.adapters), "ranks": one.tensor_parallel_size, "steps": found}
+        shown |= {"adapters": len(one.adapters), "ranks": one.tensor_parallel_size, "steps": figures}
     if one.role == "kvnode":
         # Pinned blocks are committed ones; show them once.
         pinned = min(one.pinned_blocks, one.committed_blocks)

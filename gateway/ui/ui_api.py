@@ -52,8 +52,7 @@ HEADERS = [
     (b"cross-origin-resource-policy", b"same-origin"),
 ]
 
-
-# Number of newest bundles that the page explains, the max size of each, and the max size of all explanations.
+# Number of newest bundles that the page explains, max size of each, and max size of all explanations.
 NEWEST_STORIES = 20
 MAX_BUNDLE_BYTES, MAX_STORIES_BYTES = 2**18, 2**20
 
@@ -68,7 +67,7 @@ def read_files() -> dict[str, tuple[bytes, bytes]]:
 
 
 def newest_stories(path: str, key_file: str, redis_url: str = "") -> bytes:
-    """Return the explanations of the newest bundles at a --record-path as JSON, newest first. Blocks.
+    """Return the explanations of the newest bundles at ``path`` (--record-path) as JSON, newest first. Blocks.
 
     Raises ConfigError, and Unavailable if Redis does not answer.
     """
@@ -121,9 +120,9 @@ class UiApi:
         await self._send(call, str(call.parameters["name"]))
 
     async def cluster(self, call: HttpCall) -> None:
-        """Return the live picture for operators: components, step budgets, pools, queues and hits, with rates over a
-        few seconds if it was read that recently."""
-        # Check each viewer, even for a picture that is reused.
+        """Return the live picture for operators: components, step budgets, pools, queues and hits; with rates if it was
+        read within the last seconds."""
+        # Check every viewer, even if the picture is reused.
         self._gateway.operators_only(call.tenant)
         picture = self._picture.at(
             time.monotonic(),
@@ -136,7 +135,7 @@ class UiApi:
         """Return the explanations of the newest recorded requests for operators, without texts, as `pillion explain`
         prints them."""
         self._gateway.operators_only(call.tenant)
-        # One scan at a time: the folder may be large.
+        # One scan at a time, since the folder may be large.
         try:
             async with self._reading:
                 body = await asyncio.to_thread(newest_stories, *self._records)

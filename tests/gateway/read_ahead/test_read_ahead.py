@@ -126,7 +126,7 @@ async def test_reading_ahead_loses_nothing_and_is_bounded(
         monkeypatch.setattr(pool.fetcher, "fetch_blocks", counted)
         before = pool.fetcher.counts.restored_blocks
         monkeypatch.setattr(fetch, "MAX_AHEAD_PERCENT", 20)
-        monkeypatch.setattr(read_ahead, "MAX_IN_LINE", 2)
+        monkeypatch.setattr(read_ahead, "MAX_QUEUED", 2)
         part = components.gateway.gateway._read_ahead
         async with busy(components):
             waiting = [asyncio.create_task(ask(components, first))]
@@ -137,13 +137,13 @@ async def test_reading_ahead_loses_nothing_and_is_bounded(
                 "all blocks in the pool or on the disk",
                 lambda: there <= {*ledger.tree.by_hash, *(name for name, _ in components.kvnode._hashes())},
             )
-            part._most = 0
+            part._max_at_once = 0
             waiting += [asyncio.create_task(ask(components, first)) for _ in range(3)]
             await until("all to wait", lambda: components.gateway.gateway.admission.waiting == 4)
-            assert len(part._line) == 2
+            assert len(part._queue) == 2
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
             await until("nobody to wait", lambda: not components.gateway.gateway.admission.waiting)
-            assert not part._line
+            assert not part._queue
         await components.proven()
