@@ -165,7 +165,7 @@ def parse_field(raw: bytes | Raw, kind: Any, field: str) -> Any:
 
 
 def given(raw: Raw) -> bool:
-    """Return True if a raw field has a value other than null."""
+    """Return True if a raw field is present and not null."""
     return memoryview(raw)[:5].tobytes() not in (b"", b"null")
 
 
@@ -218,7 +218,7 @@ def _changes_nothing(name: str, raw: Raw) -> bool:
 
 
 def harmless_values(name: str) -> tuple[Any, ...]:
-    """Return the values of an unsupported field, or of one without effect, that request the default behavior."""
+    """Return the values that request the default behavior, of a field that is unsupported or without effect."""
     return (*HARMLESS.get(name, ()), *(() if name in FALSE_MATTERS else EMPTY_VALUES))
 
 
@@ -412,7 +412,7 @@ def _repair_list(raw: Any, items: _Shape, path: str, reading: BodyReading) -> An
 
 
 def _repair_object(sent: dict[str, Raw], shape: _Shape, path: str, reading: BodyReading) -> Any:
-    """Repair an object that is one of the structs of ``shape``."""
+    """Return an object that encodes as the repaired JSON of ``sent``, an object of one of the structs in ``shape``."""
     check_wanted()
     tag = _text(sent[shape.tag_field]) if shape.tag_field in sent else ""
     if tag not in shape.structs and OTHER in shape.structs:
@@ -461,7 +461,7 @@ def _text(raw: Raw) -> str:
 
 
 def _repair_integer(raw: Any) -> Any:
-    """Return a number as an integer if it is one, else ``raw``."""
+    """Return a JSON number as an int if it has no fraction, e.g. 4.0, else ``raw``."""
     text = bytes(raw)
     # An integer up to _MAX_EXACT_INTEGER has fewer characters, unless it is padded with zeros.
     if len(text) > 32 or text.lstrip(b"-").isdigit():

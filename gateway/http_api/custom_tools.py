@@ -69,7 +69,7 @@ class CustomCalls:
         return replace(delta, tool_calls=tuple(self._part(part, answer) for part in delta.tool_calls))
 
     def has(self, call: int, answer: int = 0) -> bool:
-        """Return True if a call of an answer is one of a custom tool."""
+        """Return True if call number ``call`` of an answer is a custom tool's."""
         return (answer, call) in self._inputs
 
     def _part(self, part: ToolCallDelta, answer: int) -> ToolCallDelta:

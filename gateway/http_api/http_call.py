@@ -128,7 +128,7 @@ class HttpCall:
             self._body_bytes = 0
 
     def query(self, *known: str) -> dict[str, str]:
-        """Return the query parameters. Raises ApiError for one that is not in ``known`` or is repeated."""
+        """Return the query parameters. Raises ApiError for a parameter that is not in ``known``, or is repeated."""
         try:
             parameters = parse_qs(self._query.decode("ascii"), keep_blank_values=True, max_num_fields=16)
         except ValueError:
@@ -217,8 +217,7 @@ class HttpCall:
         self._streams = True
 
     def write(self, events: bytes, last: bool = False) -> Awaitable[None]:
-        """Write some events to the client in one write. Awaiting the result takes long for a client that reads
-        slowly."""
+        """Send events in one write. Awaiting the result blocks while the client reads too slowly."""
         return self._send({"type": "http.response.body", "body": events, "more_body": not last})
 
     async def start(self, status: int, headers: Headers) -> None:

@@ -77,7 +77,7 @@ class WaitingClients:
         self._by_peer: dict[str, dict[Any, None]] = {}
 
     def add(self, connection: Any, peer: str) -> None:
-        """Add a connection; one that waits already keeps its position."""
+        """Add a connection; if it waits already, it keeps its position."""
         self._by_peer.setdefault(peer, {}).setdefault(connection)
 
     def remove(self, connection: Any, peer: str) -> None:
@@ -88,7 +88,8 @@ class WaitingClients:
             self._by_peer.pop(peer, None)
 
     def longest(self) -> Any:
-        """Return the longest waiting connection of the address with most of them, None if there is none."""
+        """Return the connection that has waited longest, of the address with most waiting connections; None if none
+        waits."""
         waiting = max(self._by_peer.values(), key=len, default=None)
         return None if waiting is None else next(iter(waiting))
 

@@ -21,7 +21,7 @@ IGNORED = msgspec.Meta(extra={"effect": "none"})
 Ignored = Annotated[T, IGNORED]
 # Tag of the struct in a union that accepts objects with a missing or unknown tag, which its field sent_type receives.
 OTHER = "?"
-# Types of fields whose JSON is passed on. A bare Raw field is refused, or parsed later.
+# Types of fields whose JSON is passed on. A plain Raw field is refused, or parsed later.
 AnyJson = Annotated[Raw, msgspec.Meta(extra_json_schema={})]
 JsonObject = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": "object"})]
 JsonObjects = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": "array", "items": {"type": "object"}})]

@@ -195,7 +195,7 @@ class AnswerWriter:
         return 0
 
     def last_events(self, usage: Usage) -> bytes:
-        """Return the events after those of the last delta."""
+        """Return the events that end the response, after the last delta's."""
         raise NotImplementedError
 
     def collect(self, prompt: int, delta: Delta) -> None:
@@ -238,25 +238,21 @@ class ModelCalls:
         on_admitted: Callable[[HttpCall, Parsed, ModelEntry], None] = lambda *_: None,
         branch_points: BranchPoints[Parsed] | None = None,
     ) -> None:
-        """Answer a call. Raises ApiError.
+        """Answer a call with the body ``raw``, which ``read`` parses, given the request's id. Raises ApiError.
 
-        Args:
-            raw: the body.
-            read: parses the body; its second argument is the request's id.
-            new_writer: called after the first deltas.
-            on_admitted: called once the first prompt was validated, charged to the quota and admitted.
-            branch_points: for models with recurrent states, called before the first prompt is admitted.
+        ``new_writer`` is called after the first deltas, ``on_admitted`` once the first prompt was validated, charged to
+        the quota and admitted, and ``branch_points``, for models with recurrent states, before it is admitted.
         """
         arrived_s = asyncio.get_running_loop().time()
-        parsed_call, parent = await self.read(call, read, raw, call.request_id), call.trace_parent()
+        parsed, parent = await self.read(call, read, raw, call.request_id), call.trace_parent()
         quota: CountedCall | None = None
         # Without a stream, the client receives nothing before the whole answer, so its read timeout is the deadline.
-        timeout_s = None if parsed_call.stream else call.read_timeout_s
+        timeout_s = None if parsed.stream else call.read_timeout_s
         recorded = call.header(RECORD_HEADER.encode()).strip() == "1"
 
         async def start(request: GenerateRequest) -> RequestRunner:
-            first = request is parsed_call.requests[0]
-            found = partial(branch_points, call, parsed_call, entry) if first and branch_points is not None else None
+            first = request is parsed.requests[0]
+            found = partial(branch_points, call, parsed, entry) if first and branch_points is not None else None
             runner = await self.gateway.generate(
                 request,
                 tenant=call.tenant,
@@ -264,31 +260,29 @@ class ModelCalls:
                 entry=entry,
                 counted=quota,
                 places=found,
-                streamed=parsed_call.stream,
+                streamed=parsed.stream,
                 recorded=recorded,
                 timeout_s=None if timeout_s is None else arrived_s + timeout_s - asyncio.get_running_loop().time(),
             )
             if first:
-                on_admitted(call, parsed_call, entry)
+                on_admitted(call, parsed, entry)
             return runner
 
-        reader = DeltaReader(parsed_call.requests, start)
+        reader = DeltaReader(parsed.requests, start)
         try:
-            pinging = (
-                self._pinging(call, arrived_s) if parsed_call.stream and self._ping_s else contextlib.nullcontext()
-            )
+            pinging = self._pinging(call, arrived_s) if parsed.stream and self._ping_s else contextlib.nullcontext()
             async with pinging, contextlib.AsyncExitStack() as refusable:
                 # Resolved once: all prompts of a call use the same model.
-                entry = await self.entry(parsed_call.requests[0].model, call.tenant)
-                if len(parsed_call.requests) > 1:
-                    quota = await refusable.enter_async_context(await self._charged(parsed_call, entry, call.tenant))
+                entry = await self.entry(parsed.requests[0].model, call.tenant)
+                if len(parsed.requests) > 1:
+                    quota = await refusable.enter_async_context(await self._charged(parsed, entry, call.tenant))
                 batch = await reader.read()
-                self._report_unconstrained(call, parsed_call, reader.admitted.grammar.left_out)
+                self._report_unconstrained(call, parsed, reader.admitted.grammar.left_out)
                 if (cut_tokens := reader.cut_tokens()) is not None:
                     call.extra_headers.append((MAX_TOKENS_HEADER.encode(), b"%d" % cut_tokens))
                 # Created late, so that a call that is refused or still queued costs nothing.
-                writer = await new_writer(call, parsed_call, entry, reader)
-            if parsed_call.stream:
+                writer = await new_writer(call, parsed, entry, reader)
+            if parsed.stream:
                 await self._stream(call, reader, writer, batch)
                 return
             while batch:
@@ -298,7 +292,7 @@ class ModelCalls:
             usage = reader.usage()
             await call.answer(200, await self.gateway.off_loop(call.tenant, writer.size_bytes, writer.whole, usage))
         except PillionError as error:
-            raise from_pillion(error, parsed_call.names[reader.failed_prompt]) from None
+            raise from_pillion(error, parsed.names[reader.failed_prompt]) from None
         finally:
             reader.close()
             if quota is not None:
@@ -323,11 +317,11 @@ class ModelCalls:
             call.extra_headers.append((header, call.reading.ignored.encode()))
             self.gateway.refusals.without_effect(call.caller(), new)
 
-    def _report_unconstrained(self, call: HttpCall, parsed_call: ParsedCall, paths: Sequence[tuple[str, str]]) -> None:
+    def _report_unconstrained(self, call: HttpCall, parsed: ParsedCall, paths: Sequence[tuple[str, str]]) -> None:
         """Name, in the response header, the parts of schemas that do not constrain the answers: (field, path in it)."""
         before = dict(call.reading.names)
         for name, path in paths:
-            call.reading.note(client_field(name, parsed_call.names[0]) + path)
+            call.reading.note(client_field(name, parsed.names[0]) + path)
         self._report_ignored(call, call.reading.names.keys() - before)
 
     async def entry(self, name: str, tenant: Tenant) -> ModelEntry:
@@ -389,7 +383,7 @@ class ModelCalls:
         await call.write(writer.last_events(reader.usage()), last=True)
 
     async def _charged(
-        self, parsed_call: ParsedCall, entry: ModelEntry, tenant: Tenant
+        self, parsed: ParsedCall, entry: ModelEntry, tenant: Tenant
     ) -> contextlib.AbstractAsyncContextManager[CountedCall]:
         """Validate all prompts of a call before any of them runs.
 
@@ -397,16 +391,14 @@ class ModelCalls:
         the context. Raises ApiError, naming the prompt.
         """
         tokens = 0
-        for request, names in zip(parsed_call.requests, parsed_call.names, strict=True):
+        for request, names in zip(parsed.requests, parsed.names, strict=True):
             try:
                 await self.gateway.check(request, tenant)
                 if tenant.tokens_per_minute:
                     tokens += len(await self.gateway.prompt_ids(request, entry, tenant))
             except PillionError as error:
                 raise from_pillion(error, names) from None
-        fields = [
-            names[prompt_field(request)] for request, names in zip(parsed_call.requests, parsed_call.names, strict=True)
-        ]
+        fields = [names[prompt_field(request)] for request, names in zip(parsed.requests, parsed.names, strict=True)]
         return self.gateway.counted(tenant, fields, tokens)
 
 

@@ -78,8 +78,8 @@ class OpenAIApi:
         body, request = await self._calls.read(call, tokenize_request, raw)
         entry = await self._calls.entry(body.model, call.tenant)
         try:
-            bare = body.add_special_tokens is False
-            tokens = await self._gateway.tokenize(request, call.tenant, bare=bare)
+            no_specials = body.add_special_tokens is False
+            tokens = await self._gateway.tokenize(request, call.tenant, bare=no_specials)
         except PillionError as error:
             raise from_pillion(error, COMPLETION_NAMES) from None
         texts = self._calls.texts_of(entry) if body.return_token_strs else None
@@ -111,9 +111,9 @@ class OpenAIApi:
         return await self._gateway.text_of(entry.limits.name, token_ids, tenant)
 
     async def _new_writer(
-        self, call: HttpCall, asked: OpenAIRequest, entry: ModelEntry, reader: DeltaReader
+        self, call: HttpCall, parsed: OpenAIRequest, entry: ModelEntry, reader: DeltaReader
     ) -> ResponseWriter:
-        is_chat = bool(asked.requests[0].messages)
+        is_chat = bool(parsed.requests[0].messages)
         head = {
             "id": ("chatcmpl-" if is_chat else "cmpl-") + call.answer_id,
             "object": "",
@@ -122,15 +122,16 @@ class OpenAIApi:
             "system_fingerprint": reader.admitted.system_fingerprint,
         }
         texts, ids = self._calls.texts_of(entry), reader.prompt_ids
-        if asked.body.return_tokens_as_token_ids:
+        if parsed.body.return_tokens_as_token_ids:
             texts = TokenTexts(entry.tokenizer.spellings, by_ids=True)
-        if is_chat and entry.formats.read_answers(asked.requests[0].tools):
+        if is_chat and entry.formats.read_answers(parsed.requests[0].tools):
             reasons = entry.formats.reads_reasoning
-            return ParsedChatWriter(head, texts, asked, ids, reasons)
+            return ParsedChatWriter(head, texts, parsed, ids, reasons)
         if is_chat:
-            return ChatResponseWriter(head, texts, asked, ids)
-        echoed = [await self._prompt_text(one, entry, call.tenant) for one in asked.requests] if asked.body.echo else []
-        return CompletionResponseWriter(head, texts, asked, ids, echoed)
+            return ChatResponseWriter(head, texts, parsed, ids)
+        requests = parsed.requests if parsed.body.echo else ()
+        echoed = [await self._prompt_text(request, entry, call.tenant) for request in requests]
+        return CompletionResponseWriter(head, texts, parsed, ids, echoed)
 
 
 def _tokenized(tokens: tuple[int, ...], texts: TokenTexts | None, max_len: int) -> bytes:

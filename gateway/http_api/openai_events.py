@@ -57,8 +57,8 @@ class _WrittenAnswer:
 
 
 class ResponseWriter(AnswerWriter):
-    """Writer of the response to one call of OpenAI's API; subclassed per endpoint. Indexes count answers over all
-    prompts.
+    """Writer of the response to one call of OpenAI's API; subclassed per endpoint. Answers are
+    indexed over all prompts.
 
     Args:
         head: first fields of every event and of the whole response; "object" is set by the endpoint.
@@ -93,7 +93,7 @@ class ResponseWriter(AnswerWriter):
         self._prompt_logprobs: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
 
     def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:
-        """Return one event per delta, preceded by an opening event at the start of an answer if there is one."""
+        """Return one event per delta; the first one of an answer is preceded by its opening event, if it has one."""
         so_far = b""
         if self._shows_usage:
             counts = usage()
@@ -122,7 +122,10 @@ class ResponseWriter(AnswerWriter):
         return self._common + b',"choices":[],' + _encode(fields)[1:] + b"\n\n" + DONE
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
-        """Return ``delta`` as an event, preceded by the opening event if it is the first one. ``usage`` is JSON."""
+        """Return ``delta`` as an event; the first one of an answer is preceded by its opening event.
+
+        ``usage``: JSON; b"" for none.
+        """
         answer = self._answers.get(index) or self._start_answer(index)
         if (
             delta.text
@@ -252,7 +255,7 @@ class ChatResponseWriter(ResponseWriter):
 
     def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:
         """Return the events of these deltas. The finish reason comes in a separate event with an empty delta, since
-        some clients ignore all else in its event."""
+        some clients ignore the rest of the event that has it."""
         return super().events([part for prompt, delta in batch for part in self._with_end(prompt, delta)], usage)
 
     def _with_end(self, prompt: int, delta: Delta) -> Iterator[tuple[int, Delta]]:
@@ -306,7 +309,7 @@ class _WrittenParts:
 
 
 class ParsedChatWriter(ChatResponseWriter):
-    """Writer of responses whose answers may have reasoning and tool calls. An event has a part of at most one call.
+    """Writer of chat responses that may have reasoning and tool calls. An event has a delta of at most one call.
 
     Args:
         reasons: whether the model reasons. If reasoning is omitted, so are log probabilities and token ids, which would
@@ -326,7 +329,7 @@ class ParsedChatWriter(ChatResponseWriter):
         self._custom = CustomCalls(parsed.custom)
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
-        """Return ``delta`` as events: its reasoning and content, then the parts of its calls."""
+        """Return ``delta`` as events: one with its reasoning and content, then one per delta of a call."""
         delta = self._apply_reasoning_options(index, delta)
         if not (delta.reasoning or delta.tool_calls):
             return super().event(index, delta, usage)
@@ -497,7 +500,7 @@ def _logprobs_bytes(logprobs: Sequence[TokenLogprob]) -> int:
 
 
 def _reasoning_fields(text: str) -> dict[str, Any]:
-    """Return reasoning under the name that most clients read, and under vLLM's current one."""
+    """Return the fields with reasoning: "reasoning_content", which most clients read, and vLLM's "reasoning"."""
     return {"reasoning_content": text, "reasoning": text}
 
 

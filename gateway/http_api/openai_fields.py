@@ -5,7 +5,7 @@ A field's type decides how it is handled, in the bodies of all APIs and in the o
 Ignored[...]  accepted without effect, because it cannot change the answer; a response header names it
 Raw           refused by name, because ignoring it would change the answer; values that request the default behavior are
               accepted, since clients send them
-any other     supported; so are the bare Raw fields of READ_LATER
+any other     supported; so are the Raw fields in READ_LATER
 
 An unknown field needs no declaration: it has no effect, and the header names it (body_reading.py). Only fields that are
 supported, that an API documents, or that must be refused are declared.
@@ -179,7 +179,7 @@ class ChatBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
         separate_reasoning: false leaves reasoning in the content, between <think> and </think>.
         echo: whether each answer starts with the last message if that is the assistant's, as in vLLM.
         safety_identifier: a label; not stored.
-        prompt_cache_key: prefixes are found by their tokens, wherever they were computed; cache_salt separates them.
+        prompt_cache_key: prefixes are identified by their tokens alone; cache_salt separates them.
         prompt_cache_retention, prompt_cache_options: prefixes are cached until they are evicted.
         prediction: an expected answer, which would only change the speed.
         audio, web_search_options: answers have no audio and no search results.
@@ -421,7 +421,7 @@ INSTEAD: Mapping[str, str] = {
     "thread": "nothing is stored here: send the whole conversation as messages",
     "background": "nothing is stored here: read the answer as a stream, or send it as a batch (/v1/batches)",
 }
-# Types of fields that are parsed in the second step; every other bare Raw field is unsupported.
+# Types of fields that are parsed in the second step; every other Raw field is unsupported.
 READ_LATER: Mapping[str, Any] = {
     "prompt": str | list[str | Int | list[Int]],
     "input": str | list[str | Int | list[Int]],

@@ -366,7 +366,7 @@ def template_kwargs(
 
 
 def read_stops(raw: Raw) -> tuple[str, ...]:
-    """Parse stop strings: one or a list. Raises ApiError."""
+    """Parse stop strings: a string or a list. Raises ApiError."""
     stops = _parse_bounded(raw, "stop")
     return (stops,) if isinstance(stops, str) else tuple(stops or ())
 
@@ -437,7 +437,7 @@ def read_metadata(raw: Raw) -> dict[str, str]:
 
 
 def _parse_bounded(raw: Raw, field: str) -> Any:
-    """Parse a raw field, None if absent. Raises ApiError; one above its limit in _BOUNDS is refused unparsed."""
+    """Parse a raw field; None if absent. Raises ApiError; JSON above its limit in _BOUNDS is refused unparsed."""
     if not given(raw):
         return None
     max_bytes, reason = _BOUNDS[field]

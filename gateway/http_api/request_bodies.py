@@ -111,13 +111,13 @@ class ImageCutter:
 
     def _between(self) -> bool:
         """Scan to the next structural character between strings. Return False if there is none yet."""
-        found = _STRUCTURAL.search(self.kept, self._position)
-        if found is None:
+        token = _STRUCTURAL.search(self.kept, self._position)
+        if token is None:
             self._position = len(self.kept)
             return False
         self._structural_chars += 1
-        self._position = found.end()
-        match found[0]:
+        self._position = token.end()
+        match token[0]:
             case b'"':
                 self._begin_string()
             case b":":
@@ -126,7 +126,7 @@ class ImageCutter:
                 if self._open[-1].key != "[]":
                     self._open[-1].key = ""
             case b"{" | b"[":
-                self._open.append(_Container("[]" if found[0] == b"[" else ""))
+                self._open.append(_Container("[]" if token[0] == b"[" else ""))
                 self._structural_chars += MAX_STRUCTURAL_CHARS * (len(self._open) > MAX_DEPTH)
             case _ if len(self._open) > 1:
                 self._end_container(self._open.pop())

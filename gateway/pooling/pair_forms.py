@@ -60,7 +60,8 @@ class ScoreKind(enum.Enum):
 
 
 class PairText(enum.Enum):
-    """How a pair becomes one text."""
+    """How a pair becomes one text: by the chat template, by concatenation, by Qwen3-Reranker's prompt, or by an
+    encoder's tokenizer."""
 
     TEMPLATE = "template"
     JOINED = "joined"
@@ -98,7 +99,7 @@ class PairForm:
         return replace(self, instruction=instruction)
 
     def request(self, pair: TextPair, shared: GenerateRequest) -> GenerateRequest:
-        """Return the request of a pair that is one text; ``shared`` has all other fields."""
+        """Return the request for a pair as one text; ``shared`` has its other fields."""
         if self.text is PairText.JOINED:
             return replace(shared, text=pair.query + pair.document)
         if self.text is PairText.QWEN3:
@@ -173,7 +174,8 @@ def _has_pair_roles(template: str) -> bool:
 
 
 def _score_tokens(folder: Path, config: Any, tokenizer: ModelTokenizer, reranker: bool) -> tuple[int, ...]:
-    """Return the ids of the true token and, if any, the false one; () for a checkpoint without them."""
+    """Return the ids of the true token and, if there is one, of the false token; () for a checkpoint that does not
+    score by tokens."""
     if (folder / "modules.json").is_file():
         modules = list(modules_of(folder))
         if [kind for kind, _ in modules] != ["Transformer", "LogitScore"]:
@@ -185,18 +187,18 @@ def _score_tokens(folder: Path, config: Any, tokenizer: ModelTokenizer, reranker
         if not all(type(token) is int and 0 <= token < tokenizer.codec.get_vocab_size() for token in ids):
             raise ConfigError(f"{path}: true_token_id and false_token_id are not tokens of the vocabulary")
         return tuple(ids)
-    words = config.get("classifier_from_token")
-    if words is None and config.get("model_type") == _QWEN3 and reranker:
-        words = ["no", "yes"]
-    if words is None:
+    texts = config.get("classifier_from_token")
+    if texts is None and config.get("model_type") == _QWEN3 and reranker:
+        texts = ["no", "yes"]
+    if texts is None:
         return ()
-    if not isinstance(words, list) or len(words) != 2:
+    if not isinstance(texts, list) or len(texts) != 2:
         raise ConfigError(
-            f"{folder / 'config.json'}: classifier_from_token names {words!r}, not a false and a true token"
+            f"{folder / 'config.json'}: classifier_from_token names {texts!r}, not a false and a true token"
         )
-    ids = [tokenizer.codec.token_to_id(str(word)) for word in reversed(words)]
+    ids = [tokenizer.codec.token_to_id(str(word)) for word in reversed(texts)]
     if None in ids:
-        raise ConfigError(f"{folder / 'config.json'}: classifier_from_token names {words!r}, which are not tokens")
+        raise ConfigError(f"{folder / 'config.json'}: classifier_from_token names {texts!r}, which are not tokens")
     return tuple(ids)
 
 

@@ -1,4 +1,4 @@
-"""How a checkpoint computes vectors, from the files that sentence-transformers writes beside the weights.
+"""How a checkpoint computes vectors, from the files that sentence-transformers writes next to the weights.
 
     modules.json                       the modules: Transformer, Pooling, perhaps Normalize
     1_Pooling/config.json              the rows to pool: the last token's, the first one's, or all
@@ -109,7 +109,7 @@ def prompts_of(folder: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, st
 
 
 def modules_of(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield the kind and folder of each module. The kind is the last part of its type, a Python class name."""
+    """Yield (kind, folder) of each module in modules.json. The kind is the name of its Python class."""
     path = folder / "modules.json"
     listed = read_json(path, [])
     if not isinstance(listed, list):
@@ -140,7 +140,7 @@ def _text_settings(folder: Path) -> tuple[int | None, bool]:
 
 def tokenizer_bound(folder: Path) -> int | None:
     """Return the max tokens of a text or pair by tokenizer_config.json, None without a limit. Raises ConfigError for an
-    invalid one."""
+    invalid limit."""
     path = folder / "tokenizer_config.json"
     config = read_json(path, {})
     limit = config.get("model_max_length")

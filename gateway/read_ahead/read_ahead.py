@@ -1,4 +1,4 @@
-"""Prefetches KV from lower tiers into the pool while a request waits in the gateway's queue.
+"""Prefetch of KV from lower tiers into the pool while a request waits in the gateway's queue.
 
     request waits --> queued here --a prefetch may start--> look-up, hashes --> the node pins what its pool has, and
            |                    |                                              fetches the rest into free slots
@@ -101,15 +101,15 @@ class ReadAhead:
         blocks = hits.get(best.node_id, 0)
         if best.object_url and served.states.one:
             blocks = (await cluster.far_hits(hashes, hits, workers, served.states.one)).get(best.node_id, blocks)
-        wanted = hashes if best.object_url and not served.states.one else hashes[: blocks * HASH_BYTES]
-        if not wanted:
+        to_fetch = hashes if best.object_url and not served.states.one else hashes[: blocks * HASH_BYTES]
+        if not to_fetch:
             return
-        wanted += b"".join(state_page(wanted[-HASH_BYTES:], page) for page in range(served.states.one))
+        to_fetch += b"".join(state_page(to_fetch[-HASH_BYTES:], page) for page in range(served.states.one))
         link = cluster.node(best.node_id)
         epoch = link.epoch
-        ticket = await link.client.open_ticket(epoch, wanted, 0)
+        ticket = await link.client.open_ticket(epoch, to_fetch, 0)
         try:
-            if ticket.pinned_blocks < len(wanted) // HASH_BYTES:
-                await link.client.prefetch(epoch, ticket.ticket_id, wanted, timeout_s=MAX_READ_AHEAD_S, ahead=True)
+            if ticket.pinned_blocks < len(to_fetch) // HASH_BYTES:
+                await link.client.prefetch(epoch, ticket.ticket_id, to_fetch, timeout_s=MAX_READ_AHEAD_S, ahead=True)
         finally:
             link.release(TicketHold(best.node_id, epoch, ticket.ticket_id))

@@ -101,7 +101,7 @@ class ResponsesBody(ResponsesSampling, forbid_unknown_fields=True, kw_only=True)
         truncation: a conversation that is too long is refused, also with "auto".
         metadata: labels, at most 16 of 64 and 512 characters; returned with the response.
         user, safety_identifier: labels of at most 512 characters; returned with the response.
-        prompt_cache_key: prefixes are found by their tokens, wherever they were computed; cache_salt separates them.
+        prompt_cache_key: prefixes are identified by their tokens alone; cache_salt separates them.
         prompt_cache_retention, prompt_cache_options: prefixes are cached until they are evicted.
         client_metadata: Codex's data about itself, its turn and its window.
         context_management: a conversation is never shortened; one that is too long is refused.

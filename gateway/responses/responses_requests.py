@@ -143,7 +143,7 @@ class _ItemConversation:
         self._has_references = False
 
     def add_item(self, item: InputItem, path: str, is_new: bool) -> None:
-        """Add an item of the conversation. In a new one, a part without text is an error. Raises ApiError."""
+        """Add an item of the conversation. In a new item, a part without text is an error. Raises ApiError."""
         if item.type == "message":
             self._add_message(item, path, is_new)
         elif item.type in ("function_call", "custom_tool_call"):
