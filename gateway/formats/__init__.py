@@ -1,6 +1,6 @@
 """Parsers of reasoning and tool calls in models' own formats. Open answer_reader.py first.
 
-answer_reader.py     an answer's text, piece by piece, to reasoning, content and calls
+answer_reader.py     splits an answer's text, as it arrives, into reasoning, content and calls
 answer_parts.py      parsed parts of an answer, and the text still to be parsed
 reasoning.py         the table of reasoning formats
 tool_formats.py      the table of tool formats; a new one is a row there

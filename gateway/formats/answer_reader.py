@@ -1,9 +1,9 @@
-"""Parses an answer as it is written: first its reasoning, then its content and calls. Sans-IO (I9).
+"""Parses an answer as it is generated: first its reasoning, then its content and calls. Sans-IO (I9).
 
     text --> reasoning, if it begins with it --> content and calls, or only content --> parts
        '---> messages in channels (:mod:`pillion.gateway.formats.harmony`) ---------------^
 
-The parts depend only on the text, not on how it was cut into pieces. :class:`ReadAnswerText` feeds it from tokens.
+The result does not depend on how the text was split into pieces. :class:`ReadAnswerText` feeds it from tokens.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class OutputFormat:
         reasoning: format of their reasoning, or None.
         opened: whether they begin within reasoning; None if the answer itself shows it.
         tools: format of their calls, or None.
-        schemas: the tools that may be called.
-        visible: texts of special tokens that are marks, by id.
+        schemas: JSON schemas of the arguments of the tools that may be called, by name.
+        visible: texts of special tokens that are marks, by id; other special tokens have no text.
         answering: whether they begin within content that has marks around it.
     """
 
@@ -54,11 +54,13 @@ class AnswerReader:
         parts.thinking = output_format.reasoning is not None and output_format.opened is not False
         self._text = PendingText()
         if output_format.reasoning is not None:
-            parts.between(output_format.reasoning.answer, output_format.reasoning.last, output_format.answering)
+            parts.set_content_marks(
+                output_format.reasoning.answer, output_format.reasoning.last, output_format.answering
+            )
         marks = [] if output_format.reasoning is None else [*output_format.reasoning.marks]
         if output_format.tools is not None:
             marks += filter(None, (output_format.tools.begin, output_format.tools.end, *output_format.tools.inner))
-        # Marks that are words begin like other words, so a partial one is text.
+        # Some marks are ordinary words, whose beginnings may be content.
         self._marks = Marks(*(mark for mark in marks if mark[0] in "<[]"))
         self._reading = self._read(output_format)
         next(self._reading, None)
@@ -69,8 +71,8 @@ class AnswerReader:
         next(self._reading, None)
 
     def flush(self, cut: bool = False) -> None:
-        """Parse the text held back, at the end of the answer. ``cut`` means that the answer did not end by itself: then
-        a partial mark, or a partial call without a name, is dropped."""
+        """Parse the text held back, at the end of the answer. ``cut``: the answer was truncated, so a partial mark, or
+        a partial call without a name, is dropped."""
         text = self._text
         if cut:
             text.cut(self._marks)
@@ -82,14 +84,14 @@ class AnswerReader:
         text, parts = self._text, self.parts
         reasoning, tools = output_format.reasoning, output_format.tools
         if reasoning is not None and reasoning.in_channels:
-            known = None if tools is None else output_format.schemas
-            yield from HarmonyAnswer(text, parts, known, output_format.opened).read()
+            tool_names = None if tools is None else output_format.schemas
+            yield from HarmonyAnswer(text, parts, tool_names, output_format.opened).read()
             return
         if reasoning is not None:
             yield from read_reasoning(
                 reasoning, output_format.opened, text, parts, tools is not None and not tools.bare
             )
-            parts.thinking = parts.inner
+            parts.thinking = parts.in_reasoning
         if tools is not None:
             yield from tools.reader(text, parts, output_format.schemas).read()
             return
@@ -99,7 +101,7 @@ class AnswerReader:
 class ReadAnswerText(AnswerText):
     """Text of an answer that may contain reasoning and tool calls. Stop strings apply only to its content.
 
-    ``parts`` has the inputs of the call ids.
+    ``parts``: empty, with the inputs of the call ids.
     """
 
     __slots__ = ("_reader", "_visible")
@@ -124,10 +126,10 @@ class ReadAnswerText(AnswerText):
 
     def _content_of(self, token_id: int) -> str:
         reader = self._reader
-        thought = reader.parts.thinking
+        was_thinking = reader.parts.thinking
         if token_id not in self._stop_ids:
             reader.push(self._visible.get(token_id) or self._detokenizer.push(token_id))
-        if thought and reader.parts.thought:
+        if was_thinking and reader.parts.has_reasoning:
             self.reasoning_tokens = self.completion_tokens
         return reader.parts.take_content()
 

@@ -14,44 +14,54 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Generator
+from enum import StrEnum
 
 from pillion.gateway.formats.answer_parts import AnswerParts, Marks, PendingText
-from pillion.gateway.formats.json_calls import NAME
+from pillion.gateway.formats.json_calls import MARK_START, NAME
 
-START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
-END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
-HARMONY_MARKS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
+
+class HarmonyMark(StrEnum):
+    """Special tokens of the format."""
+
+    START = "<|start|>"
+    CHANNEL = "<|channel|>"
+    MESSAGE = "<|message|>"
+    CONSTRAIN = "<|constrain|>"
+    END = "<|end|>"
+    CALL = "<|call|>"
+    RETURN = "<|return|>"
+
+
+HARMONY_MARKS = tuple(HarmonyMark)
 NAME_PREFIX = "functions."
 ANALYSIS = "analysis"
 MAX_HEADER_CHARS = 512
-_IN_HEADER = (MESSAGE, CHANNEL, CONSTRAIN, START)
-_MARK = re.compile("<")
-_TO = "to="
+_IN_HEADER = (HarmonyMark.MESSAGE, HarmonyMark.CHANNEL, HarmonyMark.CONSTRAIN, HarmonyMark.START)
 _RECIPIENT = r"(?:\s*to=(?P<{name}>[^\s<]+))?"
 _HEADER = re.compile(
     rf"\s*(?:<\|start\|>\s*assistant)?{_RECIPIENT.format(name='first')}\s*"
     rf"(?:<\|channel\|>\s*(?P<channel>\w+){_RECIPIENT.format(name='second')})?\s*(?:<\|constrain\|>)?\s*[\w./-]*\s*"
 )
-_BEHIND = Marks(END, CALL, RETURN, START, CHANNEL)
+_MESSAGE_END = Marks(HarmonyMark.END, HarmonyMark.CALL, HarmonyMark.RETURN, HarmonyMark.START, HarmonyMark.CHANNEL)
 
 
 class HarmonyAnswer:
     """Parser of a whole answer.
 
     Args:
-        known: names of the tools that may be called; None if none may.
-        opened: None if the answer begins with a header; if its prompt ends within a message, whether that one is
-            reasoning.
+        tool_names: the tools that may be called; None if none may.
+        opened: if the prompt ends within a message, whether that message is reasoning; None if the answer begins with a
+            header.
     """
 
     def __init__(
-        self, text: PendingText, parts: AnswerParts, known: Container[str] | None, opened: bool | None = None
+        self, text: PendingText, parts: AnswerParts, tool_names: Container[str] | None, opened: bool | None = None
     ) -> None:
         self._text = text
         self._parts = parts
         self._opened = opened
-        self._known = known
-        # Kind of the last text; messages of one kind are separated by an empty line.
+        self._tool_names = tool_names
+        # Receiver of the last message's text; consecutive messages with the same one are separated by an empty line.
         self._last: Callable[[str], None] | None = None
 
     def read(self) -> Generator[None, None, None]:
@@ -60,13 +70,13 @@ class HarmonyAnswer:
         mark = ""
         if self._opened is not None:
             mark = yield from self._plain(parts.think if self._opened else parts.content)
-        while (yield from text.some()):
+        while (yield from text.more()):
             text.begin_trial()
             header = yield from self._header(mark)
             if header is not None:
                 text.commit()
                 mark = yield from self._message(*header)
-            elif text.drop_half():
+            elif text.drop_partial_call():
                 return
             else:
                 left = text.roll_back()
@@ -74,27 +84,27 @@ class HarmonyAnswer:
 
     def _header(self, mark: str) -> Generator[None, None, tuple[str, str] | None]:
         """Parse a header, after ``mark``; return channel and recipient, "" if absent. Return None if it is not a
-        header; the caller then ends the trial."""
+        header; the caller then fails the trial."""
         text, read = self._text, [mark] if mark in _IN_HEADER else []
-        # Plain text is not held back, so without a mark the first word decides.
-        if not read and (character := (yield from text.past_space())) != "<":
-            if character != "t" or not (yield from text.has(_TO)):
+        # Without a mark, only "to=" begins a header; looking further ahead would hold back plain text.
+        if not read and (character := (yield from text.skip_space())) != "<":
+            if character != "t" or not (yield from text.accept("to=")):
                 return None
-            read.append(_TO)
+            read.append("to=")
         left = MAX_HEADER_CHARS
         while True:
-            words = yield from text.up_to(_MARK, left)
-            left -= len(words)
-            read.append(words)
-            for found in _IN_HEADER:
-                if (yield from text.has(found)):
+            between = yield from text.up_to(MARK_START, left)
+            left -= len(between)
+            read.append(between)
+            for next_mark in _IN_HEADER:
+                if (yield from text.accept(next_mark)):
                     break
             else:
                 return None
-            if found == MESSAGE:
+            if next_mark == HarmonyMark.MESSAGE:
                 break
-            left -= len(found)
-            read.append(found)
+            left -= len(next_mark)
+            read.append(next_mark)
         match = _HEADER.fullmatch("".join(read))
         if match is None:
             return None
@@ -103,39 +113,41 @@ class HarmonyAnswer:
     def _message(self, channel: str, recipient: str) -> Generator[None, None, str]:
         """Parse a message's text; return the mark after it, "" at the end of the answer."""
         name = recipient.removeprefix(NAME_PREFIX)
-        # A model may leave the prefix out.
-        called = self._known is not None and (name != recipient or name in self._known)
-        if called and NAME.fullmatch(name):
+        # A model may omit the prefix.
+        is_call = self._tool_names is not None and (name != recipient or name in self._tool_names)
+        if is_call and NAME.fullmatch(name):
             return (yield from self._call(name))
-        inner = channel == ANALYSIS or (recipient and name == recipient)
-        return (yield from self._plain(self._parts.think if inner else self._parts.content))
+        is_reasoning = channel == ANALYSIS or (recipient and name == recipient)
+        return (yield from self._plain(self._parts.think if is_reasoning else self._parts.content))
 
     def _call(self, name: str) -> Generator[None, None, str]:
+        """Parse the arguments of a call of tool ``name``; return the mark after them, "" at the end of the answer."""
         parts, empty = self._parts, True
 
-        def give(text: str) -> None:
+        def emit(text: str) -> None:
             nonlocal empty
             empty = empty and not text.strip()
             parts.arguments(text)
 
         parts.thinking, self._last = False, None
         parts.begin(name)
-        mark = yield from self._text.until(_BEHIND, give)
+        mark = yield from self._text.until(_MESSAGE_END, emit)
         if empty and mark:
             parts.arguments("{}")
         return mark
 
-    def _plain(self, give: Callable[[str], None], begun: str = "") -> Generator[None, None, str]:
-        """Emit text up to the next mark, after ``begun``, which was read before."""
+    def _plain(self, emit: Callable[[str], None], begin: str = "") -> Generator[None, None, str]:
+        """Emit ``begin``, which was read already, and the text up to the next mark; return the mark, "" at the end of
+        the answer."""
         parts = self._parts
-        parts.thinking = give == parts.think
-        parts.thought = parts.thought or parts.thinking
-        if begun:
-            give(begun)
+        parts.thinking = emit == parts.think
+        parts.has_reasoning = parts.has_reasoning or parts.thinking
+        if begin:
+            emit(begin)
         else:
-            parts.mark(between=give == self._last)
-        mark = yield from self._text.until(_BEHIND, give)
+            parts.mark(between=emit == self._last)
+        mark = yield from self._text.until(_MESSAGE_END, emit)
         if mark:
             parts.mark()
-        self._last = give
+        self._last = emit
         return mark

@@ -19,11 +19,12 @@ from pillion.gateway.formats.answer_parts import AnswerParts, CallReader, Marks,
 MAX_NAME_CHARS = 128
 NAME = re.compile(rf"[A-Za-z0-9_.:-]{{1,{MAX_NAME_CHARS}}}")
 NOT_NAME = re.compile(r"[^A-Za-z0-9_.:-]")
+MARK_START = re.compile("<")
 _ARGUMENTS = ("arguments", "parameters")
-# Outside of strings, characters that change the nesting depth. JSON has no "<", so it is a mark.
+# Outside of strings: characters that change the nesting depth, and "<", which JSON lacks, so it begins a mark.
 _STRUCTURE = re.compile(r'["{}\[\]<]')
 _IN_STRING = re.compile(r'["\\]')
-_BEHIND_WORD = re.compile(r"[,}\] \t\r\n<]")
+_WORD_END = re.compile(r"[,}\] \t\r\n<]")
 _NOT_ID = re.compile(r"[\W_]")
 
 
@@ -42,17 +43,17 @@ class JsonScan:
         self.in_string = self._escaped = False
         self.ended = False
 
-    def read(self, text: str, at: int, most: int) -> int:
-        """Return the end of the value in ``text[at:most]``, also at a mark, and set ``ended``; ``most`` if it goes
-        on."""
-        while at < most:
+    def read(self, text: str, at: int, end: int) -> int:
+        """Scan ``text[at:end]``. Return the index after the value, or of a mark that cuts it off, and set ``ended``;
+        return ``end`` if the value continues."""
+        while at < end:
             if self._escaped:
                 self._escaped, at = False, at + 1
                 continue
-            found = (_IN_STRING if self.in_string else _STRUCTURE).search(text, at, most)
-            if found is None:
-                return most
-            at, character = found.end(), found.group()
+            match = (_IN_STRING if self.in_string else _STRUCTURE).search(text, at, end)
+            if match is None:
+                return end
+            at, character = match.end(), match.group()
             if character == "<":
                 self.ended = True
                 return at - 1
@@ -78,32 +79,34 @@ class JsonCalls(CallReader):
         self,
         text: PendingText,
         parts: AnswerParts,
-        known: Container[str],
+        tool_names: Container[str],
         begin: str,
         end: str = "",
         others: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        # End mark by begin mark; some models write other marks than their templates.
+        # End marks by begin mark; some models write ``others`` instead of their template's.
         self._ends = {begin: end, **others}
         super().__init__(text, parts, Marks(*self._ends))
-        self._known = known
+        self._tool_names = tool_names
 
     def _after(self, mark: str) -> Generator[None, None, bool]:
         if not (yield from self._calls()):
             return False
-        yield from self._text.past_space()
-        yield from self._text.has(self._ends[mark])
+        yield from self._text.skip_space()
+        yield from self._text.accept(self._ends[mark])
         return True
 
-    def _calls(self, only_known: bool = False) -> Generator[None, None, bool]:
-        """Parse the calls between the marks."""
-        return self._call(only_known)
+    def _calls(self, only_offered: bool = False) -> Generator[None, None, bool]:
+        """Parse the calls between the marks; return False if there is none. ``only_offered``: a call must have the name
+        of a tool of the request."""
+        return self._call(only_offered)
 
-    def _call(self, only_known: bool = False, begun: bool = False) -> Generator[None, None, bool]:
-        """Parse one JSON object, of which the brace may be read (``begun``), and add it to the answer's calls. If it is
-        not a call, return False; the caller then ends the trial."""
+    def _call(self, only_offered: bool = False, begun: bool = False) -> Generator[None, None, bool]:
+        """Parse one JSON object as a call. Return False if it is none; the caller then fails the trial.
+
+        ``only_offered``: it must have the name of a tool of the request. ``begun``: its brace was read already."""
         text, parts = self._text, self._parts
-        if not begun and (yield from text.past_space()) != "{":
+        if not begun and (yield from text.skip_space()) != "{":
             return False
         name = arguments = character = ""
         while character != "}":
@@ -122,15 +125,15 @@ class JsonCalls(CallReader):
             value = yield from self._value(character)
             if key in self._names:
                 name = _string(value)
-                if not NAME.fullmatch(name) or (only_known and name not in self._known):
+                if not NAME.fullmatch(name) or (only_offered and name not in self._tool_names):
                     return False
             elif key in _ARGUMENTS:
                 arguments = value
-            character = yield from text.past_space()
+            character = yield from text.skip_space()
             if not character or character not in ",}":
                 return False
         # Within text, an object with only a name is not a call.
-        if not name or (only_known and self._parts.said and not arguments):
+        if not name or (only_offered and self._parts.has_content and not arguments):
             return False
         text.step()
         text.commit()
@@ -139,10 +142,10 @@ class JsonCalls(CallReader):
         return True
 
     def _rest(self) -> Generator[None, None, None]:
-        """Skip what follows the arguments in a call's object; it is content if the object does not end."""
+        """Skip the members after a call's arguments, and the closing brace; without one, they are content."""
         text = self._text
         text.begin_trial()
-        while (character := (yield from text.past_space())) == ",":
+        while (character := (yield from text.skip_space())) == ",":
             text.step()
             key, begins = yield from self._key()
             if key is None:
@@ -152,35 +155,34 @@ class JsonCalls(CallReader):
             text.step()
             text.commit()
         else:
-            text.give_up(self._parts.content)
+            text.fail_trial(self._parts.content)
 
     def _key(self) -> Generator[None, None, tuple[str | None, str]]:
-        """Read a key of a JSON object; return it, or None if there is no further one, and the first character of its
-        value."""
+        """Read a key of a JSON object and its colon. Return the key, None if there is none, and the next character."""
         text = self._text
-        if (character := (yield from text.past_space())) != '"':
+        if (character := (yield from text.skip_space())) != '"':
             return None, character
         key = yield from self._value(character)
-        if (character := (yield from text.past_space())) != ":":
+        if (character := (yield from text.skip_space())) != ":":
             return None, character
         text.step()
-        character = yield from text.past_space()
+        character = yield from text.skip_space()
         return (_string(key) if character else None), character
 
     def _value(self, character: str) -> Generator[None, None, str]:
-        """Read the value that begins with ``character``, as far as it arrives."""
+        """Read and return the JSON value that begins with ``character``; only its beginning if the text ends within."""
         text = self._text
         if character not in '{["':
-            return (yield from text.up_to(_BEHIND_WORD))
+            return (yield from text.up_to(_WORD_END))
         scan, read = JsonScan(), []
-        while not scan.ended and (yield from text.some()):
+        while not scan.ended and (yield from text.more()):
             read.append(text.piece(scan.read))
         return "".join(read)
 
     def _stream(self) -> Generator[None, None, None]:
-        """Read the next object, and emit its pieces as a call's arguments as they arrive."""
+        """Read the next JSON object, and emit it as the call's arguments as it arrives."""
         scan, text = JsonScan(), self._text
-        while not scan.ended and (yield from text.some()):
+        while not scan.ended and (yield from text.more()):
             self._parts.arguments(text.piece(scan.read))
 
 
@@ -188,9 +190,9 @@ class LlamaCalls(JsonCalls):
     """Parser of Llama 3: a call's object follows a mark, or is anywhere."""
 
     def _after(self, mark: str) -> Generator[None, None, bool]:
-        # Without a mark it must have a known tool's name, as the answer itself may be JSON.
+        # Without a mark, only a tool of the request can be called: the answer itself may be JSON.
         bare = mark == "{"
-        if not (yield from self._call(only_known=bare, begun=bare)):
+        if not (yield from self._call(only_offered=bare, begun=bare)):
             return False
         yield from self._more()
         return True
@@ -198,44 +200,44 @@ class LlamaCalls(JsonCalls):
     def _more(self) -> Generator[None, None, None]:
         """Parse further calls, which Llama 3 writes after semicolons."""
         text = self._text
-        while (yield from text.past_space()) == ";":
+        while (yield from text.skip_space()) == ";":
             text.begin_trial()
             text.step()
-            if not (yield from self._call(only_known=True)):
-                text.give_up(self._parts.content)
+            if not (yield from self._call(only_offered=True)):
+                text.fail_trial(self._parts.content)
                 return
 
 
 class ListCalls(JsonCalls):
     """Parser of calls in one list of objects after a mark."""
 
-    def _calls(self, only_known: bool = False) -> Generator[None, None, bool]:
+    def _calls(self, only_offered: bool = False) -> Generator[None, None, bool]:
         text = self._text
-        if (yield from text.past_space()) != "[":
+        if (yield from text.skip_space()) != "[":
             return False
         text.step()
-        if not (yield from self._call(only_known)):
+        if not (yield from self._call(only_offered)):
             return False
-        while (character := (yield from text.past_space())) and character in ",]":
+        while (character := (yield from text.skip_space())) and character in ",]":
             text.step()
             if character == "]":
                 break
             text.begin_trial()
             if not (yield from self._call()):
-                text.give_up(self._parts.content)
+                text.fail_trial(self._parts.content)
                 break
         return True
 
 
 class XlamCalls(ListCalls):
-    """Parser of Salesforce's xLAM models: a list of calls follows one of several marks, or is the whole answer, maybe
-    after its reasoning."""
+    """Parser of Salesforce's xLAM models: a list of calls follows one of several marks, or is the whole answer after
+    its reasoning."""
 
     def read(self) -> Generator[None, None, None]:
         """Parse the whole answer."""
         self._text.begin_trial()
-        if (yield from self._calls(only_known=True)):
-            yield from self._text.past_space()
+        if (yield from self._calls(only_offered=True)):
+            yield from self._text.skip_space()
         else:
             self._parts.content(self._text.roll_back())
         yield from super().read()
@@ -244,9 +246,9 @@ class XlamCalls(ListCalls):
 class ApertusCalls(ListCalls):
     """Parser of Apertus models: each object of the list has one key, the tool's name."""
 
-    def _call(self, only_known: bool = False, begun: bool = False) -> Generator[None, None, bool]:
+    def _call(self, only_offered: bool = False, begun: bool = False) -> Generator[None, None, bool]:
         text = self._text
-        if (yield from text.past_space()) != "{":
+        if (yield from text.skip_space()) != "{":
             return False
         text.step()
         name, character = yield from self._key()
@@ -265,8 +267,8 @@ class CohereCalls(ListCalls):
 
     _names = ("tool_name", "name")
 
-    def _calls(self, only_known: bool = False) -> Generator[None, None, bool]:
-        if (yield from self._text.past_space()) == "{":
+    def _calls(self, only_offered: bool = False) -> Generator[None, None, bool]:
+        if (yield from self._text.skip_space()) == "{":
             return (yield from self._call())
         return (yield from super()._calls())
 
@@ -276,19 +278,20 @@ class MistralCalls(ListCalls):
     optional id, and the arguments."""
 
     def _after(self, mark: str) -> Generator[None, None, bool]:
-        if (yield from self._text.past_space()) == "[":
+        if (yield from self._text.skip_space()) == "[":
             return (yield from self._calls())
         return (yield from self._named())
 
     def _named(self) -> Generator[None, None, bool]:
+        """Parse a name, an optional id and arguments; return False if they are no call."""
         text = self._text
         name = yield from text.up_to(NOT_NAME, MAX_NAME_CHARS)
         if not name:
             return False
-        if (yield from text.has("[CALL_ID]")):
+        if (yield from text.accept("[CALL_ID]")):
             yield from text.up_to(_NOT_ID)
-        yield from text.has("[ARGS]")
-        if (yield from text.past_space()) != "{":
+        yield from text.accept("[ARGS]")
+        if (yield from text.skip_space()) != "{":
             return False
         text.commit()
         self._parts.begin(name)

@@ -23,22 +23,22 @@ from pillion.gateway.formats.json_calls import MAX_NAME_CHARS, NAME, NOT_NAME
 from pillion.gateway.formats.xml_calls import MAX_KEY_CHARS
 
 MAX_WORD_CHARS = 1024
-_BEHIND_KEY = re.compile(r"[\s=:,(){}\[\]<]")
-_BEHIND_WORD = re.compile(r"[\s,)}\]<]")
-_WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
+_KEY_END = re.compile(r"[\s=:,(){}\[\]<]")
+_WORD_END = re.compile(r"[\s,)}\]<]")
+_LITERALS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-_IN_TEXT = re.compile(r"[\\\"']")
+_QUOTE_OR_BACKSLASH = re.compile(r"[\\\"']")
 # An escape in Python strings; a surrogate pair, as in JSON, is one character.
 _ESCAPE = re.compile(
     r"\\(?:u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})"
     r"|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))",
     re.DOTALL,
 )
-# A possible beginning of an escape at the end of a text.
-_BEGUN = re.compile(
+# An incomplete escape at the end of a piece of text.
+_PARTIAL_ESCAPE = re.compile(
     r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u[0-9a-fA-F]{0,3})?)?|x[0-9a-fA-F]?|u[0-9a-fA-F]{0,3}|U[0-9a-fA-F]{0,7})?$"
 )
-_SHORT = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
+_SHORT_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -52,7 +52,7 @@ class LiteralForm:
         lines: whether each call has its own line.
         head: text before a name.
         opened, closed: brackets around the arguments.
-        keyed: text after a key.
+        keyed: separator after a key.
         comma: text between two arguments.
         quote: mark around strings; "" if they have Python's quotes, and keys within values are strings.
     """
@@ -84,7 +84,8 @@ LITERAL_FORMS: dict[str, LiteralForm] = {
 
 
 class _Frame(NamedTuple):
-    """Notation of an object or list: its last character, whether it has keys, and both in JSON."""
+    """Notation of an object or list: its closing bracket, the separator after its keys, "" for a list, and its brackets
+    in JSON."""
 
     closed: str
     keyed: str
@@ -98,9 +99,9 @@ _LIST, _TUPLE = _Frame("]", "", "[", "]"), _Frame(")", "", "[", "]")
 class LiteralCalls(CallReader):
     """Parser of calls in the notation of ``form``."""
 
-    def __init__(self, text: PendingText, parts: AnswerParts, known: Container[str], form: LiteralForm) -> None:
+    def __init__(self, text: PendingText, parts: AnswerParts, tool_names: Container[str], form: LiteralForm) -> None:
         super().__init__(text, parts, Marks(*filter(None, (form.begin,))))
-        self._known = known
+        self._tool_names = tool_names
         self._form = form
         self._inner = {"[": _LIST, "{": _Frame("}", ":", "{", "}")}
         if not form.quote:
@@ -109,53 +110,53 @@ class LiteralCalls(CallReader):
     def read(self) -> Generator[None, None, None]:
         """Parse the whole answer."""
         if self._form.listed:
-            # Without a mark it must begin with a known tool's name.
+            # Without a mark, only a tool of the request can be called.
             self._text.begin_trial()
-            if not (yield from self._calls(only_known=True)):
+            if not (yield from self._calls(only_offered=True)):
                 self._parts.content(self._text.roll_back())
         yield from super().read()
 
     def _after(self, mark: str) -> Generator[None, None, bool]:
         return self._calls()
 
-    def _calls(self, only_known: bool = False) -> Generator[None, None, bool]:
-        """Parse the calls after a mark, and the mark after them. If there is no call, return False; the caller then
-        ends the trial."""
+    def _calls(self, only_offered: bool = False) -> Generator[None, None, bool]:
+        """Parse the calls after a mark, and the mark after them. Return False if there is no call; the caller then
+        fails the trial. ``only_offered``: a call must have the name of a tool of the request."""
         text, form = self._text, self._form
-        character = yield from text.past_space()
+        character = yield from text.skip_space()
         if form.listed:
             if character != "[":
                 return False
             text.step()
-            yield from text.past_space()
-        if not (yield from self._call(only_known)):
+            yield from text.skip_space()
+        if not (yield from self._call(only_offered)):
             return False
         while form.listed or form.lines:
-            character = yield from text.past_space()
+            character = yield from text.skip_space()
             text.begin_trial()
             if form.listed and character in ("]", ","):
                 text.step()
                 if character == "]":
                     text.commit()
                     break
-                yield from text.past_space()
+                yield from text.skip_space()
             if (form.listed and character != ",") or not (yield from self._call()):
-                text.give_up(self._parts.content)
+                text.fail_trial(self._parts.content)
                 break
-        yield from text.past_space()
-        yield from text.has(form.end)
+        yield from text.skip_space()
+        yield from text.accept(form.end)
         return True
 
-    def _call(self, only_known: bool = False) -> Generator[None, None, bool]:
-        """Parse one call and add it to the answer's calls. If it is not one, return False; the caller then ends the
-        trial."""
+    def _call(self, only_offered: bool = False) -> Generator[None, None, bool]:
+        """Parse one call. Return False if there is none; the caller then fails the trial. ``only_offered``: it must
+        have the name of a tool of the request."""
         text, form = self._text, self._form
-        if not (yield from text.has(form.head)):
+        if not (yield from text.accept(form.head)):
             return False
         name = yield from text.up_to(NOT_NAME, MAX_NAME_CHARS)
-        if not NAME.fullmatch(name) or (only_known and name not in self._known):
+        if not NAME.fullmatch(name) or (only_offered and name not in self._tool_names):
             return False
-        if not (yield from text.has(form.opened)):
+        if not (yield from text.accept(form.opened)):
             return False
         text.commit()
         self._parts.begin(name)
@@ -163,89 +164,91 @@ class LiteralCalls(CallReader):
         return True
 
     def _arguments(self) -> Generator[None, None, None]:
-        """Parse a call's arguments, after the opening bracket, as far as possible."""
-        text, give, form = self._text, self._parts.arguments, self._form
+        """Parse a call's arguments, after the opening bracket, and emit them as JSON, up to the first that cannot be
+        parsed."""
+        text, emit, form = self._text, self._parts.arguments, self._form
         # Stack of open objects and lists, innermost last; the first is the call.
         frames = [_Frame(form.closed, form.keyed, "{", "}")]
-        give("{")
+        emit("{")
         first = True
         while frames:
             frame = frames[-1]
-            character = yield from text.past_space()
+            character = yield from text.skip_space()
             text.begin_trial()
-            apart = not first and character == ","
-            if apart:
+            has_comma = not first and character == ","
+            if has_comma:
                 text.step()
-                character = yield from text.past_space()
+                character = yield from text.skip_space()
             if character == frame.closed:
                 text.step()
                 text.commit()
-                give(frame.json_closed)
+                emit(frame.json_closed)
                 frames.pop()
                 first = False
                 continue
-            goes_on = bool(character) and (first or apart)
-            key = (yield from self._key(frame)) if goes_on and frame.keyed else ""
-            if not goes_on or key is None or not (character := (yield from text.past_space())):
-                text.give_up(self._parts.content)
+            continues = bool(character) and (first or has_comma)
+            key = (yield from self._key(frame)) if continues and frame.keyed else ""
+            if not continues or key is None or not (character := (yield from text.skip_space())):
+                text.fail_trial(self._parts.content)
                 return
             text.commit()
-            give(("" if first else ", ") + (f'"{_in_text(key)}": ' if frame.keyed else ""))
+            emit(("" if first else ", ") + (f'"{_json_escaped(key)}": ' if frame.keyed else ""))
             inner = self._inner.get(character)
             first = inner is not None
             if inner is not None:
                 text.step()
-                give(inner.json_opened)
+                emit(inner.json_opened)
                 frames.append(inner)
             elif not (yield from self._value(character)):
                 return
 
     def _key(self, frame: _Frame) -> Generator[None, None, str | None]:
-        """Read a key and the text after it; return None if there is no key."""
+        """Read a key and its separator; return the key, None if either is missing."""
         text = self._text
-        character = yield from text.past_space()
+        character = yield from text.skip_space()
         if character in ('"', "'") and frame.keyed == ":":
-            read: list[str] = []
+            pieces: list[str] = []
             text.step()
-            if not (yield from self._quoted(character, read.append)):
+            if not (yield from self._quoted(character, pieces.append)):
                 return None
-            key = str(json.loads(f'"{"".join(read)}"'))
+            key = str(json.loads(f'"{"".join(pieces)}"'))
         else:
-            key = yield from text.up_to(_BEHIND_KEY, MAX_KEY_CHARS)
+            key = yield from text.up_to(_KEY_END, MAX_KEY_CHARS)
             if not key:
                 return None
-        yield from text.past_space()
-        return key if (yield from text.has(frame.keyed)) else None
+        yield from text.skip_space()
+        return key if (yield from text.accept(frame.keyed)) else None
 
     def _value(self, character: str) -> Generator[None, None, bool]:
         """Parse a string, number or word that begins with ``character``; return False if it does not end."""
-        text, give, quote = self._text, self._parts.arguments, self._form.quote
-        if quote and (yield from text.has(quote)):
-            give('"')
-            ended = bool((yield from text.until(Marks(quote), lambda piece: give(_in_text(piece)))))
+        text, emit, quote = self._text, self._parts.arguments, self._form.quote
+        if quote and (yield from text.accept(quote)):
+            emit('"')
+            ended = bool((yield from text.until(Marks(quote), lambda piece: emit(_json_escaped(piece)))))
         elif character == '"' or (character == "'" and not quote):
             text.step()
-            give('"')
-            ended = yield from self._quoted(character, give)
+            emit('"')
+            ended = yield from self._quoted(character, emit)
         else:
-            word = yield from text.up_to(_BEHIND_WORD, MAX_WORD_CHARS)
-            whole = bool((yield from text.some()))
-            give(_word(word) if whole and word else word)
-            return whole and bool(word)
+            word = yield from text.up_to(_WORD_END, MAX_WORD_CHARS)
+            complete = bool((yield from text.more()))
+            emit(_word_to_json(word) if complete and word else word)
+            return complete and bool(word)
         if ended:
-            give('"')
+            emit('"')
         return ended
 
-    def _quoted(self, quote: str, give: Callable[[str], object]) -> Generator[None, None, bool]:
-        """Convert a Python string, after its opening quote, to JSON, and return whether it has ended."""
-        scan, text = _TextScan(quote), self._text
-        while not scan.ended and (yield from text.some()):
-            give(scan.spelled(text.piece(scan.read)))
-        give(scan.rest())
+    def _quoted(self, quote: str, emit: Callable[[str], object]) -> Generator[None, None, bool]:
+        """Emit a Python string, after its opening quote, as it is written within a JSON string; return whether it has
+        ended."""
+        scan, text = _StringScan(quote), self._text
+        while not scan.ended and (yield from text.more()):
+            emit(scan.to_json(text.piece(scan.read)))
+        emit(scan.flush())
         return scan.ended
 
 
-class _TextScan:
+class _StringScan:
     """Scan for the end of a Python string that arrives in pieces, and convert it to JSON."""
 
     def __init__(self, quote: str) -> None:
@@ -254,63 +257,63 @@ class _TextScan:
         self._held = ""
         self.ended = False
 
-    def read(self, text: str, at: int, most: int) -> int:
-        """Return the end of the string in ``text[at:most]``, after its quote, and set ``ended``; ``most`` if it goes
-        on."""
-        while at < most:
+    def read(self, text: str, at: int, end: int) -> int:
+        """Scan ``text[at:end]``. Return the index after the closing quote, and set ``ended``; return ``end`` if the
+        string continues."""
+        while at < end:
             if self._escaped:
                 self._escaped, at = False, at + 1
                 continue
-            found = _IN_TEXT.search(text, at, most)
-            if found is None:
-                return most
-            at = found.end()
-            self._escaped = found.group() == "\\"
-            if found.group() == self._quote:
+            match = _QUOTE_OR_BACKSLASH.search(text, at, end)
+            if match is None:
+                return end
+            at = match.end()
+            self._escaped = match.group() == "\\"
+            if match.group() == self._quote:
                 self.ended = True
                 return at
         return at
 
-    def spelled(self, piece: str) -> str:
-        """Return the next piece as part of a JSON string; a partial escape is held back."""
+    def to_json(self, piece: str) -> str:
+        """Return the next piece as it is written within a JSON string; an incomplete escape at its end is held back."""
         text, self._held = self._held + (piece[:-1] if self.ended else piece), ""
-        begun = None if self.ended else _BEGUN.search(text, max(0, len(text) - 12))
-        # A backslash after another one begins nothing.
-        if begun is not None and (begun.start() - len(text[: begun.start()].rstrip("\\"))) % 2 == 0:
-            text, self._held = text[: begun.start()], text[begun.start() :]
-        return _in_text(_ESCAPE.sub(_meant, text))
+        partial = None if self.ended else _PARTIAL_ESCAPE.search(text, max(0, len(text) - 12))
+        # An escaped backslash begins no escape.
+        if partial is not None and (partial.start() - len(text[: partial.start()].rstrip("\\"))) % 2 == 0:
+            text, self._held = text[: partial.start()], text[partial.start() :]
+        return _json_escaped(_ESCAPE.sub(_unescaped, text))
 
-    def rest(self) -> str:
-        """Return the held-back text, which is no escape after all."""
-        return _in_text(_ESCAPE.sub(_meant, self._held))
+    def flush(self) -> str:
+        """Return the text held back. Call it at the string's end."""
+        return _json_escaped(_ESCAPE.sub(_unescaped, self._held))
 
 
-def _meant(found: re.Match[str]) -> str:
-    """Return the character of an escape; unknown ones stay as they are, as in Python."""
-    high, low, *codes, other = found.groups()
+def _unescaped(match: re.Match[str]) -> str:
+    """Return the character that an escape means; an unknown escape is unchanged, as in Python."""
+    high, low, *codes, other = match.groups()
     if high:
         return chr(0x10000 + ((int(high, 16) - 0xD800) << 10) + (int(low, 16) - 0xDC00))
     for code in filter(None, codes):
         number = int(code, 16)
-        return chr(number) if number <= 0x10FFFF else found.group()
-    return _SHORT.get(other, other if other in "\\\"'/" else found.group())
+        return chr(number) if number <= 0x10FFFF else match.group()
+    return _SHORT_ESCAPES.get(other, other if other in "\\\"'/" else match.group())
 
 
-def _in_text(text: str) -> str:
-    """Escape characters for a JSON string."""
-    # A lone surrogate cannot be encoded.
-    return _SURROGATE.sub(lambda found: f"\\u{ord(found.group()):04x}", json.dumps(text, ensure_ascii=False)[1:-1])
+def _json_escaped(text: str) -> str:
+    """Return ``text`` as it is written within a JSON string."""
+    # UTF-8 cannot encode lone surrogates.
+    return _SURROGATE.sub(lambda match: f"\\u{ord(match.group()):04x}", json.dumps(text, ensure_ascii=False)[1:-1])
 
 
-def _word(word: str) -> str:
+def _word_to_json(word: str) -> str:
     """Convert a Python word or number to JSON; anything else becomes a string."""
-    if word in _WORDS or _NUMBER.fullmatch(word):
-        return _WORDS.get(word, word)
-    for read in (lambda: int(word, 0), lambda: float(word)):
+    if word in _LITERALS or _NUMBER.fullmatch(word):
+        return _LITERALS.get(word, word)
+    for parse in (lambda: int(word, 0), lambda: float(word)):
         try:
-            number = read()
+            number = parse()
         except (ValueError, OverflowError):
             continue
         if math.isfinite(number):
             return json.dumps(number)
-    return f'"{_in_text(word)}"'
+    return f'"{_json_escaped(word)}"'

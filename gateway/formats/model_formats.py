@@ -32,7 +32,7 @@ from pillion.gateway.tokens.chat_template import knows_tools
 from pillion.types import GenerateRequest, Tool, ToolOptions
 
 AUTO, NONE = "auto", "none"
-# A token that may be a mark is bracketed, so one pass finds those in a client's text, however many a model has.
+# Tokens that may be marks are in brackets, so one pass finds all candidates in a text.
 MARK = re.compile(rf"{re.escape(MINIMAX)}|[<\[][^<>\[\]]*[>\]]")
 
 
@@ -43,10 +43,10 @@ class ModelFormats:
     Attributes:
         tool_parser, reasoning_parser: names of the formats of calls and of reasoning, or "none".
         auto_choice: whether the model may decide to call a tool.
-        foreign: whether its template describes calls in a format that is not supported here. It then makes calls in the
-            generic format if a grammar forces it, and may not decide to.
+        foreign: whether its template describes calls in an unsupported format. Calls are then only made on request, in
+            the generic format, which a grammar enforces.
         mark_ids: ids of tokens that may be marks, by text; a grammar refers to such a mark by id.
-        visible: texts of the formats' marks that are left out of plain text, by id.
+        visible: texts of the formats' special tokens, by id; detokenized text has no other special tokens.
     """
 
     tool_parser: str = NONE
@@ -108,8 +108,8 @@ class ModelFormats:
         return self.reasoning is not None or (self.tools is not None and options.asks_for_calls)
 
     def output_format(self, request: GenerateRequest, prompt: str) -> OutputFormat | None:
-        """Return what the answers to a validated conversation may contain, or None for only content. ``prompt`` is its
-        text."""
+        """Return what the answers to a validated conversation may contain, or None for only content. ``prompt``: the
+        rendered conversation."""
         structured = request.sampling.structured_outputs
         visible = {} if structured is None else self._marks_of_tag(structured.structural_tag)
         if not request.messages or not self.read_answers(request.tools):
@@ -117,7 +117,7 @@ class ModelFormats:
         reasoning, opened, answering = self.reasoning, None, False
         tools = self.tools if request.tools.asks_for_calls else None
         if reasoning is not None:
-            opened, answering = reasoning.opened_by(prompt), reasoning.answers(prompt)
+            opened, answering = reasoning.begins_in_reasoning(prompt), reasoning.begins_in_content(prompt)
             if request.chat.continue_final_message:
                 last = request.messages[-1].content
                 opened = last.rfind(reasoning.begin) > last.rfind(reasoning.end)
@@ -125,7 +125,7 @@ class ModelFormats:
         return OutputFormat(reasoning, opened, tools, schemas, {**self.visible, **visible}, answering)
 
     def _marks_of_tag(self, tag: str | None) -> dict[int, str]:
-        """Return the special tokens in a request's structural tag, with their texts, which clients see."""
+        """Return the special tokens in a request's structural tag, texts by id; clients see them in the answer."""
         if not tag:
             return {}
         try:
@@ -133,8 +133,8 @@ class ModelFormats:
         except (ValueError, RecursionError):
             return {}
         # An iterator, since a single findall would block other threads.
-        found = (match[0] for match in MARK.finditer(text))
-        return {self.mark_ids[mark]: mark for mark in found if mark in self.mark_ids}
+        marks = (match[0] for match in MARK.finditer(text))
+        return {self.mark_ids[mark]: mark for mark in marks if mark in self.mark_ids}
 
     def new_text(
         self, output: OutputFormat | None, detokenizer: Detokenizer, stops: StopRules, answer_id: str, index: int
@@ -197,30 +197,32 @@ def parser_names(template: str, tool_parser: str, reasoning_parser: str) -> tupl
     """Return the tool format and the reasoning format that :func:`choose_formats` uses for a template. Raises
     ConfigError for unknown names, or a combination that is not supported."""
     tools = _chosen("--tool-call-parser", tool_parser, TOOL_FORMATS, TOOL_ALIASES, _tools_in(template))
-    marked = next((name for name, form in REASONING_FORMATS.items() if form.is_in(template)), NONE)
-    reasoning = _chosen("--reasoning-parser", reasoning_parser, REASONING_FORMATS, REASONING_ALIASES, marked)
+    detected = next((name for name, form in REASONING_FORMATS.items() if form.is_in(template)), NONE)
+    reasoning = _chosen("--reasoning-parser", reasoning_parser, REASONING_FORMATS, REASONING_ALIASES, detected)
     if reasoning == HARMONY and tool_parser == AUTO:
         tools = OPENAI
     if tools == OPENAI and reasoning_parser == AUTO:
         reasoning = HARMONY
     if (reasoning == HARMONY and tools not in (OPENAI, NONE)) or (tools == OPENAI and reasoning not in (HARMONY, NONE)):
-        text = f"--tool-call-parser {tools} and --reasoning-parser {reasoning} do not go together"
-        raise ConfigError(f"{text}: {OPENAI} and {HARMONY} do, or either with {NONE}")
+        text = f"--tool-call-parser {tools} and --reasoning-parser {reasoning} cannot be combined"
+        raise ConfigError(f"{text}: combine {OPENAI} and {HARMONY}, or either with {NONE}")
     return tools, reasoning
 
 
-def _chosen(flag: str, name: str, known: Mapping[str, Any], aliases: Mapping[str, str], found: str) -> str:
+def _chosen(flag: str, name: str, known: Mapping[str, Any], aliases: Mapping[str, str], detected: str) -> str:
+    """Return the format that a flag names, maybe by an alias; for "auto" the ``detected`` one. Raises ConfigError."""
     if name == AUTO:
-        return found
+        return detected
     if name != NONE and name not in known and name not in aliases:
         raise ConfigError(f"{flag} {name!r} is not one of auto, none, {', '.join(sorted({*known, *aliases}))}")
     return aliases.get(name, name)
 
 
 def _tools_in(template: str) -> str:
-    """Return the tool format in a chat template, or the generic one; "none" without a template."""
+    """Return the name of the tool format that a chat template describes, else the generic one; "none" without a
+    template."""
     if knows_tools(template):
         for name, form in TOOL_FORMATS.items():
-            if any(all(text in template for text in texts) for texts in form.found):
+            if any(all(text in template for text in texts) for texts in form.template_texts):
                 return name
     return GENERIC if template else NONE

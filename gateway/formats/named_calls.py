@@ -10,10 +10,10 @@ from collections.abc import Container, Generator
 from dataclasses import dataclass
 
 from pillion.gateway.formats.answer_parts import AnswerParts, PendingText
+from pillion.gateway.formats.harmony import NAME_PREFIX
 from pillion.gateway.formats.json_calls import MAX_NAME_CHARS, NAME, NOT_NAME, JsonCalls
 
 FENCE, END_FENCE = "```json", "```"
-NAME_PREFIX = "functions."
 _NUMBER = re.compile(r":[0-9]+$")
 
 
@@ -25,9 +25,9 @@ class NamedForm:
         section, end_section: marks around all calls.
         begin, end: marks around one call.
         kind: text between ``begin`` and the name; "" for none.
-        separator: mark before the arguments; "" if ``kind`` has it.
-        fenced: whether arguments are a Markdown code block.
-        numbered: whether a name is part of the call's id, ``functions.NAME:NUMBER``.
+        separator: mark between the name and the arguments; "" for none.
+        fenced: whether the arguments are in a Markdown code block.
+        numbered: whether calls have an id with the name in it, ``functions.NAME:NUMBER``, in place of the name.
     """
 
     section: str
@@ -64,8 +64,8 @@ NAMED_FORMS: dict[str, NamedForm] = {
 class NamedCalls(JsonCalls):
     """Parser of calls with the marks of ``form``. The section's marks are optional."""
 
-    def __init__(self, text: PendingText, parts: AnswerParts, known: Container[str], form: NamedForm) -> None:
-        super().__init__(text, parts, known, form.begin, form.end, others={form.section: ""})
+    def __init__(self, text: PendingText, parts: AnswerParts, tool_names: Container[str], form: NamedForm) -> None:
+        super().__init__(text, parts, tool_names, form.begin, form.end, others={form.section: ""})
         self._form = form
         self._ids: set[str] = set()
 
@@ -73,30 +73,30 @@ class NamedCalls(JsonCalls):
         if not (yield from self._named(mark)):
             return False
         for end in (self._form.end, self._form.end_section):
-            yield from self._text.past_space()
-            yield from self._text.has(end)
+            yield from self._text.skip_space()
+            yield from self._text.accept(end)
         return True
 
     def _named(self, mark: str) -> Generator[None, None, bool]:
-        """Parse a call after a mark, up to the end of its arguments. If it is not one, return False; the caller then
-        ends the trial."""
+        """Parse a call after ``mark``, up to the end of its arguments. Return False if it is none; the caller then
+        fails the trial."""
         text, form = self._text, self._form
         if mark == form.section:
-            yield from text.past_space()
-            if not (yield from text.has(form.begin)):
+            yield from text.skip_space()
+            if not (yield from text.accept(form.begin)):
                 return False
-        yield from text.past_space()
-        if not (yield from text.has(form.kind)):
+        yield from text.skip_space()
+        if not (yield from text.accept(form.kind)):
             return False
         written = yield from text.up_to(NOT_NAME, MAX_NAME_CHARS)
         name = _NUMBER.sub("", written.removeprefix(NAME_PREFIX)) if form.numbered else written
-        yield from text.past_space()
-        if not NAME.fullmatch(name) or not (yield from text.has(form.separator)):
+        yield from text.skip_space()
+        if not NAME.fullmatch(name) or not (yield from text.accept(form.separator)):
             return False
-        yield from text.past_space()
+        yield from text.skip_space()
         if form.fenced:
-            yield from text.has(FENCE)
-        if (yield from text.past_space()) != "{":
+            yield from text.accept(FENCE)
+        if (yield from text.skip_space()) != "{":
             return False
         text.commit()
         # The template needs the model's own call ids back.
@@ -105,9 +105,9 @@ class NamedCalls(JsonCalls):
         yield from self._stream()
         if form.fenced:
             text.begin_trial()
-            yield from text.past_space()
-            if (yield from text.has(END_FENCE)):
+            yield from text.skip_space()
+            if (yield from text.accept(END_FENCE)):
                 text.commit()
             else:
-                text.give_up(self._parts.content)
+                text.fail_trial(self._parts.content)
         return True

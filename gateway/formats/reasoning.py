@@ -6,7 +6,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, replace
 
 from pillion.gateway.formats.answer_parts import AnswerParts, Marks, PendingText
-from pillion.gateway.formats.harmony import ANALYSIS, CHANNEL, HARMONY_MARKS, MESSAGE
+from pillion.gateway.formats.harmony import ANALYSIS, HARMONY_MARKS, HarmonyMark
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +16,13 @@ class ReasoningFormat:
     Attributes:
         begin, end: marks around the reasoning.
         assumed: whether an answer begins within reasoning unless its prompt ends it; some models omit ``begin``.
-        answer: marks around the content that follows; "" for none.
+        answer: marks around the content after the reasoning; "" for none.
         last: optional mark at the end of the answer; "" for none.
-        others: another spelling of ``begin`` and ``end``.
-        found: texts that all occur in a chat template of this format; () for ``end``.
-        parts: special tokens that begin marks.
-        channels: marks of a format whose answers are messages in channels; ``begin`` and ``end`` are then heads of such
-            messages. () for all others.
+        alternates: another spelling of ``begin`` and ``end``.
+        template_texts: texts that all occur in a chat template of this format; () for ``end``.
+        parts: special tokens that are parts of the marks above.
+        channels: marks of a format whose answers are messages in channels; ``begin`` and ``end`` are then headers of
+            messages. () for all other formats.
     """
 
     begin: str
@@ -30,8 +30,8 @@ class ReasoningFormat:
     assumed: bool = False
     answer: tuple[str, str] = ("", "")
     last: str = ""
-    others: tuple[str, str] = ("", "")
-    found: tuple[str, ...] = ()
+    alternates: tuple[str, str] = ("", "")
+    template_texts: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
     channels: tuple[str, ...] = ()
 
@@ -43,19 +43,19 @@ class ReasoningFormat:
     @property
     def marks(self) -> tuple[str, ...]:
         """All marks of the format."""
-        marks = (self.begin, self.end, *self.others, *self.answer, self.last, *self.parts)
+        marks = (self.begin, self.end, *self.alternates, *self.answer, self.last, *self.parts)
         return self.channels or tuple(filter(None, marks))
 
     def is_in(self, template: str) -> bool:
-        """Return whether a chat template has the format's marks. Templates of models that do not reason often do, so a
-        format that takes every answer for reasoning matches none."""
-        return not self.assumed and all(text in template for text in self.found or (self.end,))
+        """Return whether a chat template has the format's marks. Never True with ``assumed``: templates of models that
+        do not reason often have the marks, and all their answers would be taken for reasoning."""
+        return not self.assumed and all(text in template for text in self.template_texts or (self.end,))
 
-    def answers(self, prompt: str) -> bool:
+    def begins_in_content(self, prompt: str) -> bool:
         """Return whether an answer to ``prompt`` begins within its content."""
         return bool(self.answer[0]) and prompt.rstrip().endswith(self.answer[0])
 
-    def opened_by(self, prompt: str) -> bool | None:
+    def begins_in_reasoning(self, prompt: str) -> bool | None:
         """Return whether an answer to ``prompt`` begins within reasoning; None if the answer itself shows it.
 
         Templates end a prompt with ``begin`` to enable reasoning, and with both marks to disable it.
@@ -63,7 +63,7 @@ class ReasoningFormat:
         tail = prompt.rstrip()
         if tail.endswith(self.begin):
             return True
-        if tail.endswith(self.end) or self.answers(prompt):
+        if tail.endswith(self.end) or self.begins_in_content(prompt):
             return False
         return True if self.assumed else None
 
@@ -78,10 +78,10 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
         answer=("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
         last="<|close|>message<|sep|>",
         parts=("<|open|>", "<|close|>", "<|sep|>"),
-        found=("<|open|>", "<|close|>", "<|sep|>"),
+        template_texts=("<|open|>", "<|close|>", "<|sep|>"),
     ),
-    "hunyuan_a13b": replace(_THINK, answer=("<answer>", "</answer>"), found=("</think>", "</answer>")),
-    "ernie45": replace(_THINK, answer=("<response>", "</response>"), found=("</think>", "</response>")),
+    "hunyuan_a13b": replace(_THINK, answer=("<answer>", "</answer>"), template_texts=("</think>", "</answer>")),
+    "ernie45": replace(_THINK, answer=("<response>", "</response>"), template_texts=("</think>", "</response>")),
     "qwen3": _THINK,
     **dict.fromkeys(("deepseek_v3", "hy_v3"), _THINK),
     # Models that reason unless their prompt disables it, and omit the first mark.
@@ -98,11 +98,15 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "granite": ReasoningFormat(
         "Here is my thought process:",
         "Here is my response:",
-        others=("Here's my thought process:", "Here's my response:"),
+        alternates=("Here's my thought process:", "Here's my response:"),
     ),
     "minimax_m3": ReasoningFormat("<mm:think>", "</mm:think>"),
     "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
-    HARMONY: ReasoningFormat(f"{CHANNEL}{ANALYSIS}{MESSAGE}", f"{CHANNEL}final{MESSAGE}", channels=HARMONY_MARKS),
+    HARMONY: ReasoningFormat(
+        f"{HarmonyMark.CHANNEL}{ANALYSIS}{HarmonyMark.MESSAGE}",
+        f"{HarmonyMark.CHANNEL}final{HarmonyMark.MESSAGE}",
+        channels=HARMONY_MARKS,
+    ),
 }
 
 REASONING_ALIASES = {
@@ -121,23 +125,23 @@ REASONING_ALIASES = {
 def read_reasoning(
     form: ReasoningFormat, opened: bool | None, text: PendingText, parts: AnswerParts, calls: bool = False
 ) -> Generator[None, None, None]:
-    """Parse the answer up to the end of its reasoning, if it begins with it. With ``calls``, the parser of calls goes
-    on within the reasoning, which a call ends too."""
+    """Parse the reasoning at the beginning of an answer, if there is any. With ``calls``, only its first mark is parsed
+    here: the parser of calls continues, since a call ends the reasoning too."""
     if opened is False:
         return
     text.begin_trial()
-    yield from text.past_space()
-    if (yield from text.has(form.begin)) or (form.others[0] and (yield from text.has(form.others[0]))):
+    yield from text.skip_space()
+    if (yield from text.accept(form.begin)) or (form.alternates[0] and (yield from text.accept(form.alternates[0]))):
         text.commit()
     else:
         parts.content(text.roll_back())
         if not opened:
             return
     parts.mark()
-    parts.thought = True
-    ends = Marks(*filter(None, (form.end, form.others[1])))
+    parts.has_reasoning = True
+    ends = Marks(*filter(None, (form.end, form.alternates[1])))
     if calls:
-        parts.inner = True
-        text.aside(ends, parts.content, parts.reasoned)
+        parts.in_reasoning = True
+        text.watch(ends, parts.content, parts.end_reasoning)
     elif (yield from text.until(ends, parts.think)):
         parts.mark()

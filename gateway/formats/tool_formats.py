@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pillion.gateway.formats.answer_parts import AnswerParts, CallReader, PendingText
-from pillion.gateway.formats.harmony import CALL, CHANNEL, HARMONY_MARKS, NAME_PREFIX, HarmonyAnswer
+from pillion.gateway.formats.harmony import HARMONY_MARKS, NAME_PREFIX, HarmonyAnswer, HarmonyMark
 from pillion.gateway.formats.json_calls import (
     ApertusCalls,
     CohereCalls,
@@ -33,17 +33,17 @@ class ToolFormat:
     Attributes:
         begin, end: marks around a call; ``end`` may be "".
         reader: creates the parser of an answer's text.
-        found: groups of texts; a chat template with all texts of one group has this format.
+        template_texts: groups of texts; a chat template with all texts of one group has this format.
         marks: texts of special tokens that ``reader`` needs.
         inner: further marks, within a call.
         short_ids: whether the template accepts only ids of nine letters and digits.
-        bare: whether a call may come without any mark, so that none is looked for in reasoning.
+        bare: whether a call may come without any mark; calls within reasoning are then not recognized.
     """
 
     begin: str
     end: str
     reader: Callable[[PendingText, AnswerParts, ToolSchemas], CallReader | HarmonyAnswer]
-    found: tuple[tuple[str, ...], ...] = ()
+    template_texts: tuple[tuple[str, ...], ...] = ()
     marks: tuple[str, ...] = ()
     short_ids: bool = False
     inner: tuple[str, ...] = ()
@@ -51,7 +51,10 @@ class ToolFormat:
 
 
 GENERIC, OPENAI = "generic", "openai"
-_XML_FOUND = {
+_HERMES = partial(JsonCalls, begin=TOOL_CALL, end=END_TOOL_CALL)
+_EXAMPLE = "func_name1("
+# Texts that all occur in a chat template of the format. pythonic follows formats whose templates have its text too.
+_TEMPLATE_TEXTS = {
     "glm45": ("<arg_key>",),
     "minimax_m2": ("<minimax:tool_call>",),
     "seed_oss": ("<seed:tool_call>",),
@@ -61,17 +64,9 @@ _XML_FOUND = {
     "deepseek_v32": ("｜DSML｜",),
     "minimax_m3": (MINIMAX,),
     "kimi_k3": ("<|open|>", "<|close|>", "<|sep|>"),
-}
-_NAMED_FOUND = {
     "deepseek_v3": (DEEPSEEK_SEPARATOR, FENCE),
     "deepseek_v31": (DEEPSEEK_SEPARATOR,),
     "kimi_k2": ("<|tool_calls_section_begin|>",),
-}
-COHERE, PHI4_MINI, APERTUS, XLAM = "cohere_command3", "phi4_mini_json", "apertus", "xlam"
-INTERNLM, INTERNLM_MARKS = "internlm", ("<|action_start|><|plugin|>", "<|action_end|>")
-_HERMES = partial(JsonCalls, begin=TOOL_CALL, end=END_TOOL_CALL)
-_EXAMPLE = "func_name1("
-_LITERAL_FOUND = {
     "gemma4": ("<|tool_call>", "call:"),
     "functiongemma": ("<start_function_call>",),
     "olmo3": ("<function_calls>",),
@@ -81,10 +76,10 @@ _LITERAL_FOUND = {
 }
 
 
-def _format(begin: str, end: str, reader: Any, found: tuple[str, ...], inner: Iterable[str], **more: Any) -> ToolFormat:
+def _format(name: str, begin: str, end: str, reader: Any, inner: Iterable[str], **more: Any) -> ToolFormat:
     """Create a format whose parser needs all of its marks: those around a call, and those within."""
-    within = tuple(filter(None, inner))
-    return ToolFormat(begin, end, reader, (found,), (*filter(None, (begin, end)), *within), inner=within, **more)
+    texts, within = (_TEMPLATE_TEXTS[name],), tuple(filter(None, inner))
+    return ToolFormat(begin, end, reader, texts, (*filter(None, (begin, end)), *within), inner=within, **more)
 
 
 def _listed(
@@ -92,42 +87,43 @@ def _listed(
     end: str = "",
     reader: type[ListCalls] = ListCalls,
     others: Mapping[str, str] = MappingProxyType({}),
-    found: bool = True,
+    detectable: bool = True,
     bare: bool = False,
 ) -> ToolFormat:
-    """Create a format of lists between marks, by which a chat template is recognized if ``found``. Models write
-    ``others`` instead, as end mark by begin mark."""
+    """Create a format of lists between marks. ``others``: marks that models may write instead, end mark by begin mark.
+    ``detectable``: a chat template with ``begin`` has this format."""
     marks = tuple(filter(None, (begin, end, *(mark for pair in others.items() for mark in pair))))
     read = partial(reader, begin=begin, end=end, others=others)
-    return ToolFormat(begin, end, read, ((begin,),) if found else (), marks, bare=bare)
+    return ToolFormat(begin, end, read, ((begin,),) if detectable else (), marks, bare=bare)
 
 
 LIST_FORMATS = {
     "granite": _listed("<|tool_call|>", others={TOOL_CALL: END_TOOL_CALL}),
     "hunyuan_a13b": _listed("<tool_calls>", "</tool_calls>"),
-    COHERE: _listed("<|START_ACTION|>", "<|END_ACTION|>", CohereCalls),
-    # A word, which is a mark only before a list.
-    PHI4_MINI: _listed("functools", bare=True),
-    APERTUS: _listed("<|tools_prefix|>", "<|tools_suffix|>", ApertusCalls),
+    "cohere_command3": _listed("<|START_ACTION|>", "<|END_ACTION|>", CohereCalls),
+    # An ordinary word, which is a mark only before a list.
+    "phi4_mini_json": _listed("functools", bare=True),
+    "apertus": _listed("<|tools_prefix|>", "<|tools_suffix|>", ApertusCalls),
     # xLAM shares its marks with other formats.
-    XLAM: _listed(TOOL_CALL, END_TOOL_CALL, XlamCalls, {"[TOOL_CALLS]": "", "```json": "```"}, found=False, bare=True),
+    "xlam": _listed(
+        TOOL_CALL, END_TOOL_CALL, XlamCalls, {"[TOOL_CALLS]": "", "```json": "```"}, detectable=False, bare=True
+    ),
 }
 # By vLLM's names, except the generic one, for chat templates without tools, or with calls in a format that Pillion does
 # not support. `auto` takes the first format in the chat template.
 TOOL_FORMATS: dict[str, ToolFormat] = {
     **{
-        name: _format(form.begin, form.end, partial(XmlCalls, form=form), _XML_FOUND[name], form.inner)
+        name: _format(name, form.begin, form.end, partial(XmlCalls, form=form), form.inner)
         for name, form in XML_FORMS.items()
     },
     **{
-        name: _format(form.section, form.end_section, partial(NamedCalls, form=form), _NAMED_FOUND[name], form.inner)
+        name: _format(name, form.section, form.end_section, partial(NamedCalls, form=form), form.inner)
         for name, form in NAMED_FORMS.items()
     },
     **LIST_FORMATS,
     **{
-        name: _format(form.begin, form.end, partial(LiteralCalls, form=form), found, (form.quote,), bare=form.listed)
-        for name, found in _LITERAL_FOUND.items()
-        for form in (LITERAL_FORMS[name],)
+        name: _format(name, form.begin, form.end, partial(LiteralCalls, form=form), (form.quote,), bare=form.listed)
+        for name, form in ((name, LITERAL_FORMS[name]) for name in _TEMPLATE_TEXTS if name in LITERAL_FORMS)
     },
     "ernie45": ToolFormat(TOOL_CALL, END_TOOL_CALL, _HERMES, ((TOOL_CALL, "<response>"),), (TOOL_CALL, END_TOOL_CALL)),
     "hermes": ToolFormat(TOOL_CALL, END_TOOL_CALL, _HERMES, ((TOOL_CALL,),), (TOOL_CALL, END_TOOL_CALL)),
@@ -147,13 +143,21 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         ("<|python_tag|>",),
         bare=True,
     ),
-    INTERNLM: ToolFormat(
-        *INTERNLM_MARKS,
-        partial(JsonCalls, begin=INTERNLM_MARKS[0], end=INTERNLM_MARKS[1]),
+    "internlm": ToolFormat(
+        "<|action_start|><|plugin|>",
+        "<|action_end|>",
+        partial(JsonCalls, begin="<|action_start|><|plugin|>", end="<|action_end|>"),
         (("<|action_start|>",),),
         ("<|action_start|>", "<|plugin|>", "<|action_end|>"),
     ),
-    OPENAI: ToolFormat(CHANNEL, CALL, HarmonyAnswer, ((CHANNEL, NAME_PREFIX),), HARMONY_MARKS, inner=HARMONY_MARKS),
+    OPENAI: ToolFormat(
+        HarmonyMark.CHANNEL,
+        HarmonyMark.CALL,
+        HarmonyAnswer,
+        ((HarmonyMark.CHANNEL, NAME_PREFIX),),
+        HARMONY_MARKS,
+        inner=HARMONY_MARKS,
+    ),
     GENERIC: ToolFormat(TOOL_CALL, END_TOOL_CALL, _HERMES),
 }
 TOOL_ALIASES = {
@@ -166,7 +170,7 @@ TOOL_ALIASES = {
     "gpt-oss": OPENAI,
     "granite4": "hermes",
     "hunyuan": "hunyuan_a13b",
-    "interns1": INTERNLM,
+    "interns1": "internlm",
     "jamba": "hunyuan_a13b",
     "llama3": "llama3_json",
     "llama4_json": "llama3_json",

@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from pillion.gateway.formats.answer_parts import MAX_HELD_CHARS, AnswerParts, CallReader, Marks, PendingText
-from pillion.gateway.formats.json_calls import NAME, JsonScan
+from pillion.gateway.formats.json_calls import MARK_START, NAME, JsonScan
+from pillion.gateway.grammars.schema_dialects import TYPE_OF
 
 TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
 MINIMAX = "]<]minimax[>["
@@ -32,16 +33,17 @@ class XmlForm:
     Attributes:
         begin, end: marks around a call or, with ``together``, around several.
         function, named, end_function: text before and after a name, and after the parameters; "" for none.
-        parameter, keyed, end_parameter: text before and after a parameter's key, of which white space may separate the
-            parts, and after its text.
-        lines: whether a parameter's text has its own lines.
+        parameter: text before a parameter's key.
+        keyed: texts between the key and the value, maybe with white space between them.
+        end_parameter: text after the value.
+        lines: whether a parameter's value has its own lines.
         together: whether several calls share one ``begin`` and ``end``.
-        typed: whether the key and ``keyed[0]`` are followed by whether the text is a string: "true" or "false", or with
-            ``end_head`` its type.
-        end_head: text after a call's head, i.e. after its name and other attributes, such as the call's number, which
-            grammars write; "" if heads have no attributes. Keys are then escaped, and nothing is between elements.
-        nested: whether a parameter is an element named by its key, with further elements for lists and objects; names
-            follow ``end_parameter`` too.
+        typed: whether the value's type is between ``keyed[0]`` and ``keyed[1]``: a JSON type with ``end_head``, else
+            whether it is a string, "true" or "false".
+        end_head: text after a call's name and further attributes, of which grammars write the call's number; "" if
+            there are no attributes. With it, keys are escaped, and there is no white space between elements.
+        nested: whether a parameter is an element with its key as name, and with inner elements for lists and objects;
+            the name follows ``end_parameter`` too.
     """
 
     begin: str
@@ -61,12 +63,12 @@ class XmlForm:
     @property
     def inner(self) -> tuple[str, ...]:
         """Marks within a call."""
-        found = (self.function, self.named, self.end_function, self.parameter, *self.keyed, self.end_parameter)
-        found += (self.end_head,)
-        return tuple(mark for mark in found if len(mark) > len('">'))
+        marks = (self.function, self.named, self.end_function, self.parameter, *self.keyed, self.end_parameter)
+        marks += (self.end_head,)
+        return tuple(mark for mark in marks if len(mark) > len('">'))
 
     @property
-    def behind_word(self) -> re.Pattern[str]:
+    def word_end(self) -> re.Pattern[str]:
         """Characters that end a name or a key."""
         return re.compile(rf"[{self.named[:1]}{self.keyed[0][:1]}\n<]")
 
@@ -81,7 +83,8 @@ class XmlForm:
 
     @property
     def following(self) -> tuple[str, ...]:
-        """Marks that end a parameter's text and do not belong to the parameter."""
+        """Marks that end a parameter's text although its end mark is missing: the next parameter's, or the call's
+        end."""
         line = "\n" if self.lines else ""
         return (line + self.parameter, line + (self.end_function or self.end))
 
@@ -90,7 +93,7 @@ class XmlForm:
         word = escaped(key) if self.end_head else key
         if self.nested and word.startswith("/"):
             return False
-        return 0 < len(word) <= MAX_KEY_CHARS and not self.behind_word.search(word)
+        return 0 < len(word) <= MAX_KEY_CHARS and not self.word_end.search(word)
 
 
 _FUNCTION = ("<function=NAME>…</function>", "<parameter=KEY>TEXT</parameter>")
@@ -152,15 +155,13 @@ XML_FORMS: dict[str, XmlForm] = {
     "seed_oss": _form("<seed:tool_call>…</seed:tool_call>", *_FUNCTION),
     "qwen3_coder": _form(f"{TOOL_CALL}…{END_TOOL_CALL}", *_FUNCTION, lines=True),
 }
-_MARK = re.compile("<")
 _EMPTY = {"string": '""', "array": "[]", "object": "{}", "null": "null"}
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _NO_STRING = {"boolean", "number", "object", "array", "null"}
-_TYPE_OF = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 
 
 class XmlCalls(CallReader):
-    """Parser of calls that are XML-like elements. ``schemas`` are the tools' schemas of arguments by name."""
+    """Parser of calls that are XML-like elements. ``schemas``: JSON schemas of the tools' arguments, by name."""
 
     def __init__(
         self, text: PendingText, parts: AnswerParts, schemas: Mapping[str, Mapping[str, Any]], form: XmlForm
@@ -169,85 +170,85 @@ class XmlCalls(CallReader):
         self._schemas = schemas
         self._form = form
         self._ends_parameter = Marks(*form.ends)
-        self._behind_word = form.behind_word
-        # Cached by the schema's id, as a schema may be long, and a parameter frequent.
+        self._word_end = form.word_end
+        # By the schema's id(): a schema may be large, and the same parameter frequent.
         self._types: dict[int, set[str]] = {}
 
     def _after(self, mark: str) -> Generator[None, None, bool]:
         text, form = self._text, self._form
         if mark == form.begin:
-            yield from text.past_space()
-            if not (yield from text.has(form.function)):
+            yield from text.skip_space()
+            if not (yield from text.accept(form.function)):
                 return False
         name = yield from self._name()
         if not NAME.fullmatch(name):
             return False
         text.commit()
         self._parts.begin(name)
-        opened = "{"
-        while (yield from self._parameter(name, opened)):
-            opened = ", "
-        if (yield from text.some()):
+        separator = "{"
+        while (yield from self._parameter(name, separator)):
+            separator = ", "
+        if (yield from text.more()):
             # A partial call's arguments stay incomplete, so that no client takes them for complete.
-            self._parts.arguments("{}" if opened == "{" else "}")
-        if form.end_function and (yield from text.has(form.end_function)):
-            yield from text.past_space()
-        yield from text.has(form.end)
+            self._parts.arguments("{}" if separator == "{" else "}")
+        if form.end_function and (yield from text.accept(form.end_function)):
+            yield from text.skip_space()
+        yield from text.accept(form.end)
         return True
 
     def _name(self) -> Generator[None, None, str]:
-        """Read a tool's name and the mark after it, which is the next one if the format has none; return "" if there is
-        none."""
-        name = yield from self._text.up_to(self._behind_word, MAX_KEY_CHARS)
-        if self._form.named and not (yield from self._text.has(self._form.named)):
+        """Read and return a tool's name, and the mark after it if the format has one; return "" if there is no name."""
+        name = yield from self._text.up_to(self._word_end, MAX_KEY_CHARS)
+        if self._form.named and not (yield from self._text.accept(self._form.named)):
             return ""
         if self._form.end_head:
-            yield from self._text.up_to(_MARK, MAX_KEY_CHARS)
-            return name if (yield from self._text.has(self._form.end_head)) else ""
+            yield from self._text.up_to(MARK_START, MAX_KEY_CHARS)
+            return name if (yield from self._text.accept(self._form.end_head)) else ""
         if self._form.named:
             return name
-        return name.strip() if (yield from self._text.past_space()) == "<" else ""
+        return name.strip() if (yield from self._text.skip_space()) == "<" else ""
 
     def _key(self) -> Generator[None, None, tuple[str, str]]:
-        """Read a parameter's key and the marks after it; return the key, "" if they are missing, and the text's type by
-        the format."""
-        key = yield from self._text.up_to(self._behind_word, MAX_KEY_CHARS)
+        """Read a parameter's key and the marks up to its value. Return the key, "" if a mark is missing, and the
+        value's type, "" if the format has none."""
+        key = yield from self._text.up_to(self._word_end, MAX_KEY_CHARS)
         kind = ""
         for number, mark in enumerate(self._form.keyed):
             if number and self._form.typed:
-                kind = yield from self._text.up_to(self._behind_word, MAX_KEY_CHARS)
+                kind = yield from self._text.up_to(self._word_end, MAX_KEY_CHARS)
             elif number:
-                yield from self._text.past_space()
-            if not (yield from self._text.has(mark)):
+                yield from self._text.skip_space()
+            if not (yield from self._text.accept(mark)):
                 return "", ""
         return unescaped(key) if self._form.end_head else key, kind
 
-    def _parameter(self, name: str, opened: str) -> Generator[None, None, bool]:
-        """Parse the next parameter of the tool ``name``; return False if there is none."""
+    def _parameter(self, name: str, separator: str) -> Generator[None, None, bool]:
+        """Parse the next parameter of the tool ``name``, and emit it after ``separator``; return False if none is
+        left."""
         text, parts = self._text, self._parts
-        yield from text.past_space()
+        yield from text.skip_space()
         text.begin_trial()
-        key, kind = (yield from self._key()) if (yield from text.has(self._form.parameter)) else ("", "")
+        key, kind = (yield from self._key()) if (yield from text.accept(self._form.parameter)) else ("", "")
         if not key or (self._form.nested and key.startswith("/")):
-            text.give_up(parts.content)
+            text.fail_trial(parts.content)
             return False
         text.commit()
-        parts.arguments(f"{opened}{json.dumps(key, ensure_ascii=False)}: ")
+        parts.arguments(f"{separator}{json.dumps(key, ensure_ascii=False)}: ")
         if self._form.lines:
-            yield from text.has("\n")
+            yield from text.accept("\n")
         schema = _inner(self._schemas.get(name, {}), key)
         if self._form.nested:
             yield from self._element(schema, 1)
             return True
         types = self._types_of(schema)
-        # A text marked as no string is JSON, whatever the schema omits.
+        # A value that is marked as another type is JSON, even if the schema has no types.
         is_text = kind in ("true", "string")
         types = {"string"} if is_text else types - {"string"} or _NO_STRING if kind else types
         yield from self._value(types)
         return True
 
     def _value(self, types: set[str]) -> Generator[None, None, None]:
-        """Parse a parameter's text, which has one of ``types``."""
+        """Parse a parameter's text, and emit it as JSON of one of ``types``."""
         value = _Value(types, self._parts.arguments)
         mark = yield from self._text.until(self._ends_parameter, value.push)
         while mark and value.in_string:
@@ -258,59 +259,59 @@ class XmlCalls(CallReader):
         value.end(whole=bool(mark))
 
     def _element(self, schema: Mapping[str, Any], depth: int) -> Generator[None, None, None]:
-        """Parse an element after its name: a text, or the elements of a list or object."""
-        text, give, form = self._text, self._parts.arguments, self._form
+        """Parse an element after its name, a text or inner elements, and emit it as JSON of ``schema``."""
+        text, emit, form = self._text, self._parts.arguments, self._form
         types = self._types_of(schema)
         if "string" not in types:
-            yield from text.past_space()
-        if closed := (yield from text.has(form.end_parameter)):
-            give(next((empty for kind, empty in _EMPTY.items() if kind in types), '""'))
-        elif depth < MAX_DEPTH and (yield from text.has(form.parameter)):
+            yield from text.skip_space()
+        if closed := (yield from text.accept(form.end_parameter)):
+            emit(next((empty for kind, empty in _EMPTY.items() if kind in types), '""'))
+        elif depth < MAX_DEPTH and (yield from text.accept(form.parameter)):
             key = yield from self._tag()
             lists, objects = "array" in types, "object" in types
-            listed = lists if lists != objects else key == "item"
-            opened = "[" if listed else "{"
+            is_list = lists if lists != objects else key == "item"
+            opened = "[" if is_list else "{"
             while key:
-                give(opened if listed else f"{opened}{json.dumps(key, ensure_ascii=False)}: ")
-                yield from self._element(_inner(schema, "" if listed else key), depth + 1)
+                emit(opened if is_list else f"{opened}{json.dumps(key, ensure_ascii=False)}: ")
+                yield from self._element(_inner(schema, "" if is_list else key), depth + 1)
                 opened = ", "
-                yield from text.past_space()
-                closed = yield from text.has(form.end_parameter)
-                key = "" if closed or not (yield from text.has(form.parameter)) else (yield from self._tag())
-            if closed or (yield from text.some()):
-                give(f"{opened.strip(', ')}{']' if listed else '}'}")
+                yield from text.skip_space()
+                closed = yield from text.accept(form.end_parameter)
+                key = "" if closed or not (yield from text.accept(form.parameter)) else (yield from self._tag())
+            if closed or (yield from text.more()):
+                emit(f"{opened.strip(', ')}{']' if is_list else '}'}")
         else:
             yield from self._value(types)
-            closed = yield from text.has(form.end_parameter)
+            closed = yield from text.accept(form.end_parameter)
         if closed:
             yield from self._tag()
 
     def _tag(self) -> Generator[None, None, str]:
         """Read an element's name and the mark after it; return "" if it is missing."""
-        name = yield from self._text.up_to(self._behind_word, MAX_KEY_CHARS)
-        return name if (yield from self._text.has(self._form.keyed[0])) else ""
+        name = yield from self._text.up_to(self._word_end, MAX_KEY_CHARS)
+        return name if (yield from self._text.accept(self._form.keyed[0])) else ""
 
     def _types_of(self, schema: Mapping[str, Any]) -> set[str]:
-        known = self._types.get(id(schema))
-        if known is None:
-            known = _types(schema) or {"string"}
-            # An empty one may be a temporary, whose id is reused.
+        types = self._types.get(id(schema))
+        if types is None:
+            types = _types(schema) or {"string"}
+            # Not for {}, which may be a temporary object, whose id() is reused.
             if schema and len(self._types) < _KEPT_TYPES:
-                self._types[id(schema)] = known
-        return known
+                self._types[id(schema)] = types
+        return types
 
 
 class _Value:
-    """Conversion of a parameter's text to JSON of one of ``types``. A string is emitted as it arrives; anything else is
-    held until its type is known. After MAX_HELD_CHARS the text is emitted as it arrives too: unchanged if it begins
-    like an allowed object or list, else as a string."""
+    """Converter of a parameter's text to JSON of one of ``types``. A string is emitted as it arrives; text of other
+    types is held until its end. From MAX_HELD_CHARS on, it is emitted as it arrives too: unchanged if it begins like an
+    allowed object or list, else as a string."""
 
-    def __init__(self, types: set[str], give: Callable[[str], None]) -> None:
+    def __init__(self, types: set[str], emit: Callable[[str], None]) -> None:
         self._types = types
-        self._give = give
+        self._emit = emit
         self._held: list[str] = []
         self._held_chars = 0
-        self._spell: Callable[[str], str] | None = None
+        self._convert: Callable[[str], str] | None = None
         # Marks within JSON strings are text; None if the text is not JSON.
         self._scan = None if "string" in types else JsonScan()
         self._begun = False
@@ -328,8 +329,8 @@ class _Value:
             self._scan = self._scan if first in '{["' else None
         if self._scan is not None and self._begun and not self._scan.ended:
             self._scan.read(piece, 0, len(piece))
-        if self._spell is not None:
-            self._give(self._spell(piece))
+        if self._convert is not None:
+            self._emit(self._convert(piece))
             return
         self._held.append(piece)
         self._held_chars += len(piece)
@@ -337,22 +338,22 @@ class _Value:
             self._begin("".join(self._held))
 
     def end(self, whole: bool) -> None:
-        """End the value. ``whole``: the parameter's end mark was read."""
-        if self._spell is None:
+        """End the value. ``whole``: it is complete, i.e. a mark followed."""
+        if self._convert is None:
             text = "".join(self._held)
-            self._give(typed(text, self._types) if whole else text)
-        elif whole and self._spell is _in_string:
-            self._give('"')
+            self._emit(typed(text, self._types) if whole else text)
+        elif whole and self._convert is _in_string:
+            self._emit('"')
 
     def _begin(self, text: str) -> None:
         kind = {"{": "object", "[": "array"}.get(text.lstrip()[:1])
         self._held.clear()
         if kind in self._types:
-            self._spell = str
-            self._give(text)
+            self._convert = str
+            self._emit(text)
         else:
-            self._spell = _in_string
-            self._give('"' + _in_string(text))
+            self._convert = _in_string
+            self._emit('"' + _in_string(text))
 
 
 def escaped(key: str) -> str:
@@ -377,26 +378,27 @@ def types_of(schema: Mapping[str, Any], key: str) -> set[str]:
 def _inner(schema: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """Return the schema of an object's property, or for "" of a list's items; {} if unspecified."""
     properties, others = schema.get("properties"), schema.get("additionalProperties")
-    found = schema.get("items") if not key else properties.get(key, others) if isinstance(properties, dict) else others
-    return found if isinstance(found, dict) else {}
+    inner = schema.get("items") if not key else properties.get(key, others) if isinstance(properties, dict) else others
+    return inner if isinstance(inner, dict) else {}
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
+    """Return the JSON types that a schema names; "object" for a reference."""
     found: set[str] = set()
     # Iterative, since a client's schema may be deep.
-    left = [schema]
-    while left:
-        one = left.pop()
+    pending = [schema]
+    while pending:
+        one = pending.pop()
         named = one.get("type")
         types = {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str)}
         values = one["enum"] if isinstance(one.get("enum"), list) else [one["const"]] if "const" in one else []
-        found |= types or {_TYPE_OF.get(type(value), "null") for value in values}
+        found |= types or {TYPE_OF.get(type(value), "null") for value in values}
         if "$ref" in one:
             # References are not followed; most lead to objects.
             found.add("object")
         for word in ("anyOf", "oneOf", "allOf"):
             options = one.get(word)
-            left += [option for option in options if isinstance(option, dict)] if isinstance(options, list) else ()
+            pending += [option for option in options if isinstance(option, dict)] if isinstance(options, list) else ()
     return found
 
 
@@ -409,6 +411,6 @@ def typed(text: str, types: set[str]) -> str:
         read = msgspec.json.decode(value, type=msgspec.Raw if value[:1] in ("{", "[") else Any)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)
-    kind = {"{": "object", "[": "array"}.get(value[:1]) or _TYPE_OF.get(type(read), "null")
+    kind = {"{": "object", "[": "array"}.get(value[:1]) or TYPE_OF.get(type(read), "null")
     fits = kind in types or (kind == "integer" and "number" in types) or "string" not in types
     return value if fits else json.dumps(text, ensure_ascii=False)

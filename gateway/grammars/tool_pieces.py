@@ -16,12 +16,12 @@ from typing import Any
 
 from pillion.errors import InvalidRequest, SchemaViolation
 from pillion.gateway.formats.answer_reader import OutputFormat
-from pillion.gateway.formats.harmony import ANALYSIS, CHANNEL, CONSTRAIN, END, MESSAGE, NAME_PREFIX, START
+from pillion.gateway.formats.harmony import ANALYSIS, NAME_PREFIX, HarmonyMark
 from pillion.gateway.formats.literal_calls import LITERAL_FORMS, LiteralForm
 from pillion.gateway.formats.model_formats import ModelFormats, schema_of
 from pillion.gateway.formats.named_calls import DEEPSEEK_SEPARATOR, END_FENCE, FENCE, NAMED_FORMS
 from pillion.gateway.formats.reasoning import ReasoningFormat
-from pillion.gateway.formats.tool_formats import APERTUS, COHERE, INTERNLM, LIST_FORMATS, OPENAI
+from pillion.gateway.formats.tool_formats import LIST_FORMATS, OPENAI
 from pillion.gateway.formats.xml_calls import MAX_DEPTH, MAX_KEY_CHARS, XML_FORMS, XmlForm, escaped, types_of
 from pillion.gateway.grammars.answer_grammar import Piece, cut_at_tokens, expression, literal, terms, too_large
 from pillion.gateway.grammars.json_schema import relax, self_contained
@@ -119,12 +119,12 @@ def _channels_piece(opened: bool | None, marks: Mapping[str, int]) -> Piece:
 
 def _message(channel: str, marks: Mapping[str, int]) -> str:
     """Return a rule for a message's head after ``<|start|>assistant``."""
-    return f"{_term(CHANNEL, marks)} {literal(channel)} {_term(MESSAGE, marks)}"
+    return f"{_term(HarmonyMark.CHANNEL, marks)} {literal(channel)} {_term(HarmonyMark.MESSAGE, marks)}"
 
 
 def _next_message(marks: Mapping[str, int]) -> str:
     """Return a rule for a message's end and the beginning of the next head."""
-    return f'{_term(END, marks)} {_term(START, marks)} "assistant"'
+    return f'{_term(HarmonyMark.END, marks)} {_term(HarmonyMark.START, marks)} "assistant"'
 
 
 def reasoning_piece(form: ReasoningFormat, opened: bool | None, marks: Mapping[str, int]) -> Piece:
@@ -668,7 +668,9 @@ class _HarmonyWriter(_Writer):
     prompt ends within its content (``continue_final_message``) only continues it."""
 
     def one(self, tool: Tool, number: int) -> str:
-        channel, constrain, message = map(self.asked.term, (CHANNEL, CONSTRAIN, MESSAGE))
+        channel, constrain, message = map(
+            self.asked.term, (HarmonyMark.CHANNEL, HarmonyMark.CONSTRAIN, HarmonyMark.MESSAGE)
+        )
         head = literal(f"commentary to={NAME_PREFIX}{tool.name} ")
         return f'{channel} {head} {constrain} "json" {message} {self.arguments(tool, number)}'
 
@@ -695,9 +697,9 @@ _WRITERS: Mapping[str, Callable[[_Calls, Mapping[int, Tool], bool], _Writer]] = 
     **dict.fromkeys(XML_FORMS, _XmlWriter),
     **dict.fromkeys(NAMED_FORMS, _NamedWriter),
     **dict.fromkeys(LIST_FORMATS, _ListWriter),
-    COHERE: _CohereWriter,
-    APERTUS: _ApertusWriter,
-    INTERNLM: _InternlmWriter,
+    "cohere_command3": _CohereWriter,
+    "apertus": _ApertusWriter,
+    "internlm": _InternlmWriter,
     **dict.fromkeys(LITERAL_FORMS, _LiteralWriter),
     "llama3_json": _LlamaWriter,
     "mistral": _MistralWriter,

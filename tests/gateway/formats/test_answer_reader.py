@@ -181,10 +181,10 @@ def test_a_call_ends_the_reasoning(
 def test_reasoning_is_assumed_where_models_always_think() -> None:
     for name in ("deepseek_r1", "glm45", "glm47", "kimi_k2", "minimax_m2", "nemotron_v3", "olmo3", "step3"):
         form = REASONING_FORMATS[name]
-        assert form.opened_by("<|assistant|>") is True
-        assert form.opened_by("<|assistant|><think></think>\n") is False
+        assert form.begins_in_reasoning("<|assistant|>") is True
+        assert form.begins_in_reasoning("<|assistant|><think></think>\n") is False
         assert read("So.</think>Hi", reasoning=name, opened=True) == ("Hi", "So.", [])
-    assert REASONING_FORMATS["qwen3"].opened_by("<|assistant|>") is None
+    assert REASONING_FORMATS["qwen3"].begins_in_reasoning("<|assistant|>") is None
 
 
 WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
@@ -589,7 +589,7 @@ def test_reasoning(name: str, opened: bool | None, text: str, content: str, thou
 def test_the_prompt_determines_whether_the_answer_begins_with_reasoning(
     name: str, prompt: str, opened: bool | None
 ) -> None:
-    assert REASONING_FORMATS[name].opened_by(prompt) is opened
+    assert REASONING_FORMATS[name].begins_in_reasoning(prompt) is opened
 
 
 def test_arguments_are_streamed() -> None:

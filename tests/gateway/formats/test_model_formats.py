@@ -58,9 +58,9 @@ def test_a_flag_overrides_the_template() -> None:
 
 
 def test_messages_in_channels_need_both_formats_and_their_tokens() -> None:
-    with pytest.raises(ConfigError, match="--tool-call-parser hermes and --reasoning-parser openai_gptoss do not go"):
+    with pytest.raises(ConfigError, match="--tool-call-parser hermes and --reasoning-parser openai_gptoss cannot be"):
         choose_formats("", byte_tokenizer(), "hermes", "openai_gptoss")
-    with pytest.raises(ConfigError, match="--tool-call-parser openai and --reasoning-parser qwen3 do not go together"):
+    with pytest.raises(ConfigError, match="--tool-call-parser openai and --reasoning-parser qwen3 cannot be combined"):
         choose_formats("", byte_tokenizer(), "openai", "qwen3")
     with pytest.raises(ConfigError, match=r"tokens that the model lacks: <\|start\|>, <\|channel\|>"):
         choose_formats("", byte_tokenizer(), "openai")
