@@ -1,4 +1,4 @@
-"""Joins the pieces of an answer into one grammar. Sans-IO (I9).
+"""Joins the pieces of an answer's grammar into one grammar. Sans-IO (I9).
 
     [piece] [piece] ... --join--> one grammar, sent to the worker as Submit.grammar
 
@@ -18,27 +18,27 @@ from pillion.errors import FieldViolation, InvalidRequest
 from pillion.gateway.formats.model_formats import MARK
 from pillion.rules.grammar_limits import MAX_GRAMMAR_BYTES
 
-# Characters that a Lark regular expression cannot contain unescaped, whether or not the client escaped them.
+# Rule for any text.
+ANY_TEXT = "/(?s:.*)/"
+# Escapes, and characters that a Lark regular expression cannot contain unescaped.
 _ESCAPED = re.compile(r"\\.|[/\n\r]", re.DOTALL)
-_WRITTEN = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
-# ASCII sets, which a client's expression means as in vLLM and in JSON Schema; llguidance's are Unicode. Valid within a
-# class too.
+_LARK_ESCAPES = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
+# A client's \d, \w and \s are ASCII, as in vLLM and JSON Schema; llguidance's are Unicode. Valid within a class too.
 _ASCII_SETS = {r"\d": "[0-9]", r"\w": "[0-9A-Za-z_]", r"\s": r"[\t-\r ]"}
 _ASCII_SETS |= {name.upper(): f"[^{members[1:]}" for name, members in _ASCII_SETS.items()}
-_ROOT = "answer"
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of an answer's grammar.
+    """A piece of an answer's grammar.
 
     Attributes:
         body: the right side of a rule, in Lark.
         rules: lines, each defining a name in ``body``, unique to this piece.
         grammars: whole Lark grammars by name, each with a rule ``start``; ``body`` refers to one by ``@name``.
-        sources: the client's fields of which the piece was made, each with its JSON schema, or None for other
-            notations. A field may be followed by "#" and the JSON pointer of the schema in it.
-        left_out: fields, with places in their schemas as JSON pointers, that are not enforced.
+        sources: the JSON schemas of which the piece was made, by the client's field; None for a field in another
+            notation. "#" and a JSON pointer after a field name the place of the schema in it.
+        left_out: parts of schemas that are not enforced, each as the client's field and a JSON pointer.
     """
 
     body: str
@@ -50,8 +50,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class JoinedGrammar:
-    """A grammar for a worker, the client's fields of which it was made, for errors, and places that are not enforced
-    (see ``Piece``)."""
+    """A whole grammar, as a worker gets it, with the ``sources`` and ``left_out`` of its pieces (:class:`Piece`)."""
 
     text: str
     sources: dict[str, Any]
@@ -59,8 +58,7 @@ class JoinedGrammar:
 
 
 def join(pieces: Sequence[Piece]) -> JoinedGrammar:
-    """Join pieces into a grammar. Raises InvalidRequest if it is too long for a worker: a pattern's grammar is longer
-    than the pattern."""
+    """Join pieces into a grammar. Raises InvalidRequest if it is longer than MAX_GRAMMAR_BYTES."""
     sources = {name: source for piece in pieces for name, source in piece.sources.items()}
     text = _text(pieces)
     size_bytes = len(text.encode())
@@ -76,7 +74,7 @@ def too_large(sources: Mapping[str, Any], size_bytes: int) -> InvalidRequest:
 
 
 def by_size(sources: Mapping[str, Any]) -> list[str]:
-    """Return the fields of a grammar's sources, the largest schema first."""
+    """Return the client's fields in a grammar's sources, the largest schema first."""
     fields = sorted(sources, key=lambda name: -len(json.dumps(sources[name])))
     return list(dict.fromkeys(name.partition("#")[0] for name in fields))
 
@@ -88,12 +86,12 @@ def _text(pieces: Sequence[Piece]) -> str:
     grammars = {name: grammar for piece in pieces for name, grammar in piece.grammars.items()}
     if not grammars:
         return text
-    listed = [{"name": name, "lark_grammar": grammar} for name, grammar in ({_ROOT: text} | grammars).items()]
+    listed = [{"name": name, "lark_grammar": grammar} for name, grammar in ({"answer": text} | grammars).items()]
     return json.dumps({"grammars": listed}, ensure_ascii=False)
 
 
 def literal(text: str) -> str:
-    """Return ``text`` as a Lark string, which is a JSON string except for a character that only Lark forbids."""
+    """Return ``text`` as a Lark string: a JSON string, with DEL escaped too."""
     return json.dumps(text).replace("\x7f", "\\u007f")
 
 
@@ -101,10 +99,10 @@ def cut_at_tokens(text: str, ids: Mapping[str, int]) -> list[str]:
     """Split a text at special tokens (the keys of ``ids``); these are at odd indices."""
     parts: list[str] = []
     begin = 0
-    for found in MARK.finditer(text):
-        if found[0] in ids:
-            parts += text[begin : found.start()], found[0]
-            begin = found.end()
+    for match in MARK.finditer(text):
+        if match[0] in ids:
+            parts += text[begin : match.start()], match[0]
+            begin = match.end()
     return [*parts, text[begin:]]
 
 
@@ -114,10 +112,10 @@ def terms(parts: Sequence[str], ids: Mapping[str, int]) -> str:
 
 
 def expression(pattern: str, field: str) -> str:
-    """Return a regular expression in Lark, between slashes. Raises InvalidRequest, which names the client's ``field``;
-    "" for an expression of our own."""
+    """Return a regular expression in Lark, between slashes. ``field``: the client's field with it, in which sets are
+    ASCII and errors are match (InvalidRequest); "" for an expression of the gateway."""
     sets = _ASCII_SETS if field else {}
-    written = _ESCAPED.sub(lambda found: sets.get(found[0]) or _WRITTEN.get(found[0][-1], found[0]), pattern)
+    escaped = _ESCAPED.sub(lambda match: sets.get(match[0]) or _LARK_ESCAPES.get(match[0][-1], match[0]), pattern)
     if _ESCAPED.sub("", pattern).endswith("\\"):
         raise InvalidRequest.of(FieldViolation(field, "it ends within an escape"))
-    return f"/{written}/"
+    return f"/{escaped}/"

@@ -1,7 +1,7 @@
 """Compiles the grammars of one model's requests before a worker gets them, in a process that can be killed.
 
-a grammar --known--> valid, or refused
-          --new----> the process, one grammar at a time; requests with the same grammar wait together --> cached
+a grammar --cached--> valid, or refused
+          --new-----> the process, one grammar at a time; requests with the same grammar share a check --> cached
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COMPILE_CPU_S = 2.0
 COMPILE_WALL_S = 60.0
 COMPILE_MEMORY_BYTES = 2 * 2**30
 MAX_WAITING_GRAMMARS = 64
-MAX_KNOWN_GRAMMARS = 4096
+MAX_CACHED_GRAMMARS = 4096
 RETRY_AFTER_MS = 1000
 _HANDLER = Path(__file__).with_name("grammar_worker.py")
 
@@ -55,16 +55,16 @@ class GrammarChecker:
             what="grammars wait to be compiled",
         )
         self._box = BoxedProcess(_HANDLER, setup, limits)
-        self._known: OrderedDict[bytes, tuple[FieldViolation, ...]] = OrderedDict()
+        self._cache: OrderedDict[bytes, tuple[FieldViolation, ...]] = OrderedDict()
         self._running: dict[bytes, asyncio.Task[tuple[FieldViolation, ...]]] = {}
 
     async def check(self, grammar: JoinedGrammar) -> None:
-        """Raise InvalidRequest for a grammar that a worker could not follow, naming the client's field and the place
-        in its schema; Overloaded if too many wait; Unavailable if there was no result."""
+        """Check a grammar. Raises InvalidRequest, with the client's field and the place in its schema, if a worker
+        could not follow it; Overloaded if too many grammars wait; Unavailable if the process failed."""
         key = hashlib.sha256("\0".join((grammar.text, *grammar.sources)).encode()).digest()
-        if key in self._known:
-            self._known.move_to_end(key)
-            violations = self._known[key]
+        if key in self._cache:
+            self._cache.move_to_end(key)
+            violations = self._cache[key]
         else:
             task = self._running.get(key)
             if task is None:
@@ -89,6 +89,7 @@ class GrammarChecker:
         return replace(structured, grammar=answer["lark"])
 
     async def _compile(self, key: bytes, grammar: JoinedGrammar) -> tuple[FieldViolation, ...]:
+        """Compile a grammar in the process, and cache its violations under ``key``. Raises Overloaded, Unavailable."""
         job = {"grammar": grammar.text, "sources": grammar.sources}
         try:
             answer = await self._box.run(job, len(grammar.text))
@@ -97,19 +98,19 @@ class GrammarChecker:
                 raise Unavailable(f"a grammar could not be compiled: {failure}", RETRY_AFTER_MS) from None
             answer = {"field": next(iter(by_size(grammar.sources)), ""), "path": "", "reason": str(failure)}
         violations = violations_of(answer)
-        self._known[key] = violations
-        while len(self._known) > MAX_KNOWN_GRAMMARS:
-            self._known.popitem(last=False)
+        self._cache[key] = violations
+        while len(self._cache) > MAX_CACHED_GRAMMARS:
+            self._cache.popitem(last=False)
         return violations
 
     async def aclose(self) -> None:
-        """End the checking process; the next grammar would start another one."""
+        """End the checking process; another check would start a new one."""
         await end_tasks(*self._running.values())
         await self._box.aclose()
 
 
 def violations_of(answer: Mapping[str, Any]) -> tuple[FieldViolation, ...]:
-    """Return the violations in the checking process's answer."""
+    """Convert the checking process's answer to violations; none for a valid grammar."""
     if not answer:
         return ()
     if "broken" in answer:

@@ -1,8 +1,8 @@
 """Compiles grammars in a separate process (:mod:`pillion.gateway.boxed_process`): clients write them, and one that is
 slow or crashes the compiler must not affect the gateway. Needs only the standard library and llguidance.
 
-The process also follows each grammar for a few tokens, because some exceed llguidance's limits only then. For a JSON
-schema it finds the place of the error, which llguidance does not report, by removing parts until the error is gone.
+The process also follows each grammar for a few tokens, because some exceed llguidance's limits only then. llguidance
+does not report where in a JSON schema an error is: the process removes subschemas until it is gone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-# Stack size, smaller than that of a worker's threads, so that no grammar that is valid here overflows there.
+# Stack size, smaller than that of a worker's threads, so that a grammar that is valid here cannot overflow theirs.
 STACK_BYTES = 2 * 2**20
 TRIAL_TOKENS = 8
 # Lower priority than all threads that compute for streams, so that checks never delay them.
@@ -30,14 +30,12 @@ _NAMED, _LISTED, _ALONE = (
     ("anyOf", "oneOf", "allOf", "prefixItems", "items"),
     ("items", "additionalItems", "additionalProperties"),
 )
-# Lists from which the search removes subschemas; elsewhere it replaces them by one that allows everything.
-_CHOICES = ("anyOf", "oneOf", "allOf")
 _DEFINITIONS = ("$defs", "definitions")
 _WHERE = re.compile(r"^at \d+\(\d+\): (?:failed to compile JSON schema: )?")
-# The cause in llguidance's message about a regular expression, after lines with its position.
+# The cause in llguidance's message about a regular expression; lines before it show the position.
 _CAUSE = re.compile(r"^error: (.*)", re.MULTILINE)
-# Replacements for messages of llguidance that name what a client cannot change.
-_SAID = {
+# Replacements for messages of llguidance that are about its own options.
+_REASONS = {
     "oneOf constraints are not supported": "more than one of these may hold at once; anyOf allows that",
     "NoExtensionBias": "no text fits it",
 }
@@ -87,7 +85,7 @@ def trial(tokenizer: LLTokenizer, limits: LLParserLimits, grammar: str) -> str:
             mask &= ~(1 << end)
         if not mask or matcher.is_stopped():
             break
-        # From both ends of the vocabulary in turn, which are bytes and long words.
+        # Alternate between both ends of the vocabulary: single bytes have the lowest ids, long words the highest.
         matcher.consume_token(mask.bit_length() - 1 if step % 2 else (mask & -mask).bit_length() - 1)
     if matcher.is_error():
         return matcher.get_error() or "it does not compile"
@@ -95,39 +93,39 @@ def trial(tokenizer: LLTokenizer, limits: LLParserLimits, grammar: str) -> str:
 
 
 def empty_part(tokenizer: LLTokenizer, limits: LLParserLimits, grammar: str) -> str:
-    """Return which terminal or expression in a grammar matches nothing, so that an answer could not continue; "" if
-    none. JSON schemas are skipped."""
-    wholes = [one["lark_grammar"] for one in json.loads(grammar)["grammars"]] if grammar[:1] == "{" else [grammar]
+    """Return an error that names a terminal or expression of a grammar that matches no text, so that an answer could
+    not continue; "" if there is none. JSON schemas are skipped."""
+    texts = [one["lark_grammar"] for one in json.loads(grammar)["grammars"]] if grammar[:1] == "{" else [grammar]
     until_s = time.process_time() + SEARCH_CPU_S
-    for whole in wholes:
-        # Only these operators, and classes, can match nothing.
-        names = _TERMINAL.findall(whole) if "&" in whole or "~" in whole else []
-        rest = _START.sub("unused_start", whole) if names else ""
-        parts = dict.fromkeys(names, rest) | {
-            found: "" for found in _EXPRESSION.findall(_SCHEMA.sub("", whole)) if "[" in found
+    for text in texts:
+        # Only &, ~ and character classes can match nothing.
+        names = _TERMINAL.findall(text) if "&" in text or "~" in text else []
+        definitions = _START.sub("unused_start", text) if names else ""
+        parts = dict.fromkeys(names, definitions) | {
+            pattern: "" for pattern in _EXPRESSION.findall(_SCHEMA.sub("", text)) if "[" in pattern
         }
         for part, needed in parts.items():
             if time.process_time() > until_s:
                 return ""
-            alone = LLMatcher(tokenizer, f"{needed}\nstart: {part}\n", log_level=0, limits=limits)
-            if alone.is_error() or alone.is_accepting():
+            matcher = LLMatcher(tokenizer, f"{needed}\nstart: {part}\n", log_level=0, limits=limits)
+            if matcher.is_error() or matcher.is_accepting():
                 continue
-            alone.compute_bitmask()
-            if alone.is_error():
+            matcher.compute_bitmask()
+            if matcher.is_error():
                 return f"no text fits {part}"
     return ""
 
 
 def blame(sources: dict[str, Any], reason: str, limits: LLParserLimits) -> dict[str, Any]:
-    """Find which of the client's fields is wrong, and where in its schema. ``sources`` has the schema by field, None
-    for other notations."""
+    """Return which of the client's fields is wrong, where in its schema, and why: {"field", "path", "reason"}.
+    ``sources``: schemas by field, None for other notations. ``reason``: llguidance's error for the whole grammar."""
     for field, schema in sources.items():
         if schema is not None:
             search = Search(limits)
-            found = search.fault(schema)
-            if found:
+            error = search.fault(schema)
+            if error:
                 path, why = search.locate(schema, ())
-                return {"field": field, "path": pointer(path), "reason": plain(why or found)}
+                return {"field": field, "path": pointer(path), "reason": plain(why or error)}
     others = [field for field, schema in sources.items() if schema is None]
     return {"field": (others or list(sources) or [""])[0], "path": "", "reason": plain(reason)}
 
@@ -136,7 +134,7 @@ def plain(reason: str) -> str:
     """Return a message of llguidance without the position in its grammar, which the client did not write."""
     text, _, rest = _WHERE.sub("", reason.replace("<non-verbose/>", "").strip()).partition("\n")
     cause = _CAUSE.search(rest)
-    return next((ours for theirs, ours in _SAID.items() if theirs in text), f"{text} {cause[1] if cause else ''}")[
+    return next((ours for theirs, ours in _REASONS.items() if theirs in text), f"{text} {cause[1] if cause else ''}")[
         :MAX_REASON_CHARS
     ].strip()
 
@@ -159,8 +157,8 @@ class Search:
         return LLMatcher.validate_grammar(f"start: %json {json.dumps(schema)}", limits=self._limits)
 
     def locate(self, root: Any, base: Path) -> tuple[Path, str]:
-        """Return the place of the error in a schema, and the error; ``base`` is the path of ``root`` in the client's
-        schema."""
+        """Return the path of the error in the client's schema, and the error, "" if the time is up. ``root``: the
+        schema to search, at path ``base``."""
         path: Path = ()
         while time.process_time() < self._until_s:
             node = _at(root, path)
@@ -168,27 +166,28 @@ class Search:
             if own:
                 return self._own(root, base, path, own, frozenset())
             children = list(_children(node))
-            guilty = self._bisect(root, path, children)
-            if guilty is None:
+            faulty = self._bisect(root, path, children)
+            if faulty is None:
                 kept = frozenset(children)
                 return self._own(root, base, path, self.fault(_pruned(root, path, kept)), kept)
-            path += guilty
+            path += faulty
         return base + path, ""
 
     def _bisect(self, root: Any, path: Path, suspects: list[Path]) -> Path | None:
-        """Return the subschema that llguidance refuses by itself; None if it only refuses several together."""
+        """Return the path of a subschema that llguidance refuses by itself; None if it only refuses several
+        together."""
         while suspects and time.process_time() < self._until_s:
             if len(suspects) == 1:
                 return suspects[0]
             middle = len(suspects) // 2
             halves = suspects[:middle], suspects[middle:]
-            found = [half for half in halves if self.fault(_pruned(root, path, frozenset(half)))]
-            suspects = found[0] if found else []
+            faulty = [half for half in halves if self.fault(_pruned(root, path, frozenset(half)))]
+            suspects = faulty[0] if faulty else []
         return None
 
     def _own(self, root: Any, base: Path, path: Path, reason: str, kept: frozenset[Path]) -> tuple[Path, str]:
-        """Return the place of an error that is in none of the subschemas alone, and the error: one of the schema's own
-        keywords, or within what it refers to. The search includes only ``kept`` subschemas."""
+        """Return the path and text of an error that no single subschema causes: the path of a keyword of the schema at
+        ``path``, or of a place in the schema that it refers to. Subschemas that are not ``kept`` are pruned."""
         node = _at(root, path)
         for key in node if isinstance(node, dict) else ():
             if key in _DEFINITIONS or time.process_time() > self._until_s:
@@ -200,8 +199,8 @@ class Search:
             if target is None or node[key] in self._followed:
                 return (*base, *path, key), reason
             self._followed.add(node[key])
-            shared = {name: root[name] for name in _DEFINITIONS if name in root}
-            return self.locate({**shared, **_at(root, target)}, target)
+            definitions = {name: root[name] for name in _DEFINITIONS if name in root}
+            return self.locate({**definitions, **_at(root, target)}, target)
         return base + path, reason
 
 
@@ -219,32 +218,33 @@ def _children(node: Any) -> Iterator[Path]:
 
 
 def _pruned(node: Any, path: Path, kept: frozenset[Path]) -> Any:
-    """Return ``node`` without its subschemas, except along ``path`` and those ``kept`` at its end."""
+    """Return ``node`` without its subschemas, except those along ``path``, and those ``kept`` of the last one."""
     if not isinstance(node, dict):
         return node
-    made = {key: value.copy() if isinstance(value, dict | list) else value for key, value in node.items()}
+    pruned = {key: value.copy() if isinstance(value, dict | list) else value for key, value in node.items()}
     for child in _children(node):
-        whole, value = _at(node, child), True
+        original, value = _at(node, child), True
         if path and path[: len(child)] == child:
-            value = _pruned(whole, path[len(child) :], kept)
+            value = _pruned(original, path[len(child) :], kept)
         elif not path and child in kept:
-            value = whole
-        _at(made, child[:-1])[child[-1]] = value
-    for key in _CHOICES:
-        if isinstance(made.get(key), list) and made[key]:
-            made[key] = [value for value in made[key] if value is not True]
-            if not made[key]:
-                del made[key]
-    return made
+            value = original
+        _at(pruned, child[:-1])[child[-1]] = value
+    # From these lists, removed subschemas are dropped; elsewhere True replaces them.
+    for key in ("anyOf", "oneOf", "allOf"):
+        if isinstance(pruned.get(key), list) and pruned[key]:
+            pruned[key] = [value for value in pruned[key] if value is not True]
+            if not pruned[key]:
+                del pruned[key]
+    return pruned
 
 
 def _replaced(node: Any, path: Path, new: Any) -> Any:
     """Return a copy of ``node`` with ``new`` at ``path``."""
     if not path:
         return new
-    made = node.copy()
-    made[path[0]] = _replaced(node[path[0]], path[1:], new)
-    return made
+    copied = node.copy()
+    copied[path[0]] = _replaced(node[path[0]], path[1:], new)
+    return copied
 
 
 def _at(node: Any, path: Path) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from pillion.gateway.grammars.json_strings import FORMAT_PATTERNS, LONG_CONTROLS, NUL, finite_matches, rust_pattern
-from pillion.gateway.grammars.schema_dialects import TYPE_OF, TYPES, is_draft, looks_around, plain_schema
+from pillion.gateway.grammars.schema_dialects import MAX_PASSES, TYPE_OF, TYPES, is_draft, looks_around, plain_schema
 from pillion.gateway.grammars.schema_places import (
     ALONE,
     LISTED,
@@ -39,66 +39,64 @@ UNSUPPORTED = frozenset(
 MAX_SCHEMA_DEPTH = 100
 # llguidance computes numbers as floats, and integers as int64.
 MAX_INTEGER = 2**63 - 1
-_BESIDE_REFERENCE = frozenset(
+_IGNORED_WITH_REF = frozenset(
     {"title", "description", "default", "examples", "$schema", "$comment", "$defs", "definitions", "components", "type"}
 )
-_LISTS_MEMBERS = _BESIDE_REFERENCE | {"properties", "required"}
-MAX_PASSES = 8
+_MERGED_KEYS = _IGNORED_WITH_REF | {"properties", "required"}
 MAX_VIOLATIONS = 8
-# Limit of multiples of a fraction that are enforced as multiples of an integer; llguidance needs a state per number
+# Max ``multipleOf`` of integers that replaces a fraction with this numerator; llguidance needs a state per integer
 # below.
 MAX_STEP = 1000
-# Offset of an exclusive integer bound: llguidance lets the bound itself pass if the other one is near.
-BESIDE = 1e-9
-# White space only as in Python's json, so that no model can write blanks forever, and separators need no sampling.
-_WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Added to exclusive integer bounds: llguidance accepts the bound itself if the opposite bound is near.
+BOUND_OFFSET = 1e-9
+# White space only as in Python's json: a model cannot write blanks forever, and does not sample separators.
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _OPTIONS = "x-guidance"
-_SHORT_ESCAPES = 'nrbtf\\"'
 FORMATS = frozenset({"date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
-_FREE: tuple[Any, ...] = (None, True, False, {})
-# All names without control characters. Anchored, since unanchored patterns make masks slow.
-_FURTHER = r"^[^\x00-\x1f\x7f]*$"
+_ALLOWS_ALL: tuple[Any, ...] = (None, True, False, {})
 _CONTROLS = frozenset(map(chr, [*range(0x20), 0x7F]))
-_APPLIED = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
+_APPLICATORS = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const", "enum")
 
 
 class _Whole:
-    """Properties of a whole schema that the rewriting of its parts depends on.
+    """Properties of a whole schema that the rewriting of its subschemas depends on.
 
-    A name that can be spelled in two ways could appear twice: as the named property and as a further one, and could
-    escape a pattern. llguidance takes other spellings for further properties. If further properties are free, they
-    become those of a pattern, whose matches llguidance spells in one way, except control characters. Otherwise escapes
-    with four digits are forbidden.
+    JSON can spell a name in several ways, e.g. with escapes. llguidance takes another spelling of a listed property for
+    an additional one, so that the name could appear twice, or evade a pattern. Therefore unrestricted additional
+    properties become a pattern, since llguidance gives matches of patterns a single spelling, control characters
+    excepted. Otherwise escapes with four digits are forbidden.
 
     Attributes:
-        lost: control characters that strings matching a pattern must not contain (:func:`rust_pattern`).
-        compares: whether the schema has patternProperties.
-        names: names of all properties in the schema.
+        excluded: control characters that strings matching a pattern must not contain (:func:`rust_pattern`).
+        has_patterns: whether the schema has patternProperties.
+        names: names of all properties in the schema if it has patternProperties.
         endless: references without a finite value.
-        nowhere: references to nothing in the schema.
+        dangling: references without a target in the schema.
         merges: whether several subschemas may apply to one value.
         integers: whether some value has to be an integer.
     """
 
     def __init__(self, root: Any) -> None:
         schemas = list(schemas_in(root))
-        self.compares = any(one.get("patternProperties") for one in schemas)
-        self.names = frozenset(name for one in schemas for name in names_in(one)) if self.compares else frozenset()
-        self.merges = self.compares or any(not _APPLIED.isdisjoint(one) for one in schemas)
+        self.has_patterns = any(one.get("patternProperties") for one in schemas)
+        self.names = frozenset(name for one in schemas for name in names_in(one)) if self.has_patterns else frozenset()
+        self.merges = self.has_patterns or any(not _APPLICATORS.isdisjoint(one) for one in schemas)
         self.integers = any("integer" in _kinds(one) for one in schemas)
-        others = any(any(names_in(one)) and one.get("additionalProperties") not in _FREE for one in schemas)
+        restricted = any(any(names_in(one)) and one.get("additionalProperties") not in _ALLOWS_ALL for one in schemas)
         controls = any(not _CONTROLS.isdisjoint(name) for one in schemas for name in names_in(one))
-        self.lost = LONG_CONTROLS if self.compares or others or controls else NUL
+        self.excluded = LONG_CONTROLS if self.has_patterns or restricted or controls else NUL
         self.endless = endless_references(root)
         references = {one["$ref"] for one in schemas if isinstance(one.get("$ref"), str)}
         known = set(map(id, schemas))
         targets = {one: _target(root, one) for one in references}
-        self.nowhere = frozenset(one for one, to in targets.items() if not isinstance(to, bool) and id(to) not in known)
+        self.dangling = frozenset(
+            one for one, to in targets.items() if not isinstance(to, bool) and id(to) not in known
+        )
 
 
 def schema_faults(schema: Any) -> Iterator[tuple[str, str]]:
-    """Yield the places of a parsed schema that cannot be enforced, as JSON pointers, with reasons."""
+    """Yield each place of a parsed schema that cannot be enforced, as a JSON pointer, and the reason."""
     if isinstance(schema, dict) and _OPTIONS in schema:
         yield f"/{_OPTIONS}", "formatting options are not supported"
     if _is_deep(schema):
@@ -108,63 +106,64 @@ def schema_faults(schema: Any) -> Iterator[tuple[str, str]]:
 
 
 def written(schema: Any) -> Any:
-    """Return a validated schema for llguidance, with the rules for white space and escapes."""
+    """Return a validated schema as llguidance gets it: rewritten, with options for white space and escapes."""
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
         return schema
     whole = _Whole(schema)
-    writing = _WRITING if whole.lost == NUL else {**_WRITING, "json_allowed_escapes": _SHORT_ESCAPES}
-    return {_OPTIONS: writing, **_followed(schema, whole)}
+    writing = _SPACING if whole.excluded == NUL else {**_SPACING, "json_allowed_escapes": 'nrbtf\\"'}
+    return {_OPTIONS: writing, **_rewritten(schema, whole)}
 
 
 def plain(schema: Any) -> Any:
-    """Return a schema in this module's dialect; one that is too deep is unchanged."""
+    """Return a schema normalized by :func:`plain_schema`; one that is nested too deeply is unchanged."""
     return schema if _is_deep(schema) else plain_schema(schema)
 
 
 def of_arguments(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the normalized schema of a tool's arguments. A top-level reference is resolved, and members in ``allOf``
-    are merged, since formats without a notation of objects read only the schema's own."""
-    made = plain(schema)
-    if not isinstance(made, dict):
+    """Return the normalized schema of a tool's arguments. A reference at the top is resolved, and properties in
+    ``allOf`` are merged, since formats with a notation per argument use only the schema's own properties."""
+    plain_form = plain(schema)
+    if not isinstance(plain_form, dict):
         return {}
     for _ in range(MAX_PASSES):
-        reference = made.get("$ref")
-        target = _target(made, reference) if isinstance(reference, str) else None
-        own = {key: value for key, value in made.items() if key != "$ref"}
-        if not isinstance(target, dict) or target is made or not own.keys() <= _BESIDE_REFERENCE:
+        reference = plain_form.get("$ref")
+        target = _target(plain_form, reference) if isinstance(reference, str) else None
+        siblings = {key: value for key, value in plain_form.items() if key != "$ref"}
+        if not isinstance(target, dict) or target is plain_form or not siblings.keys() <= _IGNORED_WITH_REF:
             break
-        made = {**target, **own}
-    return _merged(made, made, MAX_PASSES)
+        plain_form = {**target, **siblings}
+    return _merged(plain_form, plain_form, MAX_PASSES)
 
 
 def _merged(schema: dict[str, Any], root: Any, passes: int) -> dict[str, Any]:
-    """Return a schema of ``root`` with the members of its ``allOf``, if these have nothing else."""
+    """Return a schema with the properties of its ``allOf`` merged into its own; unchanged if these subschemas have
+    anything else. ``root`` resolves references."""
     listed, own = schema.get("allOf"), schema.keys() - {"allOf"}
     properties, required = schema.get("properties", {}), schema.get("required", [])
-    if not isinstance(listed, list) or not own <= _LISTS_MEMBERS or not passes:
+    if not isinstance(listed, list) or not own <= _MERGED_KEYS or not passes:
         return schema
     if not isinstance(properties, dict) or not isinstance(required, list):
         return schema
     for one in listed:
         inner = _target(root, one["$ref"]) if isinstance(one, dict) and isinstance(one.get("$ref"), str) else one
-        if inner is not one and not one.keys() - {"$ref"} <= _BESIDE_REFERENCE:
+        if inner is not one and not one.keys() - {"$ref"} <= _IGNORED_WITH_REF:
             return schema
         inner = _merged(inner, root, passes - 1) if isinstance(inner, dict) else {"not": {}}
         more, needed = inner.get("properties", {}), inner.get("required", [])
-        if not (inner.keys() <= _LISTS_MEMBERS and isinstance(more, dict) and isinstance(needed, list)):
+        if not (inner.keys() <= _MERGED_KEYS and isinstance(more, dict) and isinstance(needed, list)):
             return schema
         if properties.keys() & more.keys() or inner.get("type", "object") != "object":
             return schema
         properties, required = {**properties, **more}, [*required, *needed]
-    made = {key: schema[key] for key in own} | {"properties": properties}
-    return made | ({"required": required} if required else {})
+    merged = {key: schema[key] for key in own} | {"properties": properties}
+    return merged | ({"required": required} if required else {})
 
 
 def self_contained(schema: Any, root: Any) -> Any:
-    """Return a subschema of ``root`` that is self-contained: its ``$defs`` have all targets of references, by
-    pointer."""
+    """Return a subschema of ``root`` with all targets of its references in its own ``$defs``, by their pointers in
+    ``root``."""
     reached: dict[str, Any] = {}
     waiting = [schema]
     while waiting:
@@ -176,21 +175,22 @@ def self_contained(schema: Any, root: Any) -> Any:
                 waiting.append(target)
     if not reached:
         return schema
-    return {**_moved(schema), "$defs": {unquote(one): _moved(target) for one, target in reached.items()}}
+    return {**_retargeted(schema), "$defs": {unquote(one): _retargeted(target) for one, target in reached.items()}}
 
 
-def _moved(schema: Any) -> Any:
-    """Return a schema with the references of :func:`self_contained`."""
+def _retargeted(schema: Any) -> Any:
+    """Return a copy of a schema whose references point into ``$defs``, as in :func:`self_contained`."""
     if not isinstance(schema, dict):
         return schema
-    made = with_inner(schema, _moved)
+    made = with_inner(schema, _retargeted)
     if isinstance(made.get("$ref"), str):
         made["$ref"] = reference_to(("$defs", unquote(made["$ref"])))
     return made
 
 
 def root_place(base: str, place: str) -> str:
-    """Convert a place in the result of :func:`self_contained` to the place in the root."""
+    """Convert a JSON pointer in the result of :func:`self_contained` for the subschema at ``base`` to one in
+    ``root``."""
     match parts_of(place):
         case ["$defs", name, *rest] if base and name.startswith("#"):
             return name[1:] + pointer(rest)
@@ -198,8 +198,8 @@ def root_place(base: str, place: str) -> str:
 
 
 def relax(schema: Any, places: Iterable[str] = ()) -> tuple[Any, list[str]]:
-    """Relax a normalized schema by removing ``places`` (JSON pointers) and whatever cannot be enforced. Returns the
-    rest and the removed places. What fits the schema fits the rest."""
+    """Relax a normalized schema: remove ``places`` (JSON pointers) and whatever cannot be enforced. Return the relaxed
+    schema, which all values of the original fit, and the removed places."""
     left_out = list(places)
     for place in left_out:
         schema = without(schema, place)
@@ -214,8 +214,8 @@ def relax(schema: Any, places: Iterable[str] = ()) -> tuple[Any, list[str]]:
 
 
 def without(schema: Any, place: str) -> Any:
-    """Return a schema without the keyword at ``place``, a JSON pointer. A schema there is reduced to its type, or to
-    nothing; if nothing is there, the schema around it is."""
+    """Return a schema without the keyword at ``place``, a JSON pointer. If a subschema is at ``place``, it is reduced
+    to its type, or to {}; if nothing is, the nearest enclosing schema is."""
     node, path, parts, keyword = schema, list[str | int](), parts_of(place), ""
     while parts and isinstance(node, dict):
         key, rest = parts[0], parts[1:]
@@ -234,19 +234,19 @@ def without(schema: Any, place: str) -> Any:
             node = node[part]
         parts = parts[len(step) :]
     if keyword:
-        return _replaced(schema, path, _lacking(node, keyword))
+        return _replaced(schema, path, _without_keyword(node, keyword))
     if path and node != (bare := _type_of(node)):
         return _replaced(schema, path, bare)
     return {}
 
 
 def _type_of(schema: Any) -> Any:
-    """Return a schema of a schema's type alone."""
+    """Return a schema with only the ``type`` of another one, {} if it has none."""
     return {"type": schema["type"]} if isinstance(schema, dict) and len(schema) > 1 and "type" in schema else {}
 
 
-def _lacking(schema: dict[str, Any], keyword: str) -> dict[str, Any]:
-    """Return a schema without a keyword and those that depend on it."""
+def _without_keyword(schema: dict[str, Any], keyword: str) -> dict[str, Any]:
+    """Return a schema without a keyword and the keywords that depend on it."""
     related = {
         **dict.fromkeys(("properties", "patternProperties"), "additionalProperties"),
         "prefixItems": "items",
@@ -254,7 +254,7 @@ def _lacking(schema: dict[str, Any], keyword: str) -> dict[str, Any]:
     }
     made = {key: value for key, value in schema.items() if key not in (keyword, related.get(keyword))}
     if keyword == "oneOf":
-        # Without "exactly one", several may match.
+        # At least one still has to match.
         made.setdefault("anyOf", schema[keyword])
     if keyword in ("enum", "const"):
         values = schema[keyword] if isinstance(schema[keyword], list) else [schema[keyword]]
@@ -263,7 +263,7 @@ def _lacking(schema: dict[str, Any], keyword: str) -> dict[str, Any]:
 
 
 def _replaced(schema: Any, path: list[str | int], new: Any) -> Any:
-    """Put ``new`` at a path in a schema, and return the schema."""
+    """Set the value at ``path`` in a schema to ``new``, in place; return the schema, or ``new`` for an empty path."""
     if not path:
         return new
     node = schema
@@ -283,41 +283,43 @@ def _target(root: Any, reference: str) -> Any:
     return root
 
 
-def _followed(schema: Any, whole: _Whole) -> Any:
+def _rewritten(schema: Any, whole: _Whole) -> Any:
     """Return a schema with its patterns and formats rewritten for llguidance."""
     if not isinstance(schema, dict):
         return schema
-    schema = _numbers_followed(_names_followed(schema, whole))
-    made = with_inner(schema, lambda inner: _followed(inner, whole))
+    schema = _numbers_rewritten(_names_rewritten(schema, whole))
+    made = with_inner(schema, lambda inner: _rewritten(inner, whole))
     if isinstance(patterns := made.get("patternProperties"), dict):
-        made["patternProperties"] = {rust_pattern(name, whole.lost): inner for name, inner in patterns.items()}
+        made["patternProperties"] = {rust_pattern(name, whole.excluded): inner for name, inner in patterns.items()}
     if isinstance(made.get("pattern"), str):
-        made["pattern"] = rust_pattern(made["pattern"], whole.lost)
+        made["pattern"] = rust_pattern(made["pattern"], whole.excluded)
     pattern = FORMAT_PATTERNS.get(str(schema.get("format")))
     others = made.get("allOf", [])
     if pattern is not None and isinstance(others, list):
         del made["format"]
         made["allOf"] = [*others, {"pattern": pattern}]
-    if whole.lost == NUL and any(names_in(schema)) and schema.get("additionalProperties") is not False:
+    if whole.excluded == NUL and any(names_in(schema)) and schema.get("additionalProperties") is not False:
         # First, since llguidance ignores "additionalProperties" after keywords that apply other schemas.
         made.pop("additionalProperties", None)
-        return {"patternProperties": {_FURTHER: True}, "additionalProperties": False, **made}
+        # All names without control characters. Anchored, since unanchored patterns make masks slow.
+        any_name = r"^[^\x00-\x1f\x7f]*$"
+        return {"patternProperties": {any_name: True}, "additionalProperties": False, **made}
     return made
 
 
-def _names_followed(schema: dict[str, Any], whole: _Whole) -> dict[str, Any]:
-    """Return a schema in which no pattern of names can be left without a name.
+def _names_rewritten(schema: dict[str, Any], whole: _Whole) -> dict[str, Any]:
+    """Return a schema in which every pattern of names matches a name that is not listed.
 
-    llguidance excludes listed names from those that a pattern matches. If none is left, it still offers a comma, after
-    which it is stuck. So a pattern that matches only names in the schema is replaced by these names.
+    llguidance excludes listed names from those that a pattern matches. If none remains, it still allows a comma, after
+    which no token fits. So a pattern that matches only names in the schema is replaced by these names.
     """
     patterns, properties = schema.get("patternProperties"), schema.get("properties", {})
     if not (isinstance(patterns, dict) and patterns and isinstance(properties, dict)):
         return schema
     listed, others = {**properties}, {}
-    most, longest = len(whole.names), max(map(len, whole.names), default=0)
+    max_texts, max_chars = len(whole.names), max(map(len, whole.names), default=0)
     for pattern, inner in patterns.items():
-        texts = finite_matches(pattern, most, longest)
+        texts = finite_matches(pattern, max_texts, max_chars)
         if texts is None or not texts <= whole.names:
             others[pattern] = inner
             continue
@@ -332,11 +334,11 @@ def _names_followed(schema: dict[str, Any], whole: _Whole) -> dict[str, Any]:
     }
 
 
-def _numbers_followed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return a schema of numbers such that llguidance detects whether any fits: it computes with floats, and ignores
-    that a multiple of a fraction may have to be an integer."""
+def _numbers_rewritten(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return a schema of numbers whose contradictions llguidance detects: by itself it computes with floats, and
+    ignores that a multiple of a fraction may have to be an integer."""
     step, kinds, bounds = _step(schema), _kinds(schema), schema
-    schema = {**schema, **_beside(schema)}
+    schema = {**schema, **_offset_bounds(schema)}
     if not step or not {"integer", "number"}.issuperset(map(str, kinds)):
         return schema
     if kinds == ["integer"]:
@@ -349,13 +351,15 @@ def _numbers_followed(schema: dict[str, Any]) -> dict[str, Any]:
     return {**schema, "enum": []} if none else schema
 
 
-def _beside(schema: dict[str, Any]) -> dict[str, float]:
-    """Return a schema's exclusive integer bounds, moved slightly away from zero."""
+def _offset_bounds(schema: dict[str, Any]) -> dict[str, float]:
+    """Return a schema's exclusive integer bounds as floats, moved away from zero by BOUND_OFFSET."""
     low, high = _exact(schema.get("exclusiveMinimum")), _exact(schema.get("exclusiveMaximum"))
-    made = {"exclusiveMinimum": float(low) + BESIDE} if low is not None and low.denominator == 1 and low >= 0 else {}
+    bounds = (
+        {"exclusiveMinimum": float(low) + BOUND_OFFSET} if low is not None and low.denominator == 1 and low >= 0 else {}
+    )
     if high is not None and high.denominator == 1 and high <= 0:
-        made["exclusiveMaximum"] = float(high) - BESIDE
-    return made
+        bounds["exclusiveMaximum"] = float(high) - BOUND_OFFSET
+    return bounds
 
 
 def _step(schema: dict[str, Any]) -> Fraction:
@@ -377,7 +381,7 @@ def _kinds(schema: dict[str, Any]) -> list[Any]:
 
 
 def _is_deep(schema: Any) -> bool:
-    """Return whether a schema is nested too deeply for readers that recurse."""
+    """Return whether a schema is nested deeper than MAX_SCHEMA_DEPTH, too deep for recursive functions."""
     level, depth = [schema], 0
     while level and depth <= MAX_SCHEMA_DEPTH:
         inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
@@ -386,6 +390,7 @@ def _is_deep(schema: Any) -> bool:
 
 
 def _faults(schema: Any, path: str, whole: _Whole) -> Iterator[tuple[str, str]]:
+    """Yield :func:`schema_faults` of the subschema at ``path``, a JSON pointer."""
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
@@ -395,32 +400,32 @@ def _faults(schema: Any, path: str, whole: _Whole) -> Iterator[tuple[str, str]]:
         reason = _fault(key, value, whole)
         if reason:
             yield path + pointer([key]), reason
-    if whole.compares and any(map(_has_long_control, names_in(schema))):
+    if whole.has_patterns and any(map(_has_long_control, names_in(schema))):
         yield path, "a property's name with a control character cannot be compared with patternProperties"
     for place, inner in inner_schemas(schema):
         yield from _faults(inner, path + pointer(place), whole)
     if "prefixItems" in schema and "additionalItems" in schema:
-        yield f"{path}/additionalItems", "prefixItems goes with items, which means the same"
-    if "additionalItems" in schema and _APPLIED & schema.keys():
-        yield f"{path}/additionalItems", "items of another schema that holds here too would count as listed"
+        yield f"{path}/additionalItems", "with prefixItems, the keyword for further items is items"
+    if "additionalItems" in schema and _APPLICATORS & schema.keys():
+        yield f"{path}/additionalItems", "not supported if another schema applies here too"
     step = _step(schema)
     mixed = whole.merges and whole.integers and (_kinds(schema) != ["integer"] or step.numerator > MAX_STEP)
     if mixed and step and 1 not in (step.numerator, step.denominator):
-        yield f"{path}/multipleOf", "beside integers, only an integer or one divided by an integer"
+        yield f"{path}/multipleOf", "in a schema with integers, only an integer or 1 divided by an integer is supported"
     least = schema.get("minProperties")
-    if isinstance(least, int) and least > _certain(schema) + 1:
-        text = "a name may come twice among properties that are not listed, so at most one more than required"
+    if isinstance(least, int) and least > _min_properties(schema) + 1:
+        text = "names of unlisted properties may repeat, so at most one more than the required properties"
         yield f"{path}/minProperties", text
 
 
-def _certain(schema: dict[str, Any]) -> int:
-    """Return the minimum number of an object's properties, by its required names."""
+def _min_properties(schema: dict[str, Any]) -> int:
+    """Return the number of an object's required properties."""
     needed = schema.get("required")
     return len(set(map(str, needed))) if isinstance(needed, list) else 0
 
 
 def _fault(key: str, value: Any, whole: _Whole) -> str:
-    """Return what is wrong with a single keyword, or ""."""
+    """Return why a keyword cannot be enforced, "" if it can."""
     if key in UNSUPPORTED:
         return "this keyword is not supported"
     if key == "$schema" and not is_draft(str(value)):
@@ -430,11 +435,11 @@ def _fault(key: str, value: Any, whole: _Whole) -> str:
     if key == "format" and (not isinstance(value, str) or value not in FORMATS):
         return f"Unknown format: {value}"
     if key in _NUMBERS and not all(map(_is_exact, _leaves(value))) and not (key == "maximum" and value == MAX_INTEGER):
-        return "an integer of more than 64 bits, or one that no float is equal to, is not exact here"
-    if key in ("const", "enum") and whole.lost == LONG_CONTROLS and _has_long_control(value):
-        return "beside patternProperties, or names with control characters, no string has control characters"
+        return "integers must fit into 64 bits and be exact as floats"
+    if key in ("const", "enum") and whole.excluded == LONG_CONTROLS and _has_long_control(value):
+        return "with patternProperties, or names with control characters, strings cannot contain control characters"
     if key == "$ref" and isinstance(value, str):
-        if value in whole.nowhere:
+        if value in whole.dangling:
             return "the reference has no target in the schema"
         return "no finite value fits: it refers to itself" if value in whole.endless else ""
     patterns = [value] if key == "pattern" else value if key == "patternProperties" else ()
@@ -442,7 +447,7 @@ def _fault(key: str, value: Any, whole: _Whole) -> str:
         if isinstance(pattern, str) and looks_around(pattern):
             return "look-around is not supported, except look-ahead at the beginning of a pattern"
         try:
-            rust_pattern(pattern if isinstance(pattern, str) else "", whole.lost)
+            rust_pattern(pattern if isinstance(pattern, str) else "", whole.excluded)
         except ValueError as error:
             return str(error)
     return ""

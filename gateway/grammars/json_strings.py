@@ -15,16 +15,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-# The control character that patterns' sets lose (see above) even if all JSON escapes are allowed.
+# The control character that is excluded from patterns' sets (see above) even if all JSON escapes are allowed.
 NUL = "\0"
 # Control characters that JSON spells only as \\u00 and two digits.
 LONG_CONTROLS = "".join(map(chr, [*range(8), 0x0B, *range(0x0E, 0x20), 0x7F]))
 
 Range = tuple[int, int]
 
-_LAST = 0x10FFFF
+_MAX_CODE = 0x10FFFF
 _DIGITS = ((0x30, 0x39),)
-_WORDS = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
+_WORD_CHARS = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
 _LINE_ENDS = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 _BLANKS = (
     *((0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029)),
@@ -39,11 +39,10 @@ def _others(ranges: Iterable[Range]) -> tuple[Range, ...]:
         if begin < low:
             found.append((begin, low - 1))
         begin = max(begin, high + 1)
-    return (*found, (begin, _LAST)) if begin <= _LAST else tuple(found)
+    return (*found, (begin, _MAX_CODE)) if begin <= _MAX_CODE else tuple(found)
 
 
-_NOTHING = r"[^\s\S]"
-_SETS = {"d": _DIGITS, "w": _WORDS, "s": _BLANKS}
+_SETS = {"d": _DIGITS, "w": _WORD_CHARS, "s": _BLANKS}
 _SETS |= {name.upper(): _others(ranges) for name, ranges in _SETS.items()}
 _SETS["."] = _others(_LINE_ENDS)
 _LETTERS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0, "a": 7}
@@ -68,28 +67,29 @@ _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[zZ]|[+-](?:
 FORMAT_PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[tT]{_TIME}$"}
 
 
-def rust_pattern(pattern: str, lost: str = NUL) -> str:
-    """Convert an ECMA-262 pattern to Rust's syntax. It matches no string with a control character in ``lost``, unless
-    the set that matches the character has both the quote and the backslash.
+def rust_pattern(pattern: str, excluded: str = NUL) -> str:
+    """Convert an ECMA-262 pattern to Rust's syntax. Sets that lack the quote or the backslash lose the control
+    characters in ``excluded``.
 
-    Text that is valid in neither is left for the reader to refuse. Raises ValueError for text that means something else
-    in Rust, and for a set with only characters in ``lost``.
+    Text that is valid in neither syntax is unchanged, for llguidance to refuse. Raises ValueError for text that means
+    something else in Rust, and for a set with only characters in ``excluded``.
     """
-    return _PART.sub(lambda found: _part(found, lost), pattern)
+    return _PART.sub(lambda found: _part(found, excluded), pattern)
 
 
-def finite_matches(pattern: str, most: int, longest: int) -> frozenset[str] | None:
-    """Return the texts that a pattern matches; None if there are more than ``most``, one is longer than ``longest``, or
-    the pattern is not simple enough. Raises ValueError like ``rust_pattern``."""
-    # Stack of open groups: texts of earlier alternatives, prefixes of the current one, and texts of its last part.
+def finite_matches(pattern: str, max_texts: int, max_chars: int) -> frozenset[str] | None:
+    """Return the texts that a pattern matches; None if there are more than ``max_texts``, one is longer than
+    ``max_chars``, or the pattern is not simple enough. Raises ValueError like :func:`rust_pattern`."""
+    # Stack of open groups: texts of the group's earlier alternatives, texts of the current alternative without its last
+    # element, and texts of that element.
     groups: list[tuple[set[str], set[str], set[str]]] = [(set(), {""}, {""})]
     begun = ended = False
     at = 0
     while at < len(pattern):
-        found = _PART.match(pattern, at)
-        assert found is not None, "a part may be any character"
-        part, at, (earlier, before, last) = found[0], found.end(), groups.pop()
-        times = _TIMES.match(pattern, found.start())
+        match = _PART.match(pattern, at)
+        assert match is not None, "a part may be any character"
+        part, at, (earlier, before, last) = match[0], match.end(), groups.pop()
+        times = _TIMES.match(pattern, match.start())
         if ended and part != "|":
             return None
         if part == "^" and not (groups or begun) and before == last == {""}:
@@ -101,21 +101,21 @@ def finite_matches(pattern: str, most: int, longest: int) -> frozenset[str] | No
             before, last = {""}, {""}
             if not groups:
                 begun = ended = False
-        elif part[0] == "(" and (part == "(" or (part[1] == "?" and found[4] in (None, ""))):
+        elif part[0] == "(" and (part == "(" or (part[1] == "?" and match[4] in (None, ""))):
             groups.append((earlier, _joined(before, last), set()))
             earlier, before, last = set(), {""}, {""}
             at += 2 if pattern.startswith("?:", at) else 0
         elif part == ")" and groups:
-            one = earlier | _joined(before, last)
+            group = earlier | _joined(before, last)
             earlier, before, _ = groups.pop()
-            last = one
-        elif times is not None and (repeated := _repeated(last, times, most, longest)) is not None:
+            last = group
+        elif times is not None and (repeated := _repeated(last, times, max_texts, max_chars)) is not None:
             last, at = repeated, times.end()
-        elif times is None and (texts := _texts_of(found, most)) is not None:
+        elif times is None and (texts := _texts_of(match, max_texts)) is not None:
             before, last = _joined(before, last), texts
         else:
             return None
-        if len(before) * len(last) + len(earlier) > most or max(map(len, before | last), default=0) > longest:
+        if len(before) * len(last) + len(earlier) > max_texts or max(map(len, before | last), default=0) > max_chars:
             return None
         groups.append((earlier, before, last))
     ((earlier, before, last),) = groups[:1]
@@ -126,9 +126,9 @@ def _joined(before: set[str], last: set[str]) -> set[str]:
     return {first + second for first in before for second in last}
 
 
-def _repeated(texts: set[str], times: re.Match[str], most: int, longest: int) -> set[str] | None:
-    """Return the concatenations of ``texts`` by a quantifier; None if there may be more than ``most``, or longer ones
-    than ``longest``."""
+def _repeated(texts: set[str], times: re.Match[str], max_texts: int, max_chars: int) -> set[str] | None:
+    """Return the concatenations of ``texts`` that a quantifier allows; None if there may be more than ``max_texts``, or
+    longer ones than ``max_chars``."""
     mark, least, between, limit = times.groups()
     if mark in ("*", "+") or (between and not limit):
         return None
@@ -139,15 +139,15 @@ def _repeated(texts: set[str], times: re.Match[str], most: int, longest: int) ->
         found |= made if count >= low else set()
         if count == high:
             break
-        if len(made) * len(texts) > most or max(map(len, made), default=0) > longest:
+        if len(made) * len(texts) > max_texts or max(map(len, made), default=0) > max_chars:
             return None
         made = _joined(made, texts)
     return found
 
 
-def _texts_of(found: re.Match[str], most: int) -> set[str] | None:
-    """Return the characters that a class, an escape or a character matches; None for more than ``most`` or anything
-    else."""
+def _texts_of(found: re.Match[str], max_texts: int) -> set[str] | None:
+    """Return the characters that a class, an escape or a plain character matches; None for other syntax, and for more
+    than ``max_texts``."""
     negated, inner, closed, _, escape = found.groups()
     if inner is not None:
         ranges, properties = _members(inner)
@@ -165,16 +165,17 @@ def _texts_of(found: re.Match[str], most: int) -> set[str] | None:
         return None
     else:
         ranges = [(ord(found[0]), ord(found[0]))]
-    if sum(high - low + 1 for low, high in ranges) > most:
+    if sum(high - low + 1 for low, high in ranges) > max_texts:
         return None
     return {chr(code) for low, high in ranges for code in range(low, high + 1)}
 
 
-def _part(found: re.Match[str], lost: str) -> str:
+def _part(found: re.Match[str], excluded: str) -> str:
+    """Convert a match of _PART to Rust's syntax, see :func:`rust_pattern`. Raises ValueError."""
     negated, inner, closed, flags, escape = found.groups()
     text = found[0]
     if inner is not None:
-        return _class(bool(negated), *_members(inner), lost) if closed else text
+        return _class(bool(negated), *_members(inner), excluded) if closed else text
     if text[0] == "(" and len(text) > 1:
         if flags is None:
             return "(?:"
@@ -183,20 +184,20 @@ def _part(found: re.Match[str], lost: str) -> str:
         return text
     if escape is None:
         if text == ".":
-            return _class(False, _SETS["."], (), lost)
-        return _written(ord(text), lost) if text in lost else text
+            return _class(False, _SETS["."], (), excluded)
+        return _written(ord(text), excluded) if text in excluded else text
     if escape[1] in "dDwWsS":
-        return _class(False, _SETS[escape[1]], (), lost)
+        return _class(False, _SETS[escape[1]], (), excluded)
     if escape[1] in "pP":
-        return _class(False, (), (_property(escape),), lost)
+        return _class(False, (), (_property(escape),), excluded)
     if escape[1] in "bBAzk123456789" or len(escape) == 1:
         # Assertions and references are left for llguidance to accept or refuse.
         return text
-    return _written(_code(escape), lost)
+    return _written(_code(escape), excluded)
 
 
 def _members(inner: str) -> tuple[list[Range], list[str]]:
-    """Return the ranges and the properties, such as ``\\p{L}``, of a class's inside. Raises ValueError."""
+    """Return the ranges and the Unicode properties, such as ``\\p{L}``, of a class's inside. Raises ValueError."""
     ranges: list[Range] = []
     properties: list[str] = []
     for first, dash, last in _MEMBER.findall(inner):
@@ -217,11 +218,12 @@ def _members(inner: str) -> tuple[list[Range], list[str]]:
     return ranges, properties
 
 
-def _class(negated: bool, ranges: Sequence[Range], properties: Sequence[str], lost: str) -> str:
-    r"""Return a character class in Rust's syntax. ``properties``, such as ``\p{L}``, are unknown sets."""
+def _class(negated: bool, ranges: Sequence[Range], properties: Sequence[str], excluded: str) -> str:
+    r"""Return a character class in Rust's syntax, without ``excluded`` characters as in :func:`rust_pattern`.
+    ``properties``: sets of unknown members, such as ``\p{L}``. Raises ValueError if only excluded ones are left."""
     if not ranges and not properties:
         # In ECMA-262 an empty class matches nothing, and a negated one everything.
-        return r"[\s\S]" if negated else _NOTHING
+        return r"[\s\S]" if negated else r"[^\s\S]"
 
     def has(one: str) -> bool:
         return any(low <= ord(one) <= high for low, high in ranges) is not negated
@@ -229,19 +231,20 @@ def _class(negated: bool, ranges: Sequence[Range], properties: Sequence[str], lo
     inner = "".join(_written(low) if low == high else f"{_written(low)}-{_written(high)}" for low, high in ranges)
     text = f"[{'^' * negated}{inner}{''.join(properties)}]"
     if not (negated or properties) and all(
-        high - low < len(lost) and all(chr(code) in lost for code in range(low, high + 1)) for low, high in ranges
+        high - low < len(excluded) and all(chr(code) in excluded for code in range(low, high + 1))
+        for low, high in ranges
     ):
-        # A class of only lost characters would be empty, which llguidance detects too late.
-        _written(ranges[0][0], lost)
-    if not properties and ((has('"') and has("\\")) or not any(map(has, lost))):
+        # Raises ValueError: without excluded characters the class would be empty, which llguidance detects too late.
+        _written(ranges[0][0], excluded)
+    if not properties and ((has('"') and has("\\")) or not any(map(has, excluded))):
         return text
-    return f"[{text}--[{''.join(_written(ord(one)) for one in lost)}]]"
+    return f"[{text}--[{''.join(_written(ord(one)) for one in excluded)}]]"
 
 
-def _written(code: int, lost: str = "") -> str:
-    """Escape a character for use inside and outside of a class. Raises ValueError for a ``lost`` one."""
+def _written(code: int, excluded: str = "") -> str:
+    """Escape a character for use inside and outside of a class. Raises ValueError for an ``excluded`` one."""
     one = chr(code)
-    if one in lost:
+    if one in excluded:
         raise ValueError(f"no string has the control character \\x{code:02x} here")
     plain = one.isalnum() if code < 0x80 else not 0xD800 <= code < 0xE000
     return one if plain else f"\\x{{{code:x}}}"
@@ -260,7 +263,7 @@ def _code(one: str) -> int:
     kind = one[1]
     if len(one) > 2:
         code = ord(one[2]) % 32 if kind == "c" else int(one[2:].strip("{}"), 16)
-        if code > _LAST:
+        if code > _MAX_CODE:
             raise ValueError(f"{one} is not a character")
         return code
     if kind == "b":

@@ -15,32 +15,34 @@ from urllib.parse import unquote
 
 from pillion.gateway.formats.xml_calls import MAX_KEY_CHARS
 from pillion.gateway.grammars.answer_grammar import literal
+from pillion.gateway.grammars.schema_dialects import TYPES
 from pillion.gateway.grammars.schema_places import at_pointer, pointer
 
 # Limits on the lengths of strings and lists that a grammar enforces; larger ones are ignored.
 MAX_COUNTED_CHARS = 1024
 MAX_COUNTED_ITEMS = 64
-_LISTED = ' "," '
 KEY = rf"/[A-Za-z_][A-Za-z0-9_]{{0,{MAX_KEY_CHARS - 1}}}/"
-_WORDS = {True: "True", False: "False", None: "None"}
+_PYTHON_LITERALS = {True: "True", False: "False", None: "None"}
 _PLAIN_KEY = re.compile(r"[^\s=:,(){}\[\]<\"']+")
-UNFOLLOWED = ("allOf", "prefixItems", "additionalItems", "patternProperties", "minProperties", "maxProperties")
-BESIDE_MEMBERS = (*UNFOLLOWED, "anyOf", "oneOf", "$ref", "enum", "const")
+_UNSUPPORTED = ("allOf", "prefixItems", "additionalItems", "patternProperties", "minProperties", "maxProperties")
+UNSUPPORTED_WITH_PROPERTIES = (*_UNSUPPORTED, "anyOf", "oneOf", "$ref", "enum", "const")
 _NUMBERS = ("type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_KINDS = ("string", "number", "integer", "boolean", "null", "object", "array")
 
 
 def members(name: str, pairs: Sequence[tuple[str, bool]], comma: str, rules: list[str]) -> str:
-    """Return a rule for ``pairs`` (rule, required) separated by ``comma``, and append its auxiliary rules, with the
-    prefix ``name``, to ``rules``."""
-    apart, begins = literal(comma), []
+    """Return a rule for an object's members in order, separated by ``comma``.
+
+    ``pairs``: per member, its rule and whether it is required. Auxiliary rules, whose names begin with ``name``, are
+    appended to ``rules``.
+    """
+    separator, begins = literal(comma), []
     for number, (pair, needed) in enumerate(pairs):
         behind = f"{name}_from_{number + 1}" if number + 1 < len(pairs) else ""
         begins.append(f"{pair} {behind}")
         if number:
-            one = f"{apart} {pair}"
+            one = f"{separator} {pair}"
             rules.append(f"{name}_from_{number}: {one if needed else f'({one})?'} {behind}")
-    # The first member is the first required one, or one before it.
+    # An object begins with its first required member, or an optional one before it.
     first = next((number for number, (_, needed) in enumerate(pairs) if needed), None)
     if first is None:
         return f"({' | '.join(begins)})?" if begins else '""'
@@ -53,10 +55,10 @@ def is_plain_key(key: str) -> bool:
 
 
 def python_value(schema: Mapping[str, Any], json_rule: Callable[[Any], str]) -> str:
-    """Return a rule for a value in Python's notation; ``json_rule`` returns one for JSON."""
-    found = values_of(schema)
-    if found is not None:
-        return "(" + " | ".join(literal(_in_python(value)) for value in found) + ")"
+    """Return a rule for a value of ``schema`` in Python's notation; ``json_rule`` returns the rule for JSON."""
+    values = values_of(schema)
+    if values is not None:
+        return "(" + " | ".join(literal(_in_python(value)) for value in values) + ")"
     if schema.get("type") in ("boolean", "null") and not {"anyOf", "oneOf", "allOf", "$ref"} & set(schema):
         return '("True" | "False")' if schema["type"] == "boolean" else '"None"'
     return json_rule(schema)
@@ -86,7 +88,9 @@ def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _in_python(value: Any) -> str:
-    return _WORDS[value] if value is None or isinstance(value, bool) else json.dumps(value, ensure_ascii=False)
+    return (
+        _PYTHON_LITERALS[value] if value is None or isinstance(value, bool) else json.dumps(value, ensure_ascii=False)
+    )
 
 
 class GemmaValues:
@@ -95,9 +99,9 @@ class GemmaValues:
     Args:
         root: schema of a tool's arguments, for references.
         name: prefix of rule names.
-        mark: mark around strings, in a grammar and as text.
-        is_token: whether the mark is a token.
-        json_rule: returns a rule for JSON of a schema at a place.
+        mark: mark around strings, as a term of the grammar and as text.
+        is_token: whether the mark is a special token.
+        json_rule: returns a rule for JSON of a schema, given with its place, a JSON pointer.
         rules: receives auxiliary rules.
         leave_out: called with each place in the schema that cannot be enforced, as a JSON pointer, and the reason.
     """
@@ -120,11 +124,11 @@ class GemmaValues:
         self._rules = rules
         self._leave_out = leave_out
         self._referred: dict[str, str] = {}
-        self._made = 0
+        self._name_count = 0
         self._free = ""
 
     def pairs(self, schema: Mapping[str, Any], name: str, place: str = "") -> str:
-        """Return a rule for an object's members without brackets; its schema is at ``place``. Raises
+        """Return a rule for the members, without brackets, of an object with ``schema``, which is at ``place``. Raises
         InvalidRequest."""
         known = list(properties_of(schema))
         if not known and schema.get("additionalProperties") is not False:
@@ -140,9 +144,9 @@ class GemmaValues:
         return members(name, made, ",", self._rules)
 
     def value(self, schema: Mapping[str, Any], place: str) -> str:
-        """Return a rule for a value of ``schema``, which is at ``place``. Raises InvalidRequest if it cannot be
-        written."""
-        for word in filter(schema.__contains__, UNFOLLOWED):
+        """Return a rule for a value of ``schema``, which is at ``place``. Raises InvalidRequest if the notation cannot
+        express it."""
+        for word in filter(schema.__contains__, _UNSUPPORTED):
             self._leave_out(place + pointer([word]), f"this model's notation of calls does not support {word!r}")
         if (found := values_of(schema)) is not None:
             spelled = [self._spelled(one) for one in found if self._can_spell(one)]
@@ -164,7 +168,7 @@ class GemmaValues:
         kinds = [given] if isinstance(given, str) else given
         if not isinstance(kinds, list):
             kinds = ["object"] if "properties" in schema else ["array"] if "items" in schema else []
-        known = [kind for kind in kinds if kind in _KINDS]
+        known = [kind for kind in kinds if kind in TYPES]
         return "(" + " | ".join(self._of_kind(kind, schema, place) for kind in known) + ")" if known else self.any()
 
     def any(self) -> str:
@@ -179,7 +183,7 @@ class GemmaValues:
         return self._free
 
     def text(self, low: int = 0, high: int | None = None) -> str:
-        """Return a rule for a string of ``low`` to ``high`` characters with its marks."""
+        """Return a rule for a string of ``low`` to ``high`` characters (None: unlimited) between its marks."""
         most = "" if high is None else high
         return f"{self._term} {self.up_to_mark(f'(?s:.{{{low},{most}}})')}"
 
@@ -187,7 +191,7 @@ class GemmaValues:
         """Return a rule for a match of ``expression`` up to the first mark, and the mark."""
         if self._is_token:
             return f"/{expression}/ {self._term}"
-        name, mark = self._new("text"), re.escape(self._mark).replace("/", r"\/")
+        name, mark = self._new_name("text"), re.escape(self._mark).replace("/", r"\/")
         ended = f"/{expression}{mark}/ & ~/(?s:.*){mark}(?s:.+)/"
         self._rules += [f"{name}[lazy]: {name.upper()}", f"{name.upper()}: {ended}"]
         return name
@@ -197,7 +201,7 @@ class GemmaValues:
             low, high = (bound(schema, word, MAX_COUNTED_CHARS) for word in ("minLength", "maxLength"))
             return self.text(low or 0, high if high is None or high >= (low or 0) else None)
         if kind == "object":
-            name = self._new("object")
+            name = self._new_name("object")
             self._rules.append(f'{name}: "{{" {self.pairs(schema, name, place)} "}}"')
             return name
         if kind == "array":
@@ -209,7 +213,7 @@ class GemmaValues:
     def _list(self, schema: Mapping[str, Any], place: str) -> str:
         inner = schema.get("items")
         item = self.value(inner, f"{place}/items") if isinstance(inner, dict) else self.any()
-        name = self._new("item")
+        name = self._new_name("item")
         self._rules.append(f"{name}: {item}")
         low, high = (bound(schema, word, MAX_COUNTED_ITEMS) for word in ("minItems", "maxItems"))
         if high == 0:
@@ -219,13 +223,14 @@ class GemmaValues:
         return f'"[" {several} "]"' if low else f'"[" ({several})? "]"'
 
     def _reference(self, reference: str) -> str:
-        """Return the rule of a reference's target, written once, since it may be recursive."""
+        """Return the name of the rule of a reference's target; one rule per target, since references may be
+        recursive."""
         if reference not in self._referred:
             place = unquote(reference.removeprefix("#"))
             target: Any = self._root
             for part in at_pointer(self._root, (), place) or ():
                 target = target[part]
-            name = self._referred[reference] = self._new("place")
+            name = self._referred[reference] = self._new_name("place")
             self._rules.append(f"{name}: {self.value(target if isinstance(target, dict) else {}, place)}")
         return self._referred[reference]
 
@@ -246,16 +251,18 @@ class GemmaValues:
             return _bracketed("{}", pairs)
         return literal(json.dumps(value))
 
-    def _new(self, what: str) -> str:
-        self._made += 1
-        return f"{self._name}_{what}_{self._made}"
+    def _new_name(self, what: str) -> str:
+        self._name_count += 1
+        return f"{self._name}_{what}_{self._name_count}"
 
 
 def _bracketed(brackets: str, rules: Iterable[str]) -> str:
-    return f'"{brackets[0]}" {_LISTED.join(rules)} "{brackets[1]}"'
+    inner = ' "," '.join(rules)
+    return f'"{brackets[0]}" {inner} "{brackets[1]}"'
 
 
-def bound(schema: Mapping[str, Any], word: str, most: int) -> int | None:
-    """Return a schema's bound if a grammar can count to it, else None."""
+def bound(schema: Mapping[str, Any], word: str, max_bound: int) -> int | None:
+    """Return a schema's value of ``word``, e.g. "maxLength"; None if it has none, or one above ``max_bound``, to which
+    grammars do not count."""
     given = schema.get(word)
-    return given if isinstance(given, int) and not isinstance(given, bool) and 0 <= given <= most else None
+    return given if isinstance(given, int) and not isinstance(given, bool) and 0 <= given <= max_bound else None

@@ -26,8 +26,8 @@ _PARAMETERS = re.compile(r"tools\.tools\[(\d+)\]\.parameters")
 
 
 class TenantTurns(NamedTuple):
-    """How a tenant's work leaves the event loop: ``off_loop(bytes, job, *arguments)`` runs a job, on a thread if it is
-    long; ``boxed()`` is the tenant's turn at a process that all tenants share."""
+    """Ways to run a tenant's work outside of the event loop: ``off_loop(bytes, job, *arguments)`` runs a job, on a
+    thread if it is long; ``boxed()`` is the tenant's turn at a process that all tenants share."""
 
     off_loop: Callable[..., Awaitable[Any]]
     boxed: Callable[[], AbstractAsyncContextManager[None]]
@@ -69,16 +69,16 @@ class GrammarMaker:
                 async with turns.boxed():
                     await self.checker.check(joined)
             except InvalidRequest as error:
-                free = [n for n, tool in enumerate(tools.tools) if tool.strict is not True]
-                if output_format is None or not _leave_out(error, left_out, free, last=left == 1):
+                not_strict = [n for n, tool in enumerate(tools.tools) if tool.strict is not True]
+                if output_format is None or not _leave_out(error, left_out, not_strict, last=left == 1):
                     raise
             else:
                 fields = dict.fromkeys(name.partition("#")[0] for name in joined.sources)
                 return RequestGrammar(joined.text, tuple(fields), joined.left_out)
-        raise AssertionError("the last grammar is good, or is refused")
+        raise AssertionError("the last trial returns or raises")
 
     async def warm_up(self) -> None:
-        """Start the checking process, which loads the model's tokenizer."""
+        """Start the checking process, which loads the model's tokenizer, by a first check."""
         with suppress(PillionError):
             await self.checker.check(join([structured_piece(StructuredOutputs(json_object=True))]))
 
@@ -87,18 +87,18 @@ class GrammarMaker:
         await self.checker.aclose()
 
 
-def _leave_out(error: InvalidRequest, left_out: dict[int, list[str]], free: Sequence[int], last: bool) -> bool:
-    """Add the place in a schema that an error names to ``left_out``, or with ``last`` the whole schemas of the tools
-    ``free``, which may be left out. Return False if the error is unrelated."""
+def _leave_out(error: InvalidRequest, left_out: dict[int, list[str]], not_strict: Sequence[int], last: bool) -> bool:
+    """Exclude from enforcement the place in a tool's schema that an error names, or with ``last`` the whole schemas of
+    all tools in ``not_strict``, by adding them to ``left_out``. Return False if that does not apply to the error."""
     violation = error.violations[0] if error.violations else None
-    found = _PARAMETERS.match(violation.field) if violation is not None else None
+    match = _PARAMETERS.match(violation.field) if violation is not None else None
     place = violation.place if isinstance(violation, SchemaViolation) else ""
-    number = int(found[1]) if found is not None else -1
+    number = int(match[1]) if match is not None else -1
     last = last or (violation is not None and not violation.field)
-    if (number not in free and not last) or all("" in left_out.get(one, ()) for one in free):
+    if (number not in not_strict and not last) or all("" in left_out.get(one, ()) for one in not_strict):
         return False
     if last or place in left_out.get(number, ()):
-        left_out |= {one: [""] for one in (free if last or "" in left_out[number] else [number])}
+        left_out |= {one: [""] for one in (not_strict if last or "" in left_out[number] else [number])}
     else:
         left_out.setdefault(number, []).append(place)
     return True

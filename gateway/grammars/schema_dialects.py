@@ -28,6 +28,7 @@ from pillion.gateway.grammars.schema_places import (
 Path = tuple[str | int, ...]
 
 MAX_PASSES = 8
+# Max subschemas moved into $defs per pass.
 MAX_MOVED = 10_000
 
 TYPES = ("string", "number", "integer", "boolean", "null", "object", "array")
@@ -48,11 +49,11 @@ _TYPES = {one: one for one in TYPES} | {
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties", "minContains")
 _VALUES = ("const", "default", "example", "examples")
 _ANNOTATIONS = frozenset({"title", "description", "$comment", "default", "examples", "example", "deprecated"})
-_APPLIED = frozenset({"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef", "if", "dependentSchemas"})
+_APPLICATORS = frozenset({"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef", "if", "dependentSchemas"})
 _REFERENCES = frozenset(
     {"$ref", "$dynamicRef", "$recursiveRef", "$id", "$anchor", "$dynamicAnchor", "$recursiveAnchor"}
 )
-_FREE: dict[str, tuple[Any, ...]] = {
+_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), ({},)),
     **dict.fromkeys(("unevaluatedProperties", "unevaluatedItems"), ({}, True)),
     "propertyNames": ({}, True, {"type": "string"}),
@@ -60,15 +61,15 @@ _FREE: dict[str, tuple[Any, ...]] = {
     "not": (False,),
     "allOf": ([],),
 }
-_TOGETHER = {"then": ("if",), "else": ("if",), "minContains": ("contains",), "maxContains": ("contains",)}
+_REQUIRED_SIBLINGS = {"then": ("if",), "else": ("if",), "minContains": ("contains",), "maxContains": ("contains",)}
 _DRAFTS = re.compile(r"https?://json-schema\.org/(draft-0[3467]|draft/20(19-09|20-12))/schema#?")
 _DEFINITIONS = ("$defs", "definitions")
 _PART = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|.", re.DOTALL)
-_ONLY = re.compile(r"\^?(\\[dDsSwW]|\[\^?(?:\\.|[^\]\\])+\])\*\$")
+_SET_REPEATED = re.compile(r"\^?(\\[dDsSwW]|\[\^?(?:\\.|[^\]\\])+\])\*\$")
 
 
 def plain_schema(schema: Any) -> Any:
-    """Return the equivalent of a parsed schema that is not deep."""
+    """Return the equivalent of a parsed schema in draft 2020-12. It must not be nested too deeply for recursion."""
     made = _plain(schema)
     if any(not _REFERENCES.isdisjoint(one) for one in schemas_in(made)):
         return _with_references(made)
@@ -76,6 +77,7 @@ def plain_schema(schema: Any) -> Any:
 
 
 def _plain(schema: Any) -> Any:
+    """Return :func:`plain_schema` of a schema, except for references."""
     if not isinstance(schema, dict):
         return schema
     needed = [
@@ -87,7 +89,7 @@ def _plain(schema: Any) -> Any:
     made = with_inner({k: v for k, v in made.items() if v is not None or k in _VALUES}, _plain)
     if made.get("not") == {} or made.get("not") is True:
         return False
-    made = {key: value for key, value in made.items() if not _is_free(key, value, made)}
+    made = {key: value for key, value in made.items() if not _has_no_effect(key, value, made)}
     if needed:
         others = made.get("required")
         made["required"] = [*dict.fromkeys([*(others if isinstance(others, list) else ()), *needed])]
@@ -97,11 +99,11 @@ def _plain(schema: Any) -> Any:
         value = made.get(word)
         if (isinstance(value, float) and value.is_integer()) or (isinstance(value, str) and value.isdecimal()):
             made[word] = int(value)
-    _name_types(made)
-    _move_bounds(made)
-    _move_members(made)
+    _normalize_types(made)
+    _convert_bounds(made)
+    _convert_members(made)
     if isinstance(made.get("pattern"), str):
-        _look_ahead(made, made["pattern"])
+        _split_look_ahead(made, made["pattern"])
     return made
 
 
@@ -114,18 +116,21 @@ def _object(value: Any) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _is_free(key: str, value: Any, schema: dict[str, Any]) -> bool:
-    """Return whether a keyword has no effect. ``True == 1`` in Python, not in JSON."""
+def _has_no_effect(key: str, value: Any, schema: dict[str, Any]) -> bool:
+    """Return whether a keyword with ``value`` has no effect in ``schema``."""
     if key == "$schema":
         return not isinstance(value, str) or ("//json-schema.org/" in value and not is_draft(value))
     if key == "additionalItems" and "prefixItems" not in schema:
         return not isinstance(schema.get("items"), list)
-    free = any(value == one and isinstance(value, bool) is isinstance(one, bool) for one in _FREE.get(key, ()))
-    return free or (key in _TOGETHER and schema.keys().isdisjoint(_TOGETHER[key]))
+    # In Python, True == 1.
+    trivial = any(
+        value == one and isinstance(value, bool) is isinstance(one, bool) for one in _WITHOUT_EFFECT.get(key, ())
+    )
+    return trivial or (key in _REQUIRED_SIBLINGS and schema.keys().isdisjoint(_REQUIRED_SIBLINGS[key]))
 
 
-def _name_types(made: dict[str, Any]) -> None:
-    """Replace type names by JSON Schema's."""
+def _normalize_types(made: dict[str, Any]) -> None:
+    """Replace the type names in a schema by JSON Schema's, in place, and drop formats of numbers."""
     given, nullable = made.get("type"), made.pop("nullable", False)
     listed = given if isinstance(given, list) else [given]
     names = [one for one in listed if isinstance(one, str)]
@@ -144,7 +149,8 @@ def _name_types(made: dict[str, Any]) -> None:
         del made["format"]
 
 
-def _move_bounds(made: dict[str, Any]) -> None:
+def _convert_bounds(made: dict[str, Any]) -> None:
+    """Convert boolean exclusive bounds and divisibleBy, of drafts 3 and 4, in place."""
     for exclusive, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
         if isinstance(made.get(exclusive), bool):
             excludes = made.pop(exclusive)
@@ -154,10 +160,10 @@ def _move_bounds(made: dict[str, Any]) -> None:
         made["multipleOf"] = made.pop("divisibleBy")
 
 
-def _move_members(made: dict[str, Any]) -> None:
-    """Replace keywords for members and items by equivalent ones, if no other schema that applies here can change their
-    meaning."""
-    if _APPLIED.isdisjoint(made):
+def _convert_members(made: dict[str, Any]) -> None:
+    """Convert unevaluatedProperties, unevaluatedItems and propertyNames to plainer keywords, in place, where these mean
+    the same."""
+    if _APPLICATORS.isdisjoint(made):
         for far, near in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
             if far in made and not isinstance(made.get(near), list):
                 value = made.pop(far)
@@ -165,14 +171,14 @@ def _move_members(made: dict[str, Any]) -> None:
     names = _object(made.get("propertyNames"))
     if names is None or not {"properties", "patternProperties"}.isdisjoint(made):
         return
-    says = {key: value for key, value in names.items() if key not in _ANNOTATIONS}
-    if says.get("type") == "string":
-        del says["type"]
+    keywords = {key: value for key, value in names.items() if key not in _ANNOTATIONS}
+    if keywords.get("type") == "string":
+        del keywords["type"]
     others = made.get("additionalProperties", True)
-    match says:
-        case {"pattern": str() as pattern} if len(says) == 1:
+    match keywords:
+        case {"pattern": str() as pattern} if len(keywords) == 1:
             made["patternProperties"] = {pattern: others}
-        case {"enum": [*listed]} if len(says) == 1 and all(isinstance(one, str) for one in listed):
+        case {"enum": [*listed]} if len(keywords) == 1 and all(isinstance(one, str) for one in listed):
             made["properties"] = dict.fromkeys(listed, others)
         case _:
             return
@@ -180,18 +186,18 @@ def _move_members(made: dict[str, Any]) -> None:
     del made["propertyNames"]
 
 
-def _look_ahead(made: dict[str, Any], pattern: str) -> None:
-    """Split a pattern with leading look-aheads into several patterns that must all match."""
+def _split_look_ahead(made: dict[str, Any], pattern: str) -> None:
+    """Split a schema's pattern with leading look-aheads into several patterns, all of which must match, in place."""
     parts = _PART.findall(pattern)
     at, ahead = 1, []
     while parts[:1] == ["^"] and parts[at : at + 2] == ["(", "?"] and parts[at + 2 : at + 3] in (["="], ["!"]):
-        end = _closed(parts, at)
+        end = _group_end(parts, at)
         inner = "".join(parts[at + 3 : end])
-        only = _ONLY.fullmatch(inner)
+        only = _SET_REPEATED.fullmatch(inner)
         if parts[at + 2] == "=":
             ahead.append(f"^(?:{inner.removeprefix('^')})")
         elif only is not None:
-            ahead.append(_others(only[1]))
+            ahead.append(_complement(only[1]))
         else:
             return
         at = end + 1
@@ -207,7 +213,7 @@ def _look_ahead(made: dict[str, Any], pattern: str) -> None:
 
 
 def looks_around(pattern: str) -> bool:
-    """Return whether a pattern looks ahead or behind."""
+    """Return whether a pattern has look-ahead or look-behind."""
     parts = _PART.findall(pattern)
     return any(
         parts[at : at + 2] == ["(", "?"] and "".join(parts[at + 2 : at + 4]).startswith(("=", "!", "<=", "<!"))
@@ -215,21 +221,21 @@ def looks_around(pattern: str) -> bool:
     )
 
 
-def _closed(parts: list[str], at: int) -> int:
-    """Return the index of the bracket that closes the one at ``at``, or the end."""
+def _group_end(parts: list[str], at: int) -> int:
+    """Return the index of the part that closes the group at index ``at``, or the number of parts."""
     depth = 0
-    for place in range(at, len(parts)):
-        depth += (parts[place] == "(") - (parts[place] == ")")
+    for index in range(at, len(parts)):
+        depth += (parts[index] == "(") - (parts[index] == ")")
         if not depth:
-            return place
+            return index
     return len(parts)
 
 
-def _others(one: str) -> str:
-    """Return the complement of ``one``, a class or an escape."""
-    if one[0] == "\\":
-        return "\\" + one[1].swapcase()
-    return f"[{one[2:]}" if one[1] == "^" else f"[^{one[1:]}"
+def _complement(pattern: str) -> str:
+    """Return the complement of a character class or an escape such as ``\\d``."""
+    if pattern[0] == "\\":
+        return "\\" + pattern[1].swapcase()
+    return f"[{pattern[2:]}" if pattern[1] == "^" else f"[^{pattern[1:]}"
 
 
 class _Place(NamedTuple):
@@ -242,7 +248,7 @@ class _Place(NamedTuple):
 
 
 class _Scope(NamedTuple):
-    """A schema with definitions, and the next one around it."""
+    """A schema with definitions, and the nearest enclosing one, or None."""
 
     path: Path
     schema: dict[str, Any]
@@ -250,7 +256,7 @@ class _Scope(NamedTuple):
 
 
 def _places(root: dict[str, Any]) -> Iterator[_Place]:
-    """Yield a schema and its subschemas."""
+    """Yield the place of a schema, and those of its subschemas."""
     alone = "draft-0" in str(root.get("$schema"))
     waiting = [_Place((), root, "", None)]
     while waiting:
@@ -315,16 +321,17 @@ class _Targets:
         return named[0] if len(named) == 1 and len(parts) == 2 else None
 
     def dynamic(self, reference: str, place: _Place) -> Path | None:
-        """Return the target of a dynamic reference, if it does not depend on the referrer."""
+        """Return the target of a dynamic reference; None if there is none, or if it depends on the referrer."""
         name = reference.removeprefix("#")
         named = self._dynamic.get(name, [])
         return self.path(reference, place) if len(named) < 2 and len(self._resources) < 3 else None
 
 
 def _with_references(root: dict[str, Any], passes: int = MAX_PASSES) -> dict[str, Any]:
-    """Return a schema whose references are pointers from its root to subschemas."""
+    """Return a schema whose references are pointers from its root; targets that are not subschemas move into
+    ``$defs``."""
     targets = _Targets(root)
-    known = {place.path for place in targets.places}
+    subschema_paths = {place.path for place in targets.places}
     hoisted: dict[str, Any] = {}
     moved = 0
     for place in targets.places:
@@ -336,20 +343,25 @@ def _with_references(root: dict[str, Any], passes: int = MAX_PASSES) -> dict[str
             if path is None or (word != "$ref" and "$ref" in place.schema):
                 continue
             del place.schema[word]
-            leads = pointer(path)
+            target_pointer = pointer(path)
             target = _at(root, path)
-            if path not in known and isinstance(target, dict) and leads not in hoisted and moved < MAX_MOVED:
-                hoisted[leads] = _plain(target)
-                moved += sum(1 for _ in schemas_in(hoisted[leads]))
-            place.schema["$ref"] = reference_to(("$defs", leads) if leads in hoisted else path)
+            if (
+                path not in subschema_paths
+                and isinstance(target, dict)
+                and target_pointer not in hoisted
+                and moved < MAX_MOVED
+            ):
+                hoisted[target_pointer] = _plain(target)
+                moved += sum(1 for _ in schemas_in(hoisted[target_pointer]))
+            place.schema["$ref"] = reference_to(("$defs", target_pointer) if target_pointer in hoisted else path)
     for place in targets.places:
         for word in ("$id", "$anchor", "$dynamicAnchor", "$recursiveAnchor"):
             place.schema.pop(word, None)
     if not hoisted or not passes:
         return root
-    whole = {**root, "$defs": {**(_object(root.get("$defs")) or {}), **hoisted}}
-    # What was moved may have further references.
-    return _with_references(whole, passes - 1)
+    extended = {**root, "$defs": {**(_object(root.get("$defs")) or {}), **hoisted}}
+    # The moved schemas may have further references.
+    return _with_references(extended, passes - 1)
 
 
 def _at(node: Any, path: Path) -> Any:

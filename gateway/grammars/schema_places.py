@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote, unquote
 
+# Keywords with subschemas: by name, in a list, and alone.
 NAMED = ("properties", "patternProperties", "$defs", "definitions")
 LISTED = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 ALONE = ("items", "additionalItems", "additionalProperties")
@@ -13,7 +14,7 @@ MAX_REFERENCE_STEPS = 50_000
 
 
 def schemas_in(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yield a schema and its subschemas, as far as they are JSON objects."""
+    """Yield a schema and all its subschemas, except true and false."""
     waiting = [schema]
     while waiting:
         one = waiting.pop()
@@ -70,7 +71,7 @@ def parts_of(text: str) -> list[str]:
 
 
 def at_pointer(root: Any, base: tuple[str | int, ...], text: str) -> tuple[str | int, ...] | None:
-    """Return the path in ``root`` of a pointer from ``base``; None if there is no schema."""
+    """Return the path in ``root`` of a JSON pointer that begins at path ``base``; None if it leads to no schema."""
     node, path = root, list(base)
     for part in base:
         node = node[part]
@@ -87,7 +88,7 @@ def at_pointer(root: Any, base: tuple[str | int, ...], text: str) -> tuple[str |
 
 
 def endless_references(root: Any) -> frozenset[str]:
-    """Return the references of a schema without a finite value, such as those to themselves."""
+    """Return the references in a schema that no finite value fits, e.g. those to themselves."""
     schemas = list(schemas_in(root))
     targets: dict[str, Any] = {}
     for one in schemas:
@@ -99,7 +100,7 @@ def endless_references(root: Any) -> frozenset[str]:
         for part in reference.split("/")[1:]:
             node = _child(node, part)
         targets[reference] = node
-    return _Endings(targets).endless()
+    return _EndlessReferences(targets).endless()
 
 
 def _child(node: Any, part: str) -> Any:
@@ -111,8 +112,9 @@ def _child(node: Any, part: str) -> Any:
     return node[int(part)] if listed and int(part) < len(node) else None
 
 
-class _Endings:
-    """Fixpoint of the references with a finite value: at first none, and each one found may reveal others."""
+class _EndlessReferences:
+    """Fixpoint iteration for the references that no finite value fits: initially all, and each one that a value fits
+    may make values of others finite."""
 
     def __init__(self, targets: Mapping[str, Any]) -> None:
         self._targets = targets
@@ -120,18 +122,18 @@ class _Endings:
         self._steps_left = MAX_REFERENCE_STEPS
 
     def endless(self) -> frozenset[str]:
-        """Return the references without a finite value; none if that takes too many steps."""
+        """Return the references that no finite value fits; none if that takes more than MAX_REFERENCE_STEPS."""
         order, before = list(self._targets), -1
         while before != len(self._endless) and self._steps_left > 0:
             before = len(self._endless)
             for one in order:
-                if one in self._endless and self._ends(self._targets[one]):
+                if one in self._endless and self._is_finite(self._targets[one]):
                     self._endless.discard(one)
             # Alternating directions follow a chain of references to its end in one pass.
             order.reverse()
         return frozenset(self._endless if self._steps_left > 0 else ())
 
-    def _ends(self, schema: Any) -> bool:
+    def _is_finite(self, schema: Any) -> bool:
         """Return whether some finite JSON value may fit a schema, by its reference, combinations and type, and by the
         required contents of objects and lists; True if undecided."""
         self._steps_left -= 1
@@ -148,22 +150,26 @@ class _Endings:
         kinds = kinds if isinstance(kinds, list) else [kinds]
         if not {"object", "array"}.issuperset(map(str, kinds)) or "enum" in schema or "const" in schema:
             return True
-        return ("object" in kinds and self._object_ends(schema)) or ("array" in kinds and self._array_ends(schema))
+        return ("object" in kinds and self._object_is_finite(schema)) or (
+            "array" in kinds and self._array_is_finite(schema)
+        )
 
     def _each(self, schema: Mapping[str, Any], key: str) -> Iterator[bool]:
         options = schema.get(key)
-        return map(self._ends, options) if isinstance(options, list) and options else iter((True,))
+        return map(self._is_finite, options) if isinstance(options, list) and options else iter((True,))
 
-    def _object_ends(self, schema: Mapping[str, Any]) -> bool:
+    def _object_is_finite(self, schema: Mapping[str, Any]) -> bool:
         properties, needed = schema.get("properties"), schema.get("required")
         if not isinstance(properties, dict) or not isinstance(needed, list):
             return True
-        return all(self._ends(properties.get(name)) for name in needed if isinstance(name, str))
+        return all(self._is_finite(properties.get(name)) for name in needed if isinstance(name, str))
 
-    def _array_ends(self, schema: Mapping[str, Any]) -> bool:
-        least, items = schema.get("minItems"), schema.get("items")
+    def _array_is_finite(self, schema: Mapping[str, Any]) -> bool:
+        min_items, items = schema.get("minItems"), schema.get("items")
         first = items if isinstance(items, list) else schema.get("prefixItems")
         first = first if isinstance(first, list) else []
-        if not isinstance(least, int):
+        if not isinstance(min_items, int):
             return True
-        return all(map(self._ends, first[: max(least, 0)])) and (least <= len(first) or self._ends(items))
+        return all(map(self._is_finite, first[: max(min_items, 0)])) and (
+            min_items <= len(first) or self._is_finite(items)
+        )

@@ -85,38 +85,40 @@ def spelled(grammar: str, field: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Set:
-    """One character: of the expression ``plain`` ("" for none), or of ``escaped``, as JSON spells it."""
+    """A set of characters: matches of the expression ``plain`` ("" for none), which JSON does not escape, and those in
+    ``escaped``."""
 
     plain: str
     escaped: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class _Often:
-    """``inner``, repeated by the quantifier ``often``."""
+class _Repeat:
+    """``inner``, repeated by ``quantifier``."""
 
     inner: _Node
-    often: str
+    quantifier: str
 
 
 @dataclass(frozen=True, slots=True)
 class _OneOf:
-    """Alternative of sequences."""
+    """Alternatives, each a sequence of nodes."""
 
     options: tuple[tuple[_Node, ...], ...]
 
 
-_Node = _Set | _Often | _OneOf
+_Node = _Set | _Repeat | _OneOf
 
 
 def _token(found: re.Match[str]) -> str:
+    """Convert a match of _TOKEN, see :func:`spelled`. Raises ValueError."""
     if found["refused"]:
         raise ValueError(f"the grammar has {found['refused'][:100]!r}")
     if found["low"]:
         low, high = (re.escape(_text(found[name])) for name in ("low", "high"))
-        return _written((_set(f"[{low}-{high}]"),), "")
+        return _sequence_rule((_set(f"[{low}-{high}]"),), "")
     if found["string"]:
-        return _written([_one(one) for one in _text(found["string"])], found["caseless"]) or '""'
+        return _sequence_rule([_one(one) for one in _text(found["string"])], found["caseless"]) or '""'
     if found["regex"]:
         if not set(found["flags"]) <= {"i", "s", "u"}:
             raise ValueError(f"an expression has the flags {found['flags']!r}")
@@ -146,11 +148,12 @@ def _imported(name: str, alias: str) -> str:
 def _regex(pattern: str, flags: str) -> str:
     parts = list(_PART.finditer(pattern))
     node = _options(parts[::-1], "s" in flags, 0)
-    return _written((node,), "i" if "i" in flags else "") or '""'
+    return _sequence_rule((node,), "i" if "i" in flags else "") or '""'
 
 
 def _options(parts: list[re.Match[str]], dot_all: bool, depth: int) -> _OneOf:
-    """Parse the parts of an expression, the next one last, up to the end of the group."""
+    """Parse the parts of an expression, matches of _PART in reverse order, up to the end of the group, and remove them.
+    Raises ValueError."""
     if depth > MAX_DEPTH:
         raise ValueError("an expression is nested too deeply")
     options: list[tuple[_Node, ...]] = []
@@ -163,10 +166,10 @@ def _options(parts: list[re.Match[str]], dot_all: bool, depth: int) -> _OneOf:
         if text == "|":
             options.append(tuple(nodes))
             nodes = []
-        elif found["often"] and nodes and not found["lazy"] and not isinstance(nodes[-1], _Often):
-            nodes.append(_Often(nodes.pop(), text))
+        elif found["often"] and nodes and not found["lazy"] and not isinstance(nodes[-1], _Repeat):
+            nodes.append(_Repeat(nodes.pop(), text))
         elif text == "(" or found["group"] is not None:
-            nodes.append(_options(parts, _dots(found["group"] or "", dot_all), depth + 1))
+            nodes.append(_options(parts, _group_dot_all(found["group"] or "", dot_all), depth + 1))
         elif text == ".":
             nodes.append(_set(r"[\s\S]" if dot_all else r"[^\n]"))
         elif found["often"] or text in ("^", "$", "[", ")"):
@@ -176,7 +179,7 @@ def _options(parts: list[re.Match[str]], dot_all: bool, depth: int) -> _OneOf:
     return _OneOf((*options, tuple(nodes)))
 
 
-def _dots(group: str, dot_all: bool) -> bool:
+def _group_dot_all(group: str, dot_all: bool) -> bool:
     """Return whether a dot matches line ends in a group with this beginning."""
     flags = group.strip("?:") if group.endswith(":") else ""
     if group.endswith(")") or not set(flags) <= set("s-"):
@@ -214,9 +217,9 @@ def _set(text: str) -> _Set:
     return _Set(f"[{text}&&{_PLAIN}]" if within else text, within)
 
 
-def _written(nodes: Sequence[_Node], caseless: str, ends: bool = True) -> str:
-    """Convert a sequence to the right side of a rule. ``ends``: only an escape, or nothing that could continue the same
-    terminal, may follow."""
+def _sequence_rule(nodes: Sequence[_Node], caseless: str, ends: bool = True) -> str:
+    """Convert a sequence to the right side of a rule. ``ends``: what follows in the text is an escape, or cannot
+    continue the last terminal."""
     written: list[str] = []
     word = ""
     for node, following in zip(nodes, [*nodes[1:], None], strict=True):
@@ -228,28 +231,26 @@ def _written(nodes: Sequence[_Node], caseless: str, ends: bool = True) -> str:
             written.append(_terminal(word, caseless))
             word = ""
         else:
-            written.append(_piece(node, caseless, last))
+            written.append(_node_rule(node, caseless, last))
     return " ".join(written)
 
 
-def _piece(node: _Node, caseless: str, ends: bool) -> str:
+def _node_rule(node: _Node, caseless: str, ends: bool) -> str:
     if ends and not _has_escapes(node):
         return _terminal(_plain(node), caseless)
     match node:
         case _Set():
-            return _either(node, "", caseless)
-        case _Often(_Set() as inner, ("*" | "+") as often) if ends:
-            return _either(inner, "+", caseless) + often
-        case _Often(inner, often):
-            return f"({_piece(inner, caseless, False)}){often}"
+            return _set_rule(node, "", caseless)
+        case _Repeat(_Set() as inner, ("*" | "+") as often) if ends:
+            return _set_rule(inner, "+", caseless) + often
+        case _Repeat(inner, often):
+            return f"({_node_rule(inner, caseless, False)}){often}"
         case _OneOf(options):
-            return f"({' | '.join(_written(one, caseless, ends) or _EMPTY for one in options)})"
+            rules = [_sequence_rule(one, caseless, ends) or '""' for one in options]
+            return f"({' | '.join(rules)})"
 
 
-_EMPTY = '""'
-
-
-def _either(node: _Set, run: str, caseless: str) -> str:
+def _set_rule(node: _Set, run: str, caseless: str) -> str:
     plain = [_terminal(node.plain + run, caseless)] if node.plain else []
     spellings = "|".join(re.escape(_ESCAPES[one]) for one in node.escaped).replace(_LONG, "u00(?:0[0-7be-f]|1[0-9a-f])")
     escaped = [_terminal(rf"\\(?:{spellings})", "")] if node.escaped else []
@@ -257,14 +258,14 @@ def _either(node: _Set, run: str, caseless: str) -> str:
 
 
 def _terminal(pattern: str, caseless: str) -> str:
-    return expression(pattern, "") + caseless if pattern else _EMPTY
+    return expression(pattern, "") + caseless if pattern else '""'
 
 
 def _has_escapes(node: _Node) -> bool:
     match node:
         case _Set():
             return bool(node.escaped)
-        case _Often():
+        case _Repeat():
             return _has_escapes(node.inner)
     return any(_has_escapes(inner) for option in node.options for inner in option)
 
@@ -274,6 +275,6 @@ def _plain(node: _Node) -> str:
     match node:
         case _Set():
             return node.plain
-        case _Often():
-            return f"(?:{_plain(node.inner)}){node.often}"
+        case _Repeat():
+            return f"(?:{_plain(node.inner)}){node.quantifier}"
     return f"(?:{'|'.join(''.join(map(_plain, option)) for option in node.options)})"

@@ -12,26 +12,30 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pillion.errors import FieldViolation, InvalidRequest
-from pillion.gateway.grammars.answer_grammar import Piece, cut_at_tokens, expression, literal, terms
+from pillion.gateway.grammars.answer_grammar import ANY_TEXT, Piece, cut_at_tokens, expression, literal, terms
 
 MAX_TAGS = 256
 MAX_TAG_DEPTH = 16
-_TEXT = "/(?s:.*)/"
 
 
 class StructuralTag:
-    """Builder of the rules for the structural tag in the client's ``field``. ``json_piece`` returns the pieces of its
-    schemas; ``token_ids`` has the model's special tokens by text."""
+    """Builder of the rules for a structural tag.
+
+    Args:
+        field: the client's field with the tag, for errors.
+        json_piece: returns the piece for JSON of a schema in the tag, given with its field.
+        token_ids: ids of the model's special tokens, by text.
+    """
 
     def __init__(self, field: str, json_piece: Callable[[Any, str], Piece], token_ids: Mapping[str, int]) -> None:
         self._field = field
         self._token_ids = token_ids
         self._json_piece = json_piece
-        self._rules: list[str] = [f"TAG_TEXT: {_TEXT}"]
+        self._rules: list[str] = [f"TAG_TEXT: {ANY_TEXT}"]
         self._sources: dict[str, Any] = {field: None}
         self._grammars: dict[str, str] = {}
-        self._writers: dict[str, Callable[[dict[str, Any], str, int], str]] = {
-            "const_string": lambda one, at, _: self._written(self._string(one, "value", at)),
+        self._rule_makers: dict[str, Callable[[dict[str, Any], str, int], str]] = {
+            "const_string": lambda one, at, _: self._term(self._string(one, "value", at)),
             "json_schema": lambda one, at, _: self._schema(self._value(one, "json_schema", at), f"{at}.json_schema"),
             "regex": lambda one, at, _: expression(self._string(one, "pattern", at), f"{self._field}.{at}.pattern"),
             "grammar": lambda one, at, _: self._grammar(self._string(one, "grammar", at)),
@@ -65,9 +69,9 @@ class StructuralTag:
         kind = one.get("type") if isinstance(one, dict) else None
         if depth > MAX_TAG_DEPTH:
             raise self._wrong(at, f"nested more than {MAX_TAG_DEPTH} deep")
-        if not isinstance(kind, str) or kind not in self._writers:
-            raise self._wrong(f"{at}.type", f"one of {', '.join(sorted(self._writers))}")
-        return f"({self._writers[kind](one, at, depth)})"
+        if not isinstance(kind, str) or kind not in self._rule_makers:
+            raise self._wrong(f"{at}.type", f"one of {', '.join(sorted(self._rule_makers))}")
+        return f"({self._rule_makers[kind](one, at, depth)})"
 
     def _elements(self, one: dict[str, Any], at: str, depth: int) -> list[str]:
         elements = self._list(one, "elements", at)
@@ -75,7 +79,7 @@ class StructuralTag:
 
     def _tag(self, one: Any, at: str, depth: int) -> str:
         """Return the rule for a tag's begin, content and end."""
-        return f"{self._written(self._string(one, 'begin', at, empty=True))} {self._content(one, at, depth)}"
+        return f"{self._term(self._string(one, 'begin', at, empty=True))} {self._content(one, at, depth)}"
 
     def _content(self, one: Any, at: str, depth: int) -> str:
         """Return the rule for a tag's content and end."""
@@ -89,7 +93,7 @@ class StructuralTag:
             # Up to the first occurrence of its end, since anything else that could follow would be text too.
             texts = [self._rule(f"TAG_TEXT {end}"), *filter(None, map(self._text_to_token, ends))]
             return f"({' | '.join(texts)})"
-        end = "(" + " | ".join(map(self._written, ends)) + ")"
+        end = "(" + " | ".join(map(self._term, ends)) + ")"
         return f"{self._format(content, f'{at}.content', depth + 1)} {end}"
 
     def _triggered(self, one: dict[str, Any], at: str, depth: int) -> str:
@@ -113,7 +117,7 @@ class StructuralTag:
 
     def _separated(self, one: dict[str, Any], at: str, depth: int) -> str:
         tags = [self._tag(tag, f"{at}.tags[{n}]", depth) for n, tag in enumerate(self._list(one, "tags", at))]
-        some, between = "(" + " | ".join(tags) + ")", self._written(self._string(one, "separator", at, empty=True))
+        some, between = "(" + " | ".join(tags) + ")", self._term(self._string(one, "separator", at, empty=True))
         several = some if one.get("stop_after_first") else f"{some} ({between} {some})*"
         return several if one.get("at_least_one") else f"({several})?"
 
@@ -127,30 +131,30 @@ class StructuralTag:
         self._grammars[name] = text
         return f"@{name}"
 
-    def _written(self, text: str) -> str:
-        """Return the term for a client's text, which may contain special tokens."""
+    def _term(self, text: str) -> str:
+        """Return the term for a client's text, whose special tokens may be written as tokens or letter by letter."""
         parts = cut_at_tokens(text, self._token_ids)
         return literal(text) if len(parts) == 1 else f"({literal(text)} | {terms(parts, self._token_ids)})"
 
     def _text_to_token(self, text: str) -> str:
-        """Return the term for free text up to the client's ``text`` with its special tokens as tokens; "" if it has
-        none. The free text ends at the first of these tokens by itself."""
+        """Return the term for free text followed by the client's ``text``, in which special tokens are tokens; "" if
+        ``text`` has none. Free text ends before the first special token, since it cannot contain any."""
         first, *rest = cut_at_tokens(text, self._token_ids)
         if not rest:
             return ""
         lead = "TAG_TEXT"
         if first:
             lead = f"TAG_TEXT_{len(self._rules)}"
-            self._rules.append(f"{lead}: {_TEXT} {literal(first)}")
+            self._rules.append(f"{lead}: {ANY_TEXT} {literal(first)}")
         return f"{lead} {terms(['', *rest], self._token_ids)}"
 
     def _rule(self, body: str) -> str:
         """Return the name of a lazy rule for ``body``; equal bodies share a rule."""
-        made = {rule.partition(": ")[2]: rule.partition("[")[0] for rule in self._rules[1:]}
-        if body not in made:
-            made[body] = f"tag_rule_{len(self._rules)}"
-            self._rules.append(f"{made[body]}[lazy]: {body}")
-        return made[body]
+        rules = {rule.partition(": ")[2]: rule.partition("[")[0] for rule in self._rules[1:]}
+        if body not in rules:
+            rules[body] = f"tag_rule_{len(self._rules)}"
+            self._rules.append(f"{rules[body]}[lazy]: {body}")
+        return rules[body]
 
     def _value(self, one: Any, name: str, at: str) -> Any:
         if not isinstance(one, dict) or name not in one:

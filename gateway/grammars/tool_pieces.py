@@ -23,12 +23,20 @@ from pillion.gateway.formats.named_calls import DEEPSEEK_SEPARATOR, END_FENCE, F
 from pillion.gateway.formats.reasoning import ReasoningFormat
 from pillion.gateway.formats.tool_formats import LIST_FORMATS, OPENAI
 from pillion.gateway.formats.xml_calls import MAX_DEPTH, MAX_KEY_CHARS, XML_FORMS, XmlForm, escaped, types_of
-from pillion.gateway.grammars.answer_grammar import Piece, cut_at_tokens, expression, literal, terms, too_large
+from pillion.gateway.grammars.answer_grammar import (
+    ANY_TEXT,
+    Piece,
+    cut_at_tokens,
+    expression,
+    literal,
+    terms,
+    too_large,
+)
 from pillion.gateway.grammars.json_schema import relax, self_contained
 from pillion.gateway.grammars.literal_values import (
-    BESIDE_MEMBERS,
     KEY,
     MAX_COUNTED_CHARS,
+    UNSUPPORTED_WITH_PROPERTIES,
     GemmaValues,
     bound,
     is_plain_key,
@@ -45,7 +53,6 @@ from pillion.gateway.tokens.chat_template import GRAMMAR, INPUT
 from pillion.rules.grammar_limits import MAX_GRAMMAR_BYTES
 from pillion.types import Tool, ToolOptions
 
-_TEXT = "/(?s:.*)/"
 _LINE = r"/\n?/"
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
@@ -57,12 +64,13 @@ def answer_pieces(
     structured: Piece | None,
     left_out: Mapping[int, Sequence[str]] = MappingProxyType({}),
 ) -> list[Piece]:
-    """Return the grammar's pieces for an answer; none if it may be any text.
+    """Return the pieces of an answer's grammar; none if it may be any text.
 
     Args:
-        output_format: what the answer may contain besides content.
+        output_format: what the answer may contain besides content; None: nothing else.
+        formats: the model's formats.
         options: the request's tools.
-        structured: the piece of the content's structure, if requested.
+        structured: the piece for the structure of the content; None for any text.
         left_out: per tool number, places in the schema, as JSON pointers, that are not enforced, for tools that are not
             ``strict``.
 
@@ -93,7 +101,7 @@ def answer_pieces(
         return [reasoning, body, *tail]
     # A call may begin within the reasoning, and ends it.
     begin = "" if output_format.opened else _term(output_format.reasoning.begin, marks)
-    either = f"({reasoning.body}) ({body.body}) | {begin} {_TEXT} {calls}"
+    either = f"({reasoning.body}) ({body.body}) | {begin} {ANY_TEXT} {calls}"
     return [replace(body, body=either, rules=(*reasoning.rules, *body.rules)), *tail]
 
 
@@ -112,7 +120,7 @@ def _within(around: tuple[str, str], body: str, marks: Mapping[str, int]) -> str
 
 def _channels_piece(opened: bool | None, marks: Mapping[str, int]) -> Piece:
     """Return a piece for messages of reasoning, each up to the beginning of the next message."""
-    rest = f"{_TEXT} {_next_message(marks)}"
+    rest = f"{ANY_TEXT} {_next_message(marks)}"
     every = f"({_message(ANALYSIS, marks)} {rest})*"
     return Piece(f"{rest} {every}" if opened else every)
 
@@ -128,12 +136,12 @@ def _next_message(marks: Mapping[str, int]) -> str:
 
 
 def reasoning_piece(form: ReasoningFormat, opened: bool | None, marks: Mapping[str, int]) -> Piece:
-    """Return a piece for free text up to the end of the reasoning, optional if each answer shows by itself whether it
-    reasons."""
+    """Return a piece for the reasoning and its marks: the rest of it if the prompt ends within (``opened``), else
+    optional."""
     rules: tuple[str, ...] = ()
-    thought = f"{_TEXT} {_term(form.end, marks)}"
+    thought = f"{ANY_TEXT} {_term(form.end, marks)}"
     if not _begins_with_token(form.end, marks):
-        thought, rules = "thought", (f"thought[lazy]: THOUGHT\nTHOUGHT: {_TEXT} {literal(form.end)}",)
+        thought, rules = "thought", (f"thought[lazy]: THOUGHT\nTHOUGHT: {ANY_TEXT} {literal(form.end)}",)
     begin = _term(form.begin, marks)
     space = r"/\n{0,2}/"
     if opened:
@@ -143,7 +151,8 @@ def reasoning_piece(form: ReasoningFormat, opened: bool | None, marks: Mapping[s
 
 @dataclass(frozen=True, slots=True)
 class _Calls:
-    """Builder of the piece for a request's calls. ``unfollowed`` has the places that are not enforced."""
+    """Builder of the piece for a request's calls. ``unfollowed`` collects the places in schemas that are not enforced,
+    as in ``Piece.left_out``."""
 
     formats: ModelFormats
     options: ToolOptions
@@ -153,8 +162,8 @@ class _Calls:
     unfollowed: dict[tuple[str, str], None] = field(default_factory=dict)
 
     def piece(self, structured: Piece | None) -> tuple[Piece, str]:
-        """Return the piece for an answer of only calls, or of content with calls, and the rule for only calls.
-        ``structured`` is the content's piece."""
+        """Return the piece for the answer: only calls if the client requires them, else content with or without calls;
+        and the rule for only calls. ``structured``: the piece for the content; None for any text."""
         choice = self.options.choice or "auto"
         allowed = {self.options.name} if choice == "named" else set(self.options.allowed)
         tools = {n: tool for n, tool in enumerate(self.options.tools) if not allowed or tool.name in allowed}
@@ -171,11 +180,11 @@ class _Calls:
         begin, end = (_term(mark, self.formats.mark_ids) for mark in self.around)
         if self.around[0] and _begins_with_token(self.around[0], self.formats.mark_ids):
             # Free text excludes tokens that are marks.
-            body = f"({begin} ({_TEXT} {end})?)? ({body}) ({end})?"
+            body = f"({begin} ({ANY_TEXT} {end})?)? ({body}) ({end})?"
         return Piece(body, rules + more, grammars, writer.sources, unfollowed), writer.calls
 
     def term(self, mark: str) -> str:
-        """Return a mark in a grammar."""
+        """Return the term for a mark."""
         return _term(mark, self.formats.mark_ids)
 
     def schema(self, tool: Tool, number: int) -> Mapping[str, Any]:
@@ -190,12 +199,12 @@ class _Calls:
         given = schema.get("type", "object")
         if "object" not in (given if isinstance(given, list) else [given]):
             self.leave_out(number, "/type", "arguments are an object")
-        # Readers accept only objects, whatever the schema omits.
+        # Parsers of calls accept only objects, even if the schema has no type.
         return {**schema, **_ANY_OBJECT}
 
     def leave_out(self, number: int, place: str, reason: str = "") -> None:
-        """Record that the place at ``place``, a JSON pointer, in a tool's schema is not enforced. Raises InvalidRequest
-        if the tool is ``strict``."""
+        """Exclude ``place``, a JSON pointer in the schema of tool ``number``, from enforcement. Raises InvalidRequest,
+        with the ``reason``, if the tool is ``strict``."""
         parameters = f"tools.tools[{number}].parameters"
         if self.options.tools[number].strict is True:
             raise InvalidRequest.of(SchemaViolation(parameters, f"at {place}: {reason}", place))
@@ -203,8 +212,8 @@ class _Calls:
 
 
 def _input_grammar(schema: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return syntax and text of the grammar of a custom tool's input, from its arguments' schema; None if it may be any
-    text, or the tool is a function."""
+    """Return syntax ("lark" or "regex") and text of the grammar of a custom tool's input, from the schema of its
+    arguments; None for a function, and if the input may be any text."""
     properties = schema.get("properties")
     value = properties.get(INPUT) if isinstance(properties, dict) and len(properties) == 1 else None
     found = value.get(GRAMMAR) if isinstance(value, dict) else None
@@ -228,25 +237,25 @@ class _Writer:
     arguments_key = "arguments"
     only_section = False
 
-    def __init__(self, asked: _Calls, tools: Mapping[int, Tool], several: bool) -> None:
-        assert asked.formats.tools is not None
-        self.asked, self.marks = asked, asked.formats.tools
+    def __init__(self, builder: _Calls, tools: Mapping[int, Tool], several: bool) -> None:
+        assert builder.formats.tools is not None
+        self.builder, self.marks = builder, builder.formats.tools
         self.several = several
         self.rules: list[str] = []
         self.sources: dict[str, Any] = {}
         self.json_bytes = 0
         self.grammars: dict[str, str] = {}
         for n, tool in tools.items():
-            self.rules.append(f"call_{n}: {self.one(tool, n)}")
+            self.rules.append(f"call_{n}: {self.call_rule(tool, n)}")
         self.any = "(" + " | ".join(f"call_{n}" for n in tools) + ")"
-        self.calls = self.all()
+        self.calls = self.calls_rule()
 
-    def one(self, tool: Tool, number: int) -> str:
+    def call_rule(self, tool: Tool, number: int) -> str:
         """Return the rule for a call of ``tool`` between the marks, by default a JSON object. Raises InvalidRequest."""
         head = f'{{"name": {json.dumps(tool.name)}, "{self.arguments_key}": '
         return f'{literal(head)} {self.arguments(tool, number)} "}}"'
 
-    def all(self) -> str:
+    def calls_rule(self) -> str:
         """Return the rule for an answer of only calls."""
         raise NotImplementedError
 
@@ -255,7 +264,7 @@ class _Writer:
         Raises InvalidRequest."""
         inner = schema if root is None else self_contained(schema, root)
         # Other tools' schemas were checked by relax.
-        checked = self.asked.options.tools[number].strict is not True
+        checked = self.builder.options.tools[number].strict is not True
         piece = plain_json_piece(inner, f"tools.tools[{number}].parameters", place, checked)
         self.sources |= piece.sources
         self.json_bytes += len(piece.body)
@@ -263,16 +272,16 @@ class _Writer:
             raise too_large(self.sources, self.json_bytes)
         return piece.body
 
-    def members_alone(self, schema: Mapping[str, Any], number: int) -> None:
-        """Leave out keywords beside the properties of arguments, which a keyword notation does not support. Raises
-        InvalidRequest."""
-        given, others = list(properties_of(schema)), schema.get("additionalProperties")
-        beside = [key for key in BESIDE_MEMBERS if key in schema]
-        beside += ["additionalProperties"] if others and isinstance(others, dict) and not given else []
-        beside += ["required"] if others is False and lacks_members(schema) else []
-        for key in beside:
+    def leave_out_unsupported(self, schema: Mapping[str, Any], number: int) -> None:
+        """Exclude from enforcement the keywords that a notation of separate arguments does not support: those that
+        apply to the object as a whole. Raises InvalidRequest."""
+        properties, others = list(properties_of(schema)), schema.get("additionalProperties")
+        unsupported = [key for key in UNSUPPORTED_WITH_PROPERTIES if key in schema]
+        unsupported += ["additionalProperties"] if others and isinstance(others, dict) and not properties else []
+        unsupported += ["required"] if others is False and lacks_members(schema) else []
+        for key in unsupported:
             text = f"this model's notation of calls does not support {key!r}"
-            self.asked.leave_out(number, pointer([key]), text)
+            self.builder.leave_out(number, pointer([key]), text)
 
     def client_grammar(self, grammar: str, number: int) -> str:
         """Return a reference to a client's Lark grammar."""
@@ -282,7 +291,7 @@ class _Writer:
 
     def arguments(self, tool: Tool, number: int) -> str:
         """Return a rule for a call's arguments as a JSON object. Raises InvalidRequest."""
-        schema = self.asked.schema(tool, number)
+        schema = self.builder.schema(tool, number)
         match _input_grammar(schema):
             case "lark", text:
                 inner = self.client_grammar(spelled(text, f"tools.tools[{number}].parameters"), number)
@@ -297,40 +306,40 @@ class _Writer:
         return body
 
     @property
-    def begins_again(self) -> bool:
-        """True if another mark of calls may follow calls."""
+    def repeats_mark(self) -> bool:
+        """True if a further mark may begin more calls."""
         return self.several and not self.only_section
 
-    def repeated(self, one: str, apart: str = "") -> str:
-        """Return a rule for ``one`` or, if several calls are allowed, several of it with ``apart`` between them."""
-        return f"{one} ({apart} {one})*" if self.several else one
+    def repeated(self, one: str, separator: str = "") -> str:
+        """Return a rule for ``one``, repeated with ``separator`` if several calls are allowed."""
+        return f"{one} ({separator} {one})*" if self.several else one
 
     def text_with_calls(self) -> tuple[str, tuple[str, ...]]:
-        """Return a rule for free text with calls after marks, and auxiliary rules; if only one mark is allowed, nothing
-        follows its calls."""
-        ids, begin = self.asked.formats.mark_ids, self.marks.begin
-        head, rules = f"TEXT {self.asked.term(begin)}", [f"TEXT: {_TEXT}"]
+        """Return a rule for free text with calls after marks, and auxiliary rules. If only one mark is allowed, the
+        answer ends after its calls."""
+        ids, begin = self.builder.formats.mark_ids, self.marks.begin
+        head, rules = f"TEXT {self.builder.term(begin)}", [f"TEXT: {ANY_TEXT}"]
         if not _begins_with_token(begin, ids):
             head = "text_and_mark"
-            rules.append(f"text_and_mark[lazy]: TEXT_AND_MARK\nTEXT_AND_MARK: {_TEXT} {literal(begin)}")
-        return f"({head} call)* TEXT" if self.begins_again else f"TEXT | {head} call", tuple(rules)
+            rules.append(f"text_and_mark[lazy]: TEXT_AND_MARK\nTEXT_AND_MARK: {ANY_TEXT} {literal(begin)}")
+        return f"({head} call)* TEXT" if self.repeats_mark else f"TEXT | {head} call", tuple(rules)
 
     def bare_calls(self, first: str) -> tuple[str, tuple[str, ...]]:
         """Return the counterpart of :meth:`text_with_calls` for calls without a mark: an answer is calls only if it
         begins with ``first``, the inside of a character class. Empty answers are allowed, as elsewhere."""
         text, begin = rf"/(\s*[^{first}\s](?s:.*))?/", self.marks.begin
-        if begin not in self.asked.formats.mark_ids:
+        if begin not in self.builder.formats.mark_ids:
             return f"{text} | {self.calls}", ()
-        marked = f"{self.asked.term(begin)} {self.calls} {self.asked.term(self.marks.end)}"
+        marked = f"{self.builder.term(begin)} {self.calls} {self.builder.term(self.marks.end)}"
         return f"{text} | ({text})? {marked} | {self.calls}", ()
 
 
 class _TaggedWriter(_Writer):
     """Calls between two marks, as in hermes and generic."""
 
-    def all(self) -> str:
-        self.rules.append(f'call: "\\n" {self.any} "\\n" {self.asked.term(self.marks.end)}')
-        return self.repeated(f"{self.asked.term(self.marks.begin)} call", '"\\n"')
+    def calls_rule(self) -> str:
+        self.rules.append(f'call: "\\n" {self.any} "\\n" {self.builder.term(self.marks.end)}')
+        return self.repeated(f"{self.builder.term(self.marks.begin)} call", '"\\n"')
 
 
 class _XmlWriter(_TaggedWriter):
@@ -339,27 +348,27 @@ class _XmlWriter(_TaggedWriter):
     @property
     def form(self) -> XmlForm:
         """Marks of the format."""
-        return XML_FORMS[self.asked.formats.tool_parser]
+        return XML_FORMS[self.builder.formats.tool_parser]
 
-    def all(self) -> str:
+    def calls_rule(self) -> str:
         form = self.form
         calls = self.repeated(self.any, self.line) if form.together else self.any
         # A bare name follows the mark at once, and each parameter ends its line.
         line = self.line if form.function else ""
-        self.rules.append(f"call: {line} {calls} {line} {self.asked.term(form.end)}")
-        call = f"{self.asked.term(form.begin)} call"
+        self.rules.append(f"call: {line} {calls} {line} {self.builder.term(form.end)}")
+        call = f"{self.builder.term(form.begin)} call"
         return call if form.together else self.repeated(call, '"\\n"')
 
-    def one(self, tool: Tool, number: int) -> str:
-        schema, form = self.asked.schema(tool, number), self.form
-        head = self.asked.term(f"{form.function}{tool.name}{form.named}")
+    def call_rule(self, tool: Tool, number: int) -> str:
+        schema, form = self.builder.schema(tool, number), self.form
+        head = self.builder.term(f"{form.function}{tool.name}{form.named}")
         if form.end_head:
-            head += f' " index=\\"" /[1-9][0-9]{{0,2}}/ "\\"" {self.asked.term(form.end_head)}'
+            head += f' " index=\\"" /[1-9][0-9]{{0,2}}/ "\\"" {self.builder.term(form.end_head)}'
         head += "" if form.nested else f" {self.line}"
-        end = self.asked.term(form.end_function) if form.end_function else ""
+        end = self.builder.term(form.end_function) if form.end_function else ""
         if (grammar := _input_grammar(schema)) is not None:
-            return f"{head} {self._head(literal(INPUT))} {self._input(*grammar, number)} {self._behind(INPUT)} {end}"
-        self.members_alone(schema, number)
+            return f"{head} {self._head(literal(INPUT))} {self._input(*grammar, number)} {self._after_end(INPUT)} {end}"
+        self.leave_out_unsupported(schema, number)
         parts = self._parameters(f"parameter_{number}", schema, schema, number)
         if not parts and schema.get("additionalProperties") is not False:
             name = f"parameter_{number}"
@@ -378,14 +387,14 @@ class _XmlWriter(_TaggedWriter):
         for m, (key, value, needed) in enumerate(properties_of(schema)):
             inner = place + pointer(("properties", key))
             if not self.form.reads_key(key):
-                self.asked.leave_out(number, inner, f"the model cannot write the property {key!r}")
+                self.builder.leave_out(number, inner, f"the model cannot write the property {key!r}")
                 continue
             one = f"{name}_{m}"
             self.rules += self._parameter(one, key, value, root, number, inner)
             parts.append(one if needed else f"{one}?")
         return parts
 
-    def _behind(self, key: str) -> str:
+    def _after_end(self, key: str) -> str:
         """Return a rule for the text after a parameter's end mark."""
         return literal(f"{key}>") if self.form.nested else self.line
 
@@ -406,26 +415,26 @@ class _XmlWriter(_TaggedWriter):
             named = {"number" if one == "integer" else one for one in types}
             kinds = sorted(named) if form.end_head else [str(named == {"string"}).lower()]
             kind = f"({' | '.join(map(literal, kinds))})"
-            return f"{self.asked.term(form.parameter)} {key} {literal(head)} {kind} {self.asked.term(behind)}"
-        keyed = ' "\\n" '.join(map(self.asked.term, form.keyed))
-        return f"{self.asked.term(form.parameter)} {key} {keyed}" + (' "\\n"' if form.lines else "")
+            return f"{self.builder.term(form.parameter)} {key} {literal(head)} {kind} {self.builder.term(behind)}"
+        keyed = ' "\\n" '.join(map(self.builder.term, form.keyed))
+        return f"{self.builder.term(form.parameter)} {key} {keyed}" + (' "\\n"' if form.lines else "")
 
     def _tail(self) -> str:
         """Return a rule for the text after a parameter's value."""
-        return ('"\\n" ' if self.form.lines else "") + self.asked.term(self.form.end_parameter)
+        return ('"\\n" ' if self.form.lines else "") + self.builder.term(self.form.end_parameter)
 
     def _up_to_end(self, name: str, value: str) -> tuple[str, list[str]]:
-        """Return a rule for a match of ``value`` and the mark after it, and auxiliary rules. A mark that is not a token
-        is its first occurrence."""
+        """Return a rule for a match of ``value`` and the end mark after it, and auxiliary rules. The value ends at the
+        first end mark."""
         line, end = "\\n" if self.form.lines else "", self.form.end_parameter
-        if _begins_with_token(end, self.asked.formats.mark_ids):
+        if _begins_with_token(end, self.builder.formats.mark_ids):
             return f"/{value}/ {self._tail()}", []
         mark = expression(re.escape(end), "")[1:-1]
         ended = f"/{value}{line}{mark}/ & ~/(?s:.*){mark}(?s:.+)/"
         return name, [f"{name}[lazy]: {name.upper()}", f"{name.upper()}: {ended}"]
 
     def _input(self, syntax: str, text: str, number: int) -> str:
-        """Return a rule for a custom tool's input, and the mark after it."""
+        """Return a rule for a custom tool's input and the end mark after it."""
         if syntax == "lark":
             return f"{self.client_grammar(text, number)} {self._tail()}"
         field = f"tools.tools[{number}].parameters"
@@ -439,7 +448,7 @@ class _XmlWriter(_TaggedWriter):
     ) -> list[str]:
         """Return the rules of one parameter: a text up to its end mark, one of some values, elements of a list or an
         object, or JSON. Raises InvalidRequest."""
-        begin, end = self._head(self._key(key)), f"{self._tail()} {self._behind(key)}"
+        begin, end = self._head(self._key(key)), f"{self._tail()} {self._after_end(key)}"
         types = types_of({"properties": {key: schema}}, key)
         if (values := values_of(schema)) is not None:
             texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
@@ -447,20 +456,20 @@ class _XmlWriter(_TaggedWriter):
             texts = [text for text in texts if not any(mark in text for mark in self.form.ends)]
             if not texts:
                 word = "enum" if "enum" in schema else "const"
-                self.asked.leave_out(number, f"{place}/{word}", "the model cannot write any of these")
-                return self._text(name, begin, {}, self._behind(key))
+                self.builder.leave_out(number, f"{place}/{word}", "the model cannot write any of these")
+                return self._text(name, begin, {}, self._after_end(key))
             # A text that is not JSON is a string, whatever its declared type.
             begin = self._head(self._key(key), types - {"string"} or types)
             return [f"{name}: {begin} ({' | '.join(map(literal, texts))}) {end}"]
         if "string" in types:
-            return self._text(name, begin, schema, self._behind(key))
+            return self._text(name, begin, schema, self._after_end(key))
         begin = self._head(self._key(key), types)
         value = self._elements(name, schema, root, number, place)
         return [f"{name}: {begin} {value or self.json(schema, number, place, root)} {end}"]
 
     def _elements(self, name: str, schema: Mapping[str, Any], root: Mapping[str, Any], number: int, place: str) -> str:
-        """Return a rule for the elements of a list or object; "" if the format or the schema has none, or elements
-        cannot enforce the schema: then JSON is written."""
+        """Return a rule for a list or object as nested elements; "" if it is written as JSON instead: the format is not
+        nested, the type is another, or elements cannot enforce the schema."""
         words = {*schema} - {"title", "description", "default", "examples"}
         if not self.form.nested or name.count("_") > MAX_DEPTH:
             return ""
@@ -468,22 +477,26 @@ class _XmlWriter(_TaggedWriter):
             open_ended = schema.get("additionalProperties") not in (None, False)
             parts = [] if open_ended else self._parameters(name, schema, root, number, place)
             return f"({' '.join(parts)})" if parts else ""
-        items, least, most = schema.get("items"), schema.get("minItems", 0), schema.get("maxItems", MAX_COUNTED_CHARS)
-        counted = type(least) is type(most) is int and 0 <= least <= most <= MAX_COUNTED_CHARS
+        items, min_items, max_items = (
+            schema.get("items"),
+            schema.get("minItems", 0),
+            schema.get("maxItems", MAX_COUNTED_CHARS),
+        )
+        counted = type(min_items) is type(max_items) is int and 0 <= min_items <= max_items <= MAX_COUNTED_CHARS
         if schema.get("type") == "array" and words <= {"type", "items", "minItems", "maxItems"} and counted:
             if not isinstance(items, dict) or not items:
                 return ""
             item = f"{name}_item"
             self.rules += self._parameter(item, "item", items, root, number, f"{place}/items")
-            return f"{item}{{{least},{most if 'maxItems' in schema else ''}}}"
+            return f"{item}{{{min_items},{max_items if 'maxItems' in schema else ''}}}"
         return ""
 
     def _text(self, name: str, begin: str, schema: Mapping[str, Any], behind: str) -> list[str]:
-        """Return the rules of a text parameter: everything up to its end mark, within the schema's length, and
+        """Return the rules of a text parameter: ``begin``, text within the schema's length, the end mark, and
         ``behind``."""
-        least, most = (bound(schema, word, MAX_COUNTED_CHARS) for word in ("minLength", "maxLength"))
-        low = least or 0
-        high = "" if most is None or most < low else most
+        min_length, max_length = (bound(schema, word, MAX_COUNTED_CHARS) for word in ("minLength", "maxLength"))
+        low = min_length or 0
+        high = "" if max_length is None or max_length < low else max_length
         rule, rules = self._up_to_end(f"{name}_text", f"(?s:.{{{low},{high}}})")
         return [f"{name}: {begin} {rule} {behind}", *rules]
 
@@ -493,8 +506,8 @@ class _NamedWriter(_TaggedWriter):
 
     only_section = True
 
-    def one(self, tool: Tool, number: int) -> str:
-        form, term = NAMED_FORMS[self.asked.formats.tool_parser], self.asked.term
+    def call_rule(self, tool: Tool, number: int) -> str:
+        form, term = NAMED_FORMS[self.builder.formats.tool_parser], self.builder.term
         begin, end, arguments = term(form.begin), term(form.end), self.arguments(tool, number)
         if form.numbered:
             name = f"{literal(f'{NAME_PREFIX}{tool.name}:')} /[0-9]{{1,3}}/"
@@ -504,11 +517,11 @@ class _NamedWriter(_TaggedWriter):
             return f"{begin} {head} {arguments} {literal(f'{chr(10)}{END_FENCE}')} {end}"
         return f"{begin} {literal(tool.name)} {term(form.separator)} {arguments} {end}"
 
-    def all(self) -> str:
-        form = NAMED_FORMS[self.asked.formats.tool_parser]
+    def calls_rule(self) -> str:
+        form = NAMED_FORMS[self.builder.formats.tool_parser]
         calls = self.repeated(self.any, '"\\n"' if form.fenced else "")
-        self.rules.append(f"call: {calls} {self.asked.term(form.end_section)}")
-        return f"{self.asked.term(form.section)} call"
+        self.rules.append(f"call: {calls} {self.builder.term(form.end_section)}")
+        return f"{self.builder.term(form.section)} call"
 
 
 class _ListWriter(_TaggedWriter):
@@ -516,16 +529,16 @@ class _ListWriter(_TaggedWriter):
 
     only_section = True
 
-    def all(self) -> str:
-        end = self.asked.term(self.marks.end) if self.marks.end else ""
+    def calls_rule(self) -> str:
+        end = self.builder.term(self.marks.end) if self.marks.end else ""
         self.rules.append(f'call: "[" {self.repeated(self.any, literal(", "))} "]" {end}')
-        return f"{self.asked.term(self.marks.begin)} call"
+        return f"{self.builder.term(self.marks.begin)} call"
 
 
 class _ApertusWriter(_ListWriter):
     """Calls of Apertus: each is an object with one key, the tool's name."""
 
-    def one(self, tool: Tool, number: int) -> str:
+    def call_rule(self, tool: Tool, number: int) -> str:
         return f'{literal(f"{{{json.dumps(tool.name)}: ")} {self.arguments(tool, number)} "}}"'
 
 
@@ -538,16 +551,16 @@ class _InternlmWriter(_TaggedWriter):
 class _CohereWriter(_ListWriter):
     """Calls of Cohere: a list with a line per call, with numbered calls."""
 
-    def one(self, tool: Tool, number: int) -> str:
+    def call_rule(self, tool: Tool, number: int) -> str:
         head = f', "tool_name": {json.dumps(tool.name)}, "parameters": '
         begin, behind = literal('{"tool_call_id": "'), literal(f'"{head}')
         return f'{begin} /[0-9]{{1,3}}/ {behind} {self.arguments(tool, number)} "}}"'
 
-    def all(self) -> str:
+    def calls_rule(self) -> str:
         line, next_line = literal("[\n    "), literal(",\n    ")
         calls = self.repeated(self.any, next_line)
-        self.rules.append(f'call: {line} {calls} "\\n]" {self.asked.term(self.marks.end)}')
-        return f"{self.asked.term(self.marks.begin)} call"
+        self.rules.append(f'call: {line} {calls} "\\n]" {self.builder.term(self.marks.end)}')
+        return f"{self.builder.term(self.marks.begin)} call"
 
 
 class _LiteralWriter(_TaggedWriter):
@@ -556,23 +569,23 @@ class _LiteralWriter(_TaggedWriter):
     @property
     def form(self) -> LiteralForm:
         """Marks of the format."""
-        return LITERAL_FORMS[self.asked.formats.tool_parser]
+        return LITERAL_FORMS[self.builder.formats.tool_parser]
 
-    def one(self, tool: Tool, number: int) -> str:
-        schema, form, name = self.asked.schema(tool, number), self.form, f"arguments_{number}"
+    def call_rule(self, tool: Tool, number: int) -> str:
+        schema, form, name = self.builder.schema(tool, number), self.form, f"arguments_{number}"
         head, end = literal(f"{form.head}{tool.name}{form.opened}"), literal(form.closed)
         values = GemmaValues(
             schema,
             f"{name}_value",
-            (self.asked.term(form.quote), form.quote),
-            form.quote in self.asked.formats.mark_ids,
+            (self.builder.term(form.quote), form.quote),
+            form.quote in self.builder.formats.mark_ids,
             lambda inner, place: self.json(inner, number, place),
             self.rules,
-            lambda place, reason: self.asked.leave_out(number, place, reason),
+            lambda place, reason: self.builder.leave_out(number, place, reason),
         )
         if (grammar := _input_grammar(schema)) is not None:
             return f"{head} {literal(INPUT + form.keyed)} {self._input(*grammar, number, values)} {end}"
-        self.members_alone(schema, number)
+        self.leave_out_unsupported(schema, number)
         if form.quote:
             self.json(schema, number)
             return f"{head} {values.pairs(schema, name)} {end}"
@@ -589,7 +602,7 @@ class _LiteralWriter(_TaggedWriter):
         for key, value, needed in known:
             place = pointer(("properties", key))
             if not is_plain_key(key):
-                self.asked.leave_out(number, place, f"the model cannot write the property {key!r}")
+                self.builder.leave_out(number, place, f"the model cannot write the property {key!r}")
                 continue
 
             def rule(inner: Any, place: str = place) -> str:
@@ -605,26 +618,26 @@ class _LiteralWriter(_TaggedWriter):
             if syntax == "lark":
                 return f"{literal(chr(34))} {self.client_grammar(spelled(text, field), number)} {literal(chr(34))}"
             return self.json({"type": "string", "pattern": f"^(?:{text})$"}, number)
-        quote = self.asked.term(self.form.quote)
+        quote = self.builder.term(self.form.quote)
         if syntax == "lark":
             return f"{quote} {self.client_grammar(text, number)} {quote}"
         self.sources[field] = None
         return f"{quote} {values.up_to_mark(f'(?:{expression(text, field)[1:-1]})')}"
 
-    def all(self) -> str:
+    def calls_rule(self) -> str:
         form, calls = self.form, self.any
         if form.listed:
             calls = f'"[" {self.repeated(calls, literal(", "))} "]"'
         elif form.lines:
             calls = self.repeated(calls, literal("\n"))
-        self.rules.append(f"call: {calls} {self.asked.term(form.end) if form.end and not form.listed else ''}")
+        self.rules.append(f"call: {calls} {self.builder.term(form.end) if form.end and not form.listed else ''}")
         if form.listed:
             return "call"
-        call = f"{self.asked.term(form.begin)} call"
+        call = f"{self.builder.term(form.begin)} call"
         return call if form.lines else self.repeated(call)
 
     @property
-    def begins_again(self) -> bool:
+    def repeats_mark(self) -> bool:
         return self.several and not self.form.lines
 
     def text_with_calls(self) -> tuple[str, tuple[str, ...]]:
@@ -636,7 +649,7 @@ class _LlamaWriter(_Writer):
 
     arguments_key = "parameters"
 
-    def all(self) -> str:
+    def calls_rule(self) -> str:
         return self.repeated(self.any, literal("; "))
 
     def text_with_calls(self) -> tuple[str, tuple[str, ...]]:
@@ -647,47 +660,47 @@ class _MistralWriter(_ListWriter):
     """Calls of Mistral: a list after one mark or, if the tokenizer has a mark for it, a name and arguments after
     each."""
 
-    def one(self, tool: Tool, number: int) -> str:
-        if "[ARGS]" in self.asked.formats.mark_ids:
-            return f"{literal(tool.name)} {self.asked.term('[ARGS]')} {self.arguments(tool, number)}"
-        return super().one(tool, number)
+    def call_rule(self, tool: Tool, number: int) -> str:
+        if "[ARGS]" in self.builder.formats.mark_ids:
+            return f"{literal(tool.name)} {self.builder.term('[ARGS]')} {self.arguments(tool, number)}"
+        return super().call_rule(tool, number)
 
-    def all(self) -> str:
-        if "[ARGS]" not in self.asked.formats.mark_ids:
-            return super().all()
+    def calls_rule(self) -> str:
+        if "[ARGS]" not in self.builder.formats.mark_ids:
+            return super().calls_rule()
         self.rules.append(f"call: {self.any}")
-        return self.repeated(f"{self.asked.term(self.marks.begin)} call")
+        return self.repeated(f"{self.builder.term(self.marks.begin)} call")
 
     @property
-    def begins_again(self) -> bool:
-        return self.several and "[ARGS]" in self.asked.formats.mark_ids
+    def repeats_mark(self) -> bool:
+        return self.several and "[ARGS]" in self.builder.formats.mark_ids
 
 
 class _HarmonyWriter(_Writer):
     """Calls as messages in a channel, as in gpt-oss. A call ends the answer, so there is at most one. An answer whose
     prompt ends within its content (``continue_final_message``) only continues it."""
 
-    def one(self, tool: Tool, number: int) -> str:
+    def call_rule(self, tool: Tool, number: int) -> str:
         channel, constrain, message = map(
-            self.asked.term, (HarmonyMark.CHANNEL, HarmonyMark.CONSTRAIN, HarmonyMark.MESSAGE)
+            self.builder.term, (HarmonyMark.CHANNEL, HarmonyMark.CONSTRAIN, HarmonyMark.MESSAGE)
         )
         head = literal(f"commentary to={NAME_PREFIX}{tool.name} ")
         return f'{channel} {head} {constrain} "json" {message} {self.arguments(tool, number)}'
 
-    def all(self) -> str:
-        marks = self.asked.formats.mark_ids
-        return f"{_TEXT} {_next_message(marks)} {self.any}" if self.asked.opened is False else self.any
+    def calls_rule(self) -> str:
+        marks = self.builder.formats.mark_ids
+        return f"{ANY_TEXT} {_next_message(marks)} {self.any}" if self.builder.opened is False else self.any
 
     def content(self, body: str) -> str:
-        return body if self.asked.opened is False else f"{_message('final', self.asked.formats.mark_ids)} ({body})"
+        return body if self.builder.opened is False else f"{_message('final', self.builder.formats.mark_ids)} ({body})"
 
     def text_with_calls(self) -> tuple[str, tuple[str, ...]]:
-        if self.asked.opened is False:
-            return f"{_TEXT} | {self.calls}", ()
-        marks = self.asked.formats.mark_ids
+        if self.builder.opened is False:
+            return f"{ANY_TEXT} | {self.calls}", ()
+        marks = self.builder.formats.mark_ids
         # Before a call there may be messages for the user, which are content, and further reasoning.
-        before = f"({_message('commentary', marks)} | {_message(ANALYSIS, marks)}) {_TEXT} {_next_message(marks)}"
-        return f"({before})* ({self.content(_TEXT)} | {self.calls})", ()
+        before = f"({_message('commentary', marks)} | {_message(ANALYSIS, marks)}) {ANY_TEXT} {_next_message(marks)}"
+        return f"({before})* ({self.content(ANY_TEXT)} | {self.calls})", ()
 
 
 _WRITERS: Mapping[str, Callable[[_Calls, Mapping[int, Tool], bool], _Writer]] = {
@@ -708,5 +721,5 @@ _WRITERS: Mapping[str, Callable[[_Calls, Mapping[int, Tool], bool], _Writer]] = 
 
 
 def _term(mark: str, ids: Mapping[str, int]) -> str:
-    """Return a mark in a grammar: its tokens by id, other text as it is."""
+    """Return the term for a mark: its special tokens by id, other text as a string."""
     return terms(cut_at_tokens(mark, ids), ids)

@@ -2,9 +2,9 @@
 
 token --> text --> (reasoning and calls: :mod:`pillion.gateway.formats`) --> stop strings --> delta
 
-The detokenizer converts ids one by one: it never emits a partial UTF-8 character, and its pieces add up to the text of
-a full decode. Stop strings are found however the text is cut: StopStrings is a request's automaton (Aho and
-Corasick's), with a StopMatcher per answer.
+The detokenizer converts ids one by one, without partial UTF-8 characters; the concatenated result equals a full decode.
+Stop strings are found across piece boundaries: StopStrings is a request's Aho-Corasick automaton, with a StopMatcher
+per answer.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tokenizers import decoders
 
 from pillion.types import TokenLogprob, ToolCallDelta
 
+# Max tokens that may together be an incomplete character.
 MAX_HELD_TOKENS = 4
 _REPLACEMENT = "\ufffd"
 _SPACE = "\u2581"
@@ -34,8 +35,8 @@ class Spellings:
 
     Attributes:
         codec: the tokenizer.
-        byte_level: whether a token's bytes do not depend on its neighbours.
-        whole: texts of tokens that are whole characters, for a byte-level vocabulary.
+        byte_level: whether the vocabulary is byte-level, i.e. a token's bytes do not depend on its neighbours.
+        whole: cached texts of tokens that are whole characters, by id; byte-level only.
         hides_specials: whether special tokens have no text.
     """
 
@@ -49,12 +50,12 @@ class Spellings:
         self.whole: dict[int, str] = {}
         self._parts: dict[int, bytes] = {}
         self._own: dict[int, bytes] = {}
-        # The library builds the whole table at each call, which dominates this method.
+        # Called once: the library builds the whole table at each call.
         added = codec.get_added_tokens_decoder().values()
         self._specials = frozenset(token.content for token in added if token.special)
 
     def showing_specials(self) -> Spellings:
-        """Return the spellings of the same model with special tokens shown."""
+        """Return the same model's spellings in which special tokens have their text."""
         if self._showing is None:
             self._showing = Spellings(self.codec, hides_specials=False)
         return self._showing
@@ -65,10 +66,10 @@ class Spellings:
         return token is not None and not (self.hides_specials and token in self._specials)
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of a token of a byte-level vocabulary; none for an unknown or a hidden special one."""
-        found = self._parts.get(token_id)
-        if found is not None:
-            return found
+        """Return the bytes of a token of a byte-level vocabulary; b"" for an unknown id or a hidden special token."""
+        cached = self._parts.get(token_id)
+        if cached is not None:
+            return cached
         token = self.codec.id_to_token(token_id)
         if token is None:
             # Not cached, since the number of unknown ids is unlimited.
@@ -83,10 +84,10 @@ class Spellings:
         return raw
 
     def own_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token alone, a special token's text included; none for an unknown id."""
-        found = self._own.get(token_id)
-        if found is not None:
-            return found
+        """Return the bytes of a token without context; a special token has its text, an unknown id b""."""
+        cached = self._own.get(token_id)
+        if cached is not None:
+            return cached
         token = self.codec.id_to_token(token_id)
         if token is None:
             return b""
@@ -135,21 +136,23 @@ class NoText:
 
 
 class _ByteLevelDetokenizer:
-    __slots__ = ("_amid", "_spellings", "_utf8", "_whole")
+    """Decoder of tokens that are bytes, independently of their neighbours."""
+
+    __slots__ = ("_in_character", "_spellings", "_utf8", "_whole")
 
     def __init__(self, spellings: Spellings) -> None:
         self._spellings = spellings
         self._whole = spellings.whole
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._amid = False
+        self._in_character = False
 
     def push(self, token_id: int) -> str:
-        if not self._amid:
+        if not self._in_character:
             text = self._whole.get(token_id)
             if text is not None:
                 return text
         text = self._utf8.decode(self._spellings.bytes_of(token_id))
-        self._amid = bool(self._utf8.getstate()[0])
+        self._in_character = bool(self._utf8.getstate()[0])
         return text
 
     def flush(self) -> str:
@@ -157,10 +160,8 @@ class _ByteLevelDetokenizer:
 
 
 class _WindowDetokenizer:
-    """Decoder over the last emitted tokens and those held back; what follows the emitted ones' text is new.
-
-    The window begins with emitted tokens because a token's text depends on the one before it (leading spaces).
-    """
+    """Decodes a window: the tokens emitted last, and those held back, whose text is new. The former are context, since
+    a token's text depends on its predecessor (leading spaces)."""
 
     __slots__ = ("_codec", "_context", "_held", "_spellings")
 
@@ -174,12 +175,13 @@ class _WindowDetokenizer:
         if not self._spellings.is_text(token_id):
             return ""
         self._held.append(token_id)
-        return self._take(final=len(self._held) >= MAX_HELD_TOKENS)
+        return self._decode(final=len(self._held) >= MAX_HELD_TOKENS)
 
     def flush(self) -> str:
-        return self._take(final=True)
+        return self._decode(final=True)
 
-    def _take(self, final: bool) -> str:
+    def _decode(self, final: bool) -> str:
+        """Return the text of the held tokens, unless it ends within a character and is not ``final``."""
         if not self._held:
             return ""
         hides = self._spellings.hides_specials
@@ -192,8 +194,8 @@ class _WindowDetokenizer:
 
 
 def _bytes_of(token: str) -> bytes:
-    """Return the bytes of a token. One with characters outside the byte alphabet was added to the vocabulary later, and
-    is its own text."""
+    """Return the bytes of a byte-level vocabulary's token. An added token, with characters outside the byte alphabet,
+    is plain text."""
     try:
         return bytes([_BYTE_OF[character] for character in token])
     except KeyError:
@@ -201,7 +203,7 @@ def _bytes_of(token: str) -> bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's characters for bytes: printable Latin-1 for itself, the other bytes from U+0100 up, in order."""
+    """Return GPT-2's byte alphabet, bytes by character: printable Latin-1 is itself, other bytes are U+0100 and up."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
@@ -210,15 +212,11 @@ def _byte_alphabet() -> dict[str, int]:
 _BYTE_OF = _byte_alphabet()
 
 
-# Cached automata of stop strings: an application's requests, and a list's prompts, share theirs.
-_KEPT_AUTOMATA = 16
-
-
 class StopStrings:
-    """Automaton of stop strings over characters, with a constant cost per character.
+    """Aho-Corasick automaton of stop strings, with a constant cost per character.
 
-    A state is a prefix of a stop string; a text's state is the longest one that is its suffix. States of one string are
-    numbered consecutively, so that an integer and a character describe most of them.
+    A state is a prefix of a stop string; a text's state is its longest suffix that is one. A string's states have
+    consecutive numbers, so that an integer and a character describe most of them.
 
     Attributes:
         stops: the strings, none of them empty.
@@ -227,16 +225,17 @@ class StopStrings:
         held: per state, the number of last characters that can still become a stop string.
     """
 
-    __slots__ = ("_branches", "_instead", "_labels", "begin", "held", "matched", "stops")
+    __slots__ = ("_branches", "_failure", "_labels", "begin", "held", "matched", "stops")
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = tuple(dict.fromkeys(stop for stop in stops if stop))
         self.begin = frozenset(stop[0] for stop in self.stops)
-        # Per state, the character that leads to the state with the next number, or "".
+        # Per state, the character that leads to the next number's state, or "".
         self._labels = [""]
         self._branches: dict[int, dict[str, int]] = {}
-        # Per state: its parent, the character between them, its length, and that of the stop string that it is, or 0.
-        before, characters, lengths, ends = [0], [""], [0], [0]
+        # Per state: its parent, the character from there, its length, and the length again if it is a whole stop
+        # string, else 0.
+        parents, characters, lengths, ends = [0], [""], [0], [0]
         for stop in self.stops:
             state = length = 0
             while length < len(stop) and (following := self._edge(state, stop[length])):
@@ -245,13 +244,13 @@ class StopStrings:
             if rest:
                 self._add_edge(state, rest[0], first)
                 self._labels += [*rest[1:], ""]
-                before += [state, *range(first, first + len(rest) - 1)]
+                parents += [state, *range(first, first + len(rest) - 1)]
                 characters += rest
                 lengths += range(length + 1, len(stop) + 1)
                 ends += [0] * len(rest)
                 state = len(ends) - 1
             ends[state] = len(stop)
-        self._link(before, characters, lengths, ends)
+        self._link(parents, characters, lengths, ends)
 
     def step(self, state: int, character: str) -> int:
         """Return the state after ``character``."""
@@ -261,7 +260,7 @@ class StopStrings:
                 return branches[state][character]
             if not state:
                 return 0
-            state = self._instead[state]
+            state = self._failure[state]
         return state + 1
 
     def _edge(self, state: int, character: str) -> int:
@@ -274,24 +273,25 @@ class StopStrings:
         else:
             self._branches.setdefault(state, {})[character] = following
 
-    def _link(self, before: list[int], characters: list[str], lengths: list[int], ends: list[int]) -> None:
-        """Find each state's longest proper suffix that is a state too, in order of length."""
+    def _link(self, parents: list[int], characters: list[str], lengths: list[int], ends: list[int]) -> None:
+        """Compute the failure links: each state's longest proper suffix that is a state, in order of length."""
         labels, branches, step, count = self._labels, self._branches, self.step, len(ends)
         matched, held, suffixes = ends, lengths.copy(), [0] * count
-        self.matched, self.held, self._instead = matched, held, (instead := [0] * count)
+        self.matched, self.held, self._failure = matched, held, (failure := [0] * count)
         for state in sorted(range(1, count), key=lengths.__getitem__):
-            suffix = step(suffixes[before[state]], characters[state]) if before[state] else 0
+            suffix = step(suffixes[parents[state]], characters[state]) if parents[state] else 0
             suffixes[state] = suffix
             matched[state] = matched[state] or matched[suffix]
             label = labels[state]
             if not label and state not in branches:
                 held[state] = held[suffix]
-            # A suffix without further characters cannot match either.
-            in_vain = suffix not in branches and labels[suffix] in ("", label)
-            instead[state] = instead[suffix] if in_vain else suffix
+            # Skip a suffix that has no other next character: it would fail too.
+            fails_too = suffix not in branches and labels[suffix] in ("", label)
+            failure[state] = failure[suffix] if fails_too else suffix
 
 
-@lru_cache(_KEPT_AUTOMATA)
+# An application's requests, and the prompts of one request, usually have the same stop strings.
+@lru_cache(16)
 def stop_strings(stops: tuple[str, ...]) -> StopStrings:
     """Return the shared automaton of ``stops``."""
     return StopStrings(stops)
@@ -301,9 +301,9 @@ def stop_strings(stops: tuple[str, ...]) -> StopStrings:
 class StopMatcher:
     """Filter of an answer's text that stops at a stop string, which is emitted only if ``included``.
 
-    Text that could still become a stop string is held back: less than the longest one. The match that ends first wins,
-    of two that end together the longer one, so that the result does not depend on the pieces. A stop string that ends
-    in text that is only passed is ignored; one that begins there and ends later counts.
+    Text that could still become a stop string is held back. The match that ends first wins, of two that end together
+    the longer one, so that the result does not depend on how the text is split. A stop string that ends within text
+    given to :meth:`pass_by` is ignored; one that begins there and ends later counts.
 
     Attributes:
         found: the complete stop string, or "".
@@ -325,16 +325,17 @@ class StopMatcher:
         return "" if self.found else self._read(piece, self._strings.matched)
 
     def pass_by(self, piece: str) -> str:
-        """Read a piece in which no stop string may end yet, and return the text that is certain now."""
+        """Read a piece in which stop strings may begin but not end; return the text that is certain now."""
         return self._read(piece, None)
 
     def flush(self) -> str:
-        """Return the text held back, which is no stop string. Call it once, at the end."""
+        """Return the text held back. Call it once, at the end."""
         held, self._held = self._held, ""
         return held
 
     def _read(self, piece: str, matched: Sequence[int] | None) -> str:
-        """Read ``piece`` up to the first stop string that is complete by ``matched``."""
+        """Read ``piece`` up to the first complete stop string; ``matched``: their lengths by state, None to ignore
+        them."""
         strings, state = self._strings, self._state
         if not state and strings.begin.isdisjoint(piece):
             # Fast path of nearly all pieces.
@@ -353,8 +354,8 @@ class StopMatcher:
 
 
 class StopRules(NamedTuple):
-    """Conditions that end an answer: stop strings and stop ids, after ``min_tokens``. ``included``: what stops it is
-    part of its text."""
+    """Conditions that end an answer: stop strings and stop ids, after ``min_tokens``. ``included``: the text keeps the
+    stop string or stop token."""
 
     strings: StopStrings
     ids: frozenset[int]
@@ -363,7 +364,8 @@ class StopRules(NamedTuple):
 
 
 class AnswerDelta(NamedTuple):
-    """New text that is certain, and the tokens it came with, with their log probabilities if known."""
+    """New parts of an answer: content that is certain, tokens, their log probabilities if requested, reasoning,
+    and tool calls."""
 
     text: str
     token_ids: tuple[int, ...]

@@ -1,7 +1,7 @@
-"""Renders conversations to prompts by the model's template, in a process that can be killed, and converts messages and
-tools to transformers' form.
+"""Renders conversations to prompts by the model's chat template, in a process that can be killed. Converts messages and
+tools to the form that transformers gives to templates.
 
-For a template without tools they are text, in the words of Hermes' and Qwen's templates.
+If the template does not support tools, they are inserted as text, in the words of Hermes' and Qwen's templates.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class ChatTemplate:
     Args:
         source: the template's text; "" if the model has none.
         specials: texts of the special tokens, by name.
-        marks: special tokens that a client's strings must not become; they come out broken, for client_marks.py.
-        spells_out: whether a template without tools gets them as text.
-        spelling: how calls are written into content if the template leaves them out, see
+        marks: texts of special tokens that a client's strings must not become; in these, the prompt has them broken by
+            BREAKER (client_marks.py).
+        spells_out: whether tools are inserted as text if the template does not support them.
+        spelling: how calls are written into content if the template does not render them, see
             :func:`pillion.gateway.formats.tool_formats.spelling`.
         defaults: default variables, a JSON object or "".
     """
@@ -117,7 +118,7 @@ class ChatTemplate:
             await self.render((ChatMessage("user", "x"),))
 
     async def aclose(self) -> None:
-        """End the rendering process; the next conversation would start another one."""
+        """End the rendering process; another conversation would start a new one."""
         await self._box.aclose()
 
 
@@ -138,10 +139,10 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
-# A custom tool is a function with this one argument. Its schema has the text's grammar under the second name, for the
-# model and for the grammar of its calls (gateway/grammars/tool_pieces.py).
+# A custom tool is a function with the single argument INPUT, in whose schema GRAMMAR has the grammar of the text, for
+# the model and for the grammar of calls (gateway/grammars/tool_pieces.py).
 INPUT, GRAMMAR = "input", "x-grammar"
-# Characters of arguments in a conversation that are reformatted, at most 15 ms of the event loop.
+# Max characters of calls' arguments per conversation that are reformatted, which takes up to 15 ms on the event loop.
 MAX_REWRITTEN_CHARS = 2**20
 _TOOLS = re.compile(r"\btools\b")
 _REASONING = {key: re.compile(rf"""\.{key}\b|(["']){key}\1""") for key in ("reasoning", "thinking")}
@@ -155,23 +156,23 @@ def knows_tools(template: str) -> bool:
 def reasoning_key(template: str) -> str:
     """Return the key under which a chat template reads earlier reasoning."""
     if "reasoning_content" not in template:
-        for key, found in _REASONING.items():
-            if found.search(template):
+        for key, pattern in _REASONING.items():
+            if pattern.search(template):
                 return key
     return "reasoning_content"
 
 
 def template_messages(messages: Sequence[ChatMessage], reasoning: str = "reasoning_content") -> list[dict[str, Any]]:
-    """Return messages with only the fields that they have, because templates test for their presence.
+    """Return messages in transformers' form, without empty fields, because templates test for their presence.
 
-    A call's arguments are objects, and its result has the tool's name. Reasoning is under the key ``reasoning``.
+    Arguments of calls are objects, and results have the tool's name. ``reasoning`` is the key of reasoning.
     """
     names: dict[str, str] = {}
     return [_message(message, names, reasoning) for message in messages]
 
 
 def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
-    """Return tools in OpenAI's form, or None."""
+    """Return tools in OpenAI's form; None without tools."""
     return [{"type": "function", "function": _function(tool)} for tool in tools] or None
 
 
@@ -182,13 +183,14 @@ def introduction(tools: Sequence[Tool]) -> str:
     )
 
 
-def spelled_out(messages: Sequence[ChatMessage], tools_told: str) -> list[ChatMessage]:
+def spelled_out(messages: Sequence[ChatMessage], tool_text: str) -> list[ChatMessage]:
     """Return a conversation with tools, calls and results as text, for a template that does not support them.
 
-    The tools are in the system message or, since not every template takes one, before the first message. Results are
-    the user's, joined with what the user says after them: many templates want user and assistant to alternate.
+    ``tool_text``, which introduces the tools, is appended to the system message if there is one, else put before the
+    first message, since some templates have no system role. Results become messages of the user, joined with the user's
+    next message: many templates require that user and assistant alternate.
     """
-    told: list[ChatMessage] = []
+    rewritten: list[ChatMessage] = []
     after_result, left = False, MAX_REWRITTEN_CHARS
     for message in messages:
         calls = []
@@ -200,15 +202,15 @@ def spelled_out(messages: Sequence[ChatMessage], tools_told: str) -> list[ChatMe
             content = f"<tool_response>\n{message.content}\n</tool_response>"
         role = "user" if message.role == "tool" else message.role
         if after_result and role == "user":
-            told[-1] = ChatMessage("user", f"{told[-1].content}\n{content}")
+            rewritten[-1] = ChatMessage("user", f"{rewritten[-1].content}\n{content}")
         else:
-            told.append(replace(message, role=role, content=content, tool_calls=(), tool_call_id="", name=""))
+            rewritten.append(replace(message, role=role, content=content, tool_calls=(), tool_call_id="", name=""))
         after_result = message.role == "tool" or (after_result and role == "user")
-    if tools_told:
-        first = told[0].content
-        texts = (first, tools_told) if told[0].role in ("system", "developer") else (tools_told, first)
-        told[0] = replace(told[0], content="\n\n".join(filter(None, texts)))
-    return told
+    if tool_text:
+        first = rewritten[0].content
+        texts = (first, tool_text) if rewritten[0].role in ("system", "developer") else (tool_text, first)
+        rewritten[0] = replace(rewritten[0], content="\n\n".join(filter(None, texts)))
+    return rewritten
 
 
 def _spelled_call(name: str, arguments: str) -> str:
@@ -216,8 +218,8 @@ def _spelled_call(name: str, arguments: str) -> str:
 
 
 def _as_written(arguments: str) -> str:
-    """Return a call's arguments with the white space that models write. With a client's, nothing after them would be
-    found in the prefix cache."""
+    """Return a call's arguments with the white space that models write: a client's would differ from the cached
+    prefix."""
     try:
         return msgspec.json.format(arguments, indent=0)
     except (ValueError, RecursionError):
@@ -225,11 +227,11 @@ def _as_written(arguments: str) -> str:
 
 
 def _message(message: ChatMessage, names: dict[str, str], reasoning: str) -> dict[str, Any]:
-    written: dict[str, Any] = {"role": message.role, "content": message.content}
+    rendered: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.reasoning:
-        written[reasoning] = message.reasoning
+        rendered[reasoning] = message.reasoning
     if message.tool_calls:
-        written["tool_calls"] = [
+        rendered["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
@@ -239,15 +241,15 @@ def _message(message: ChatMessage, names: dict[str, str], reasoning: str) -> dic
         ]
         names.update((call.id, call.name) for call in message.tool_calls)
     if message.tool_call_id:
-        written["tool_call_id"] = message.tool_call_id
+        rendered["tool_call_id"] = message.tool_call_id
     name = message.name or names.get(message.tool_call_id)
-    return written | {"name": name} if name else written
+    return rendered | {"name": name} if name else rendered
 
 
 def _function(tool: Tool) -> dict[str, Any]:
-    written: dict[str, Any] = {"name": tool.name}
+    rendered: dict[str, Any] = {"name": tool.name}
     if tool.description:
-        written["description"] = tool.description
+        rendered["description"] = tool.description
     if tool.parameters:
-        written["parameters"] = Raw(tool.parameters.encode())
-    return written
+        rendered["parameters"] = Raw(tool.parameters.encode())
+    return rendered

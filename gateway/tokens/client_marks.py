@@ -1,8 +1,8 @@
 """Tokenizes rendered conversations such that a client's strings never become special tokens.
 
 A mark is the text of a special token, with which templates delimit turns. template_worker.py breaks marks in the
-client's strings by inserting BREAKER. The tokenizer here first finds the template's marks, then removes the breakers
-and goes on with the whole text, so that it splits and merges the client's characters like any others.
+client's strings by inserting BREAKER. The tokenizer here first finds the template's marks, and only then removes the
+breakers, so that it splits and merges the client's characters like any others.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from tokenizers import normalizers
 
 # Two noncharacters, which Unicode reserves for internal use.
 BREAKER = "\ufdd0\ufdd1"
-_RARE = "\U0010ffff"
+_UNKNOWN_CHARACTER = "\U0010ffff"
 
 
 @dataclass(frozen=True, slots=True)
 class MarkGuard:
-    """A second tokenizer, which shares its model with the first.
+    """A tokenizer that removes breakers; it shares its model with the original one.
 
     Attributes:
-        codec: the tokenizer that removes breakers.
+        codec: that tokenizer.
         marks: texts of the marks by id, except single characters and white space.
-        unknown: ids of marks that stand for unknown characters.
-        is_spelt_by_others: whether texts without a mark may become special tokens too: the model merges characters to
-            them, or some are searched for in the normalized text.
+        unknown: ids of special tokens that stand for unknown characters.
+        is_spelt_by_others: whether text without a mark may become a special token too: the model merges characters to
+            it, or the mark is searched for in normalized text.
     """
 
     codec: tokenizers.Tokenizer
@@ -38,7 +38,7 @@ class MarkGuard:
 
     @classmethod
     def of(cls, codec: tokenizers.Tokenizer) -> MarkGuard | None:
-        """Create a tokenizer's guard; None for one without marks."""
+        """Create the guard of a tokenizer; None if that has no marks."""
         added = codec.get_added_tokens_decoder()
         marks = {
             number: token.content
@@ -48,9 +48,9 @@ class MarkGuard:
         if not marks:
             return None
         guarding = tokenizers.Tokenizer(codec.model)
-        taken_out = normalizers.Replace(BREAKER, "")
+        without_breakers = normalizers.Replace(BREAKER, "")
         own = codec.normalizer
-        guarding.normalizer = taken_out if own is None else normalizers.Sequence([taken_out, own])
+        guarding.normalizer = without_breakers if own is None else normalizers.Sequence([without_breakers, own])
         if codec.pre_tokenizer is not None:
             guarding.pre_tokenizer = codec.pre_tokenizer
         guarding.add_tokens([added[number] for number in sorted(added)])
@@ -60,26 +60,26 @@ class MarkGuard:
             copied.normalizer = guarding.normalizer
             guarding = copied
         broken = [text[0] + BREAKER + text[1:] for text in marks.values()]
-        first, *others = guarding.encode_batch_fast([_RARE, *broken], add_special_tokens=False)
+        first, *others = guarding.encode_batch_fast([_UNKNOWN_CHARACTER, *broken], add_special_tokens=False)
         unknown = frozenset(first.ids) & marks.keys()
         return cls(guarding, marks, unknown, any((marks.keys() - unknown) & set(one.ids) for one in others))
 
     def ids(self, encoding: Any, text: str) -> list[int]:
-        """Return the ids of a text that ``codec`` encoded. A special token that the text does not spell is replaced by
-        its characters."""
-        found: list[int] = encoding.ids
-        if self.marks.keys().isdisjoint(found):
-            return found
+        """Return the ids of ``encoding``, which ``codec`` made of ``text``. A special token whose mark is not in the
+        text as it is, is replaced by tokens of its characters."""
+        ids: list[int] = encoding.ids
+        if self.marks.keys().isdisjoint(ids):
+            return ids
         checked: list[int] = []
-        for place, number in enumerate(found):
-            mark = self.marks.get(number)
-            if mark is not None and number not in self.unknown:
-                begin, end = encoding.token_to_chars(place) or (0, 0)
+        for position, token_id in enumerate(ids):
+            mark = self.marks.get(token_id)
+            if mark is not None and token_id not in self.unknown:
+                begin, end = encoding.token_to_chars(position) or (0, 0)
                 written = text[begin:end]
                 if written.strip() != mark.strip():
                     letters = [letter for letter in written if letter not in BREAKER]
                     for one in self.codec.encode_batch_fast(letters, add_special_tokens=False):
-                        checked += (number for number in one.ids if number not in self.marks)
+                        checked += (token_id for token_id in one.ids if token_id not in self.marks)
                     continue
-            checked.append(number)
+            checked.append(token_id)
         return checked

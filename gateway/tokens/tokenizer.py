@@ -23,13 +23,15 @@ from pillion.gateway.tokens.client_marks import BREAKER, MarkGuard
 T = TypeVar("T")
 
 TOKENIZER_THREADS = 2
+# Max bytes of a job on the event loop; larger ones run on a thread.
 LOOP_BYTES = 16 * 2**10
+# Bytes of a token id, for the size of jobs on token ids.
 TOKEN_BYTES = 4
-# More than admission's default limit, so only a raised one reaches it.
+# Above admission's default limit, so that only a raised limit makes it effective.
 MAX_QUEUED_JOBS = 4096
-# A template is a page of text; a megabyte of it is a mistake or an attack.
+# Templates have a few kilobytes; a megabyte is a mistake or an attack.
 MAX_TEMPLATE_BYTES = 2**20
-# Bytes per allowed token above which a text is probably too long, so its beginning is tokenized first.
+# Bytes per allowed token above which a text is probably too long: its beginning is then tokenized first.
 LIKELY_TOKEN_BYTES = 6
 # Tokens above the limit that are counted exactly: the beginning of a text may have some more than the whole.
 CUT_TOKENS = 1024
@@ -38,7 +40,7 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 
 class TextTooLong(Exception):  # noqa: N818
-    """A text with more tokens than allowed: ``tokens``, or at least that many."""
+    """A text has more tokens than allowed: ``tokens``, or at least that many unless ``exact``."""
 
     def __init__(self, tokens: int, *, exact: bool) -> None:
         super().__init__(f"{'' if exact else 'at least '}{tokens} tokens")
@@ -55,10 +57,11 @@ class ModelTokenizer:
         specials: texts of the named special tokens ("bos_token"...), as the chat template sees them.
         chat_template: Jinja source, "" if the model has none.
         bos_id: id of the beginning-of-text token, or None.
-        adds_bos: whether a prompt begins with it.
-        codec_writes_bos: whether ``codec`` adds it by itself; the configuration may differ.
+        adds_bos: whether prompts begin with it.
+        codec_writes_bos: whether ``codec`` adds it by itself, whatever tokenizer_config.json says.
         spellings: cached texts of its tokens, for all answers.
-        guard: tokenizer for special tokens that a client's messages spell as text; None if they are special tokens.
+        guard: tokenizer by which special tokens spelled in a client's messages stay text; None if they become special
+            tokens.
     """
 
     codec: tokenizers.Tokenizer
@@ -72,8 +75,10 @@ class ModelTokenizer:
 
     @classmethod
     def load(cls, folder: Path, template: str = "", *, guards: bool = True) -> ModelTokenizer:
-        """Load tokenizer.json, tokenizer_config.json and the chat template, or the file ``template`` in its place;
-        ``guards``: special tokens spelled in messages are text. Raises ConfigError."""
+        """Load a model's tokenizer.json, tokenizer_config.json and chat template. Raises ConfigError.
+
+        ``template``: a file to use as chat template instead. ``guards``: special tokens spelled in messages stay text.
+        """
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"{folder} has no tokenizer.json")
@@ -98,56 +103,54 @@ class ModelTokenizer:
         """Texts of special tokens that a client's messages must not become."""
         return () if self.guard is None else tuple(self.guard.marks.values())
 
-    def encode_text(self, text: str, most_tokens: int) -> tuple[int, ...]:
+    def encode_text(self, text: str, max_tokens: int) -> tuple[int, ...]:
         """Return the ids of a raw prompt, with the configured special tokens, never two BOS.
 
-        This and the two methods below raise TextTooLong for many more than ``most_tokens``, before creating an object
-        for each.
+        Like :meth:`encode_bare` and :meth:`encode_chat`, raises TextTooLong above ``max_tokens`` + CUT_TOKENS tokens,
+        before creating an object for each.
         """
-        ids = self._encode(text, True, most_tokens)
+        ids = self._encode(text, True, max_tokens)
         return self._one_bos(ids[1:] if self.codec_writes_bos else ids)
 
-    def encode_bare(self, text: str, most_tokens: int) -> tuple[int, ...]:
-        """Return the ids of a piece of text, without special tokens except those that it spells."""
-        return tuple(self._encode(text, False, most_tokens))
+    def encode_bare(self, text: str, max_tokens: int) -> tuple[int, ...]:
+        """Return the ids of a text, without special tokens except those that it spells."""
+        return tuple(self._encode(text, False, max_tokens))
 
-    def encode_chat(self, rendered: str, most_tokens: int) -> tuple[int, ...]:
+    def encode_chat(self, rendered: str, max_tokens: int) -> tuple[int, ...]:
         """Return the ids of a rendered conversation. The template has written all special tokens, with BOS; those that
         the client spelled are text."""
         guard = self.guard
         if guard is None or not (guard.is_spelt_by_others or BREAKER in rendered):
-            return tuple(self._encode(rendered, False, most_tokens))
-        return tuple(self._encode(rendered, False, most_tokens, guard))
+            return tuple(self._encode(rendered, False, max_tokens))
+        return tuple(self._encode(rendered, False, max_tokens, guard))
 
-    def encode_cut(self, text: str, most_tokens: int) -> tuple[int, ...]:
-        """Return the ids of a raw prompt, see :meth:`encode_text`, cut to the first ``most_tokens`` with the special
-        tokens before and after a text."""
+    def encode_cut(self, text: str, max_tokens: int) -> tuple[int, ...]:
+        """Return the ids of a raw prompt as :meth:`encode_text` does, but truncate the text so that there are at most
+        ``max_tokens``, special tokens included."""
         check_wanted()
-        encoding = self._encoding(self._likely(text, most_tokens), False)
+        encoding = self._encoding(self._likely(text, max_tokens), False)
         specials = self.codec.num_special_tokens_to_add(False)
         bos = int(self.adds_bos and not self.codec_writes_bos) - int(self.codec_writes_bos and not self.adds_bos)
-        encoding.truncate(max(most_tokens - specials - bos, 0))
+        encoding.truncate(max(max_tokens - specials - bos, 0))
         ids: list[int] = self.codec.post_process(encoding).ids
-        return self._one_bos(ids[1:] if self.codec_writes_bos else ids)[:most_tokens]
+        return self._one_bos(ids[1:] if self.codec_writes_bos else ids)[:max_tokens]
 
-    def encode_pair(self, first: str, second: str, most_tokens: int | None) -> tuple[tuple[int, ...], int]:
-        """Return the ids of a pair of texts as the tokenizer joins them, and where the second one begins if the model
-        marks that, else 0. The second text is cut so that there are ``most_tokens``; None: uncut."""
+    def encode_pair(self, first: str, second: str, max_tokens: int | None) -> tuple[tuple[int, ...], int]:
+        """Return the ids of a pair of texts as the tokenizer joins them, and the index from which on type ids are 1, or
+        0. The second text is truncated so that there are at most ``max_tokens``; None: not truncated."""
         check_wanted()
         one, other = self.codec.encode_batch([first, second], add_special_tokens=False)
-        if most_tokens is not None:
-            other.truncate(max(most_tokens - self.codec.num_special_tokens_to_add(True) - len(one), 0))
+        if max_tokens is not None:
+            other.truncate(max(max_tokens - self.codec.num_special_tokens_to_add(True) - len(one), 0))
         encoding = self.codec.post_process(one, other)
         kinds: list[int] = encoding.type_ids
         return tuple(encoding.ids), kinds.index(1) if 1 in kinds else 0
 
-    def truncate(self, text: str, most_tokens: int) -> str:
-        """Return the longest prefix of a text with at most ``most_tokens`` tokens."""
+    def truncate(self, text: str, max_tokens: int) -> str:
+        """Return the longest prefix of a text with at most ``max_tokens`` tokens."""
         check_wanted()
-        offsets = self.codec.encode_batch([self._likely(text, most_tokens)], add_special_tokens=False)[0].offsets
-        return (
-            text if len(offsets) <= most_tokens else text[: min(offsets[most_tokens][0], offsets[most_tokens - 1][1])]
-        )
+        offsets = self.codec.encode_batch([self._likely(text, max_tokens)], add_special_tokens=False)[0].offsets
+        return text if len(offsets) <= max_tokens else text[: min(offsets[max_tokens][0], offsets[max_tokens - 1][1])]
 
     def decode(self, token_ids: tuple[int, ...]) -> str:
         """Return an answer's whole text without special tokens."""
@@ -159,51 +162,51 @@ class ModelTokenizer:
         return new_detokenizer(self.spellings.showing_specials() if shows_specials else self.spellings)
 
     def bad_sequences(self, words: Sequence[str], vocab_size: int) -> tuple[tuple[int, ...], ...]:
-        """Return the tokens of each word, at the beginning of a text and after a space, without duplicates or sequences
-        with a token outside ``vocab_size``."""
-        found: dict[tuple[int, ...], None] = {}
+        """Return the token sequences of each word at the beginning of a text and after a space, without duplicates and
+        sequences with ids from ``vocab_size`` on."""
+        sequences: dict[tuple[int, ...], None] = {}
         for word in words:
             check_wanted()
             bare = word.lstrip() or word
             for text in (bare, f" {bare}"):
                 ids: list[int] = self._encoding(text, False).ids
                 if ids and max(ids) < vocab_size:
-                    found[tuple(ids)] = None
-        return tuple(found)
+                    sequences[tuple(ids)] = None
+        return tuple(sequences)
 
-    def cut_ids(self, token_ids: tuple[int, ...], most_tokens: int, side: str) -> tuple[int, ...]:
-        """Return at most ``most_tokens`` ids of a prompt: the first ones if ``side`` is "right", else the last ones,
-        after its beginning-of-text token."""
-        if len(token_ids) <= most_tokens or side == "right":
-            return token_ids[:most_tokens]
-        keeps_bos = token_ids[0] == self.bos_id and most_tokens > 1
+    def cut_ids(self, token_ids: tuple[int, ...], max_tokens: int, side: str) -> tuple[int, ...]:
+        """Truncate a prompt to ``max_tokens`` ids: on the right if ``side`` is "right", else on the left, after its
+        beginning-of-text token."""
+        if len(token_ids) <= max_tokens or side == "right":
+            return token_ids[:max_tokens]
+        keeps_bos = token_ids[0] == self.bos_id and max_tokens > 1
         first = token_ids[:1] if keeps_bos else ()
-        return (*first, *token_ids[len(token_ids) - most_tokens + len(first) :])
+        return (*first, *token_ids[len(token_ids) - max_tokens + len(first) :])
 
-    def _encode(self, text: str, specials: bool, most_tokens: int, guard: MarkGuard | None = None) -> list[int]:
-        # Every token is an object that is freed under the GIL, and freeing a million of them stalls all streams.
-        if len(text) > LIKELY_TOKEN_BYTES * most_tokens // MAX_CHAR_BYTES:
-            raw, likely = text.encode(), LIKELY_TOKEN_BYTES * (most_tokens + CUT_TOKENS)
+    def _encode(self, text: str, specials: bool, max_tokens: int, guard: MarkGuard | None = None) -> list[int]:
+        # Every token is an object that is freed under the GIL: freeing a million of them stalls all streams.
+        if len(text) > LIKELY_TOKEN_BYTES * max_tokens // MAX_CHAR_BYTES:
+            raw, likely = text.encode(), LIKELY_TOKEN_BYTES * (max_tokens + CUT_TOKENS)
             if len(raw) > likely:
                 beginning = self._encoding(raw[:likely].decode(errors="ignore"), specials, guard)
-                if len(beginning) > most_tokens + CUT_TOKENS:
+                if len(beginning) > max_tokens + CUT_TOKENS:
                     raise TextTooLong(len(beginning) - CUT_TOKENS, exact=False)
         check_wanted()
         encoding = self._encoding(text, specials, guard)
-        # Some more are tolerated, because each BOS in the text itself is removed later.
-        if len(encoding) > most_tokens + CUT_TOKENS:
+        # Slightly more are tolerated, because BOS tokens that the text spells are removed later.
+        if len(encoding) > max_tokens + CUT_TOKENS:
             raise TextTooLong(len(encoding), exact=True)
         ids: list[int] = encoding.ids if guard is None else guard.ids(encoding, text)
         return ids
 
-    def _likely(self, text: str, most_tokens: int) -> str:
-        """Return a text, or a prefix of it that surely has more than ``most_tokens``."""
-        raw, likely = text.encode(), LIKELY_TOKEN_BYTES * (most_tokens + CUT_TOKENS)
+    def _likely(self, text: str, max_tokens: int) -> str:
+        """Return a text, or if that is much longer, a prefix of it with more than ``max_tokens``."""
+        raw, likely = text.encode(), LIKELY_TOKEN_BYTES * (max_tokens + CUT_TOKENS)
         if len(raw) <= likely:
             return text
         beginning = raw[:likely].decode(errors="ignore")
         # Tokens at the cut may differ from those of the whole.
-        return beginning if len(self._encoding(beginning, False)) > most_tokens + CUT_TOKENS else text
+        return beginning if len(self._encoding(beginning, False)) > max_tokens + CUT_TOKENS else text
 
     def _encoding(self, text: str, specials: bool, guard: MarkGuard | None = None) -> tokenizers.Encoding:
         # A batch of one, since encode holds the GIL: a long prompt would stall all streams for seconds.
@@ -213,6 +216,7 @@ class ModelTokenizer:
         return guard.codec.encode_batch([text], add_special_tokens=specials)[0]
 
     def _one_bos(self, ids: list[int]) -> tuple[int, ...]:
+        """Return ids with exactly one BOS at the beginning if prompts begin with it, else unchanged."""
         if not self.adds_bos or self.bos_id is None:
             return tuple(ids)
         start = 0
@@ -229,16 +233,15 @@ _here = threading.local()
 
 
 def check_wanted() -> None:
-    """Raise JobAbandoned if no caller waits any more for this thread's job. To be called for each item of a client's
-    list."""
+    """Raise JobAbandoned if no caller waits any more for this thread's job. Long loops call it once per item."""
     job: ThreadJob | None = getattr(_here, "job", None)
     if job is not None and job.abandoned:
         raise JobAbandoned
 
 
 class TokenizerPool:
-    """Thread pool for tokenization and other work too long for the event loop, with a bounded queue that is fair
-    between tenants."""
+    """Thread pool for tokenization and other work that is too long for the event loop, with a bounded queue that is
+    fair between tenants."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer")
@@ -253,8 +256,8 @@ class TokenizerPool:
     async def run(self, job: Callable[..., T], *arguments: Any, tenant: Tenant = OPEN, size_bytes: int = 0) -> T:
         """Run ``job(*arguments)``, which processes about ``size_bytes``, on a thread, in the tenant's turn.
 
-        A cancelled caller stops waiting. Its job is dropped, or ends at its next check_wanted; until then it occupies
-        its thread, and counts. Raises Overloaded if the queue is full, and the job's exceptions.
+        If the caller is cancelled, its job is dropped, or ends at its next :func:`check_wanted`; until then it occupies
+        its thread. Raises Overloaded if the queue is full, and the job's exceptions.
         """
         loop = asyncio.get_running_loop()
         turn = self._turns.wait(tenant, size_bytes)
@@ -268,7 +271,7 @@ class TokenizerPool:
             raise
 
         def ended(_: Future[T]) -> None:
-            # The loop may be closed if the gateway has ended.
+            # RuntimeError: the gateway has ended, and its loop is closed.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._end, turn)
 
@@ -284,7 +287,7 @@ class TokenizerPool:
         self._turns.retain(names)
 
     def close(self) -> None:
-        """Drop waiting jobs; running ones end by themselves, as the prompt's size bounds them."""
+        """Drop waiting jobs; running ones finish, which takes a bounded time."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _end(self, turn: ThreadJob) -> None:
@@ -296,7 +299,7 @@ class TokenizerPool:
         for turn in self._turns.grant():
             begun = self._begun[turn]
             if not begun.done():
-                # The turn of a cancelled caller is released by itself.
+                # A cancelled caller releases its turn itself.
                 begun.set_result(None)
 
 
@@ -328,8 +331,8 @@ def _token_text(entry: Any) -> str | None:
 
 
 def chat_template_of(folder: Path, template: str = "") -> str:
-    """Return a model's chat template, "" if it has none, or the file ``template`` if given. Of named templates,
-    "tool_use" is for conversations with tools and "default" for others. Raises ConfigError."""
+    """Return a model's chat template, "" if it has none, or the text of the file ``template`` if given. Of several
+    named templates, conversations with tools use "tool_use", others "default". Raises ConfigError."""
     if template:
         return read_template(template)
     configured = _read_json(folder / "tokenizer_config.json").get("chat_template")

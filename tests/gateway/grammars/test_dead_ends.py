@@ -173,7 +173,7 @@ def test_an_exclusive_bound_is_never_written(bounds: dict[str, Any], fits: list[
 
 def test_a_multiple_that_may_leave_no_integer_is_refused_by_its_place() -> None:
     schema = {"allOf": [{"type": "integer", "minimum": 1, "maximum": 2}, {"type": "number", "multipleOf": 0.75}]}
-    with pytest.raises(InvalidRequest, match=r"at /allOf/1/multipleOf: beside integers"):
+    with pytest.raises(InvalidRequest, match=r"at /allOf/1/multipleOf: in a schema with integers"):
         structured_matcher(StructuredOutputs(json=json.dumps(schema)))
     schema["allOf"][1]["multipleOf"] = 0.25
     assert matcher_of(schema) is not None

@@ -142,10 +142,10 @@ async def test_a_cached_grammar_needs_no_process(checker: GrammarChecker, childr
 
 
 async def test_the_cache_is_bounded(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_KNOWN_GRAMMARS", 3)
+    monkeypatch.setattr(module, "MAX_CACHED_GRAMMARS", 3)
     for n in range(6):
         await checker.check(grammar_of(regex=f"a{n}"))
-    assert len(checker._known) == 3
+    assert len(checker._cache) == 3
 
 
 HOSTILE: dict[str, dict[str, Any]] = {

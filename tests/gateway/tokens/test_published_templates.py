@@ -252,7 +252,7 @@ async def test_a_rewritten_conversation_is_continued(monkeypatch: pytest.MonkeyP
 
 
 async def test_no_rewrite_is_tried_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_worker, "_TRIES_CPU_S", -1.0)
+    monkeypatch.setattr(template_worker, "_REWRITES_CPU_S", -1.0)
     box = opened(OWN["no system"], monkeypatch)
     with pytest.raises(InvalidRequest, match="refuses this conversation: System role not supported"):
         await rendered(box, (BRIEF, ASKS), ())
