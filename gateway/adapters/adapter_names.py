@@ -44,7 +44,7 @@ from pillion.observability.metrics import Reading
 
 log = logging.getLogger("pillion.gateway")
 
-# Interval of registry look-ups for unknown names, which another gateway may have just loaded.
+# Min interval between registry look-ups of unknown names, which another gateway may have just loaded.
 LOOK_INTERVAL_S = 0.1
 # Interval at which copies of named adapters are marked as used, so that they are not evicted.
 USE_INTERVAL_S = KEEP_S / 24
@@ -69,9 +69,9 @@ def parse_lora_modules(texts: Sequence[str]) -> tuple[LoraModule, ...]:
     """Parse --lora-modules: NAME=PATH, or vLLM's JSON object. Raises ConfigError."""
     modules = tuple(_parse_module(text) for text in texts)
     names = [module.name for module in modules]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ConfigError(f"--lora-modules: two adapters are called {twice!r}")
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate is not None:
+        raise ConfigError(f"--lora-modules: two adapters are called {duplicate!r}")
     if len(modules) > MAX_NAMES:
         raise ConfigError(f"--lora-modules: at most {MAX_NAMES} adapters have names")
     return modules
@@ -80,8 +80,8 @@ def parse_lora_modules(texts: Sequence[str]) -> tuple[LoraModule, ...]:
 def _parse_module(text: str) -> LoraModule:
     if text.startswith("{"):
         try:
-            found = json.loads(text)
-            module = LoraModule(found["name"], found["path"], found.get("base_model_name") or "")
+            fields = json.loads(text)
+            module = LoraModule(fields["name"], fields["path"], fields.get("base_model_name") or "")
         except (ValueError, KeyError):
             module = LoraModule("", "")
     else:
@@ -118,7 +118,7 @@ class AdapterNames:
     ) -> None:
         self._models = models
         self._aliases = aliases
-        self._taken = frozenset(aliases) | frozenset(models)
+        self._model_names = frozenset(aliases) | frozenset(models)
         self._flags = flags
         self._folders = [Path(folder).expanduser().resolve() for folder in flags.lora_path]
         self._shared = shared
@@ -133,21 +133,21 @@ class AdapterNames:
         self._loading = asyncio.Lock()
         self._changing = 0
         self._sharing = asyncio.Lock()
-        self._looked_s = float("-inf")
-        self._looking: asyncio.Task[None] | None = None
-        # A load outlives the call that asked for it.
+        self._last_look_s = float("-inf")
+        self._look_task: asyncio.Task[None] | None = None
+        # Running loads, which continue if their callers are cancelled.
         self._loads: set[asyncio.Task[NamedAdapter]] = set()
 
     def load_fixed(self, modules: Sequence[LoraModule]) -> None:
         """Load the adapters of --lora-modules from disk. Raises ConfigError, which names the adapter."""
-        found: list[NamedAdapter] = []
+        adapters: list[NamedAdapter] = []
         for module in modules:
             try:
-                found.append(self._load(module.name, Path(module.path).expanduser(), module.model))
+                adapters.append(self._load(module.name, Path(module.path).expanduser(), module.model))
             except PillionError as error:
                 self._process.close()
                 raise ConfigError(f"--lora-modules {module.name}: {error.message}") from None
-        self.table = NameTable(found)
+        self.table = NameTable(adapters)
         if not self._flags.allow_runtime_lora_updating:
             self._process.close(for_good=False)
 
@@ -185,7 +185,11 @@ class AdapterNames:
     def find(self, name: str) -> NamedAdapter | None:
         """Return the adapter with this name; None if there is none for a model served here."""
         adapter = self.table.find(name)
-        return adapter if adapter is not None and adapter.parent in self._models and name not in self._taken else None
+        return (
+            adapter
+            if adapter is not None and adapter.parent in self._models and name not in self._model_names
+            else None
+        )
 
     def all(self) -> list[NamedAdapter]:
         """Return the adapters of models served here, by name."""
@@ -197,23 +201,23 @@ class AdapterNames:
 
     async def look(self, name: str) -> None:
         """Query the registry for an unknown name. Concurrent callers share a query that begins after their calls."""
-        if not name or name in self._taken or not self._flags.allow_runtime_lora_updating:
+        if not name or name in self._model_names or not self._flags.allow_runtime_lora_updating:
             return
-        # A query under way may have been answered before the name was added, so a second may be needed.
-        for _ in range(1 if self._looking is None else 2):
+        # A running query may have begun before the name was added; then another one is needed.
+        for _ in range(1 if self._look_task is None else 2):
             if self.table.find(name) is not None:
                 return
-            if self._looking is None:
-                self._looking = asyncio.create_task(self._look())
-            await asyncio.shield(self._looking)
+            if self._look_task is None:
+                self._look_task = asyncio.create_task(self._look())
+            await asyncio.shield(self._look_task)
 
     async def _look(self) -> None:
         try:
-            await asyncio.sleep(self._looked_s + LOOK_INTERVAL_S - time.monotonic())
+            await asyncio.sleep(self._last_look_s + LOOK_INTERVAL_S - time.monotonic())
             await self._share_quietly()
         finally:
-            self._looked_s = time.monotonic()
-            self._looking = None
+            self._last_look_s = time.monotonic()
+            self._look_task = None
 
     async def load(self, name: str, path: str, *, in_place: bool = False, model: str = "") -> NamedAdapter:
         """Map ``name`` to the adapter in a folder, for requests from now on.
@@ -297,14 +301,14 @@ class AdapterNames:
                 await self._share_quietly()
                 if time.monotonic() - used_s > USE_INTERVAL_S:
                     used_s = time.monotonic()
-                    await asyncio.to_thread(self._use)
+                    await asyncio.to_thread(self._mark_used)
             except Exception as error:  # noqa: BLE001  (without it, gateways would diverge)
                 defects.note(error)
             await asyncio.sleep(interval_s)
 
     async def aclose(self) -> None:
         """Cancel loads and registry calls, and close the process and the connections to Redis."""
-        for task in (*self._loads, *filter(None, [self._looking])):
+        for task in (*self._loads, *filter(None, [self._look_task])):
             task.cancel()
         await asyncio.to_thread(self._process.close)
         if self._shared is not None:
@@ -319,8 +323,8 @@ class AdapterNames:
 
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        """Wait for the turn to change names, after changes of other gateways were read. Raises Overloaded if too many
-        changes wait."""
+        """Serialize changes of names: wait for the turn, and fetch other gateways' changes first. Raises Overloaded if
+        too many changes wait."""
         if self._changing >= MAX_CHANGES_AT_ONCE:
             raise Overloaded(f"{MAX_CHANGES_AT_ONCE} adapters are being loaded", RETRY_AFTER_MS)
         self._changing += 1
@@ -336,7 +340,7 @@ class AdapterNames:
             raise PermissionDenied("adapters cannot be changed without --allow-runtime-lora-updating")
 
     def _check_free(self, name: str) -> None:
-        if name in self._taken:
+        if name in self._model_names:
             raise Conflict(f"{name!r} is the name of a model")
         if name in self.table.fixed:
             raise Conflict(f"{name!r} is one of --lora-modules, which cannot be changed at run time")
@@ -356,30 +360,33 @@ class AdapterNames:
         paths elsewhere, not even whether they exist."""
         if "\0" in path:
             raise _wrong("lora_path", "the path contains NUL")
-        found = [(root, Path(os.path.realpath(root / path))) for root in self._folders]
-        found = [(root, folder) for root, folder in found if folder.is_relative_to(root)]
-        if not found:
+        candidates = [(root, Path(os.path.realpath(root / path))) for root in self._folders]
+        candidates = [(root, folder) for root, folder in candidates if folder.is_relative_to(root)]
+        if not candidates:
             raise PermissionDenied(f"lora_path: {path[:200]!r} is in none of the folders of --lora-path")
-        there = next((one for one in found if one[1].is_dir()), None)
-        if there is None:
+        existing = next((one for one in candidates if one[1].is_dir()), None)
+        if existing is None:
             raise NotFound(f"lora_path: there is no folder {path[:200]!r}")
-        return there
+        return existing
 
     def _load(self, name: str, folder: Path, model: str, inside: Path | None = None) -> NamedAdapter:
+        """Validate an adapter's folder and copy it into the store; blocks. ``inside``: the folder that must contain it.
+        Raises PillionError."""
         parent = self._aliases.get(model, model) or next(iter(self._models))
         if parent not in self._models:
             raise _wrong("base_model_name", f"{parent[:100]!r} is not served here")
-        if name in self._taken:
+        if name in self._model_names:
             raise Conflict(f"{name!r} is the name of a model")
         try:
-            place, model = "" if inside is None else str(inside), str(self._models[parent])
+            root, model = "" if inside is None else str(inside), str(self._models[parent])
             limits = self._flags.max_lora_rank, list(listed_targets(self._flags.lora_target_modules))
-            (digest, rank), _ = self._process.run(LOAD_TIMEOUT_S, "add", str(folder), model, *limits, place)
+            (digest, rank), _ = self._process.run(LOAD_TIMEOUT_S, "add", str(folder), model, *limits, root)
         except ConfigError as error:
             raise _wrong("lora_path", error.message) from None
         return NamedAdapter(name=name, parent=parent, digest=digest, rank=rank, path=str(folder))
 
-    def _use(self) -> None:
+    def _mark_used(self) -> None:
+        """Mark the copies of named adapters as used; blocks."""
         for adapter in self.table.all():
             try:
                 self.store.find(adapter.digest)

@@ -1,6 +1,6 @@
 """Copies the files of named adapters to the machines of KV nodes, where workers find them.
 
-a name is added, a node joins --> which adapters does its machine lack? --> sent, if this gateway has them
+a name is added, a node joins --> ask the node which adapters its machine lacks --> send those that are here
 a gateway learns a name whose files it lacks --> fetched from a KV node: names outlive the gateways that added them
 
 On one machine all components share the model cache, so nothing is copied. Failed copies are retried later; meanwhile
@@ -25,7 +25,7 @@ from pillion.kvstore.adapters.adapter_pieces import next_piece, open_files, piec
 
 log = logging.getLogger("pillion.gateway")
 
-# Interval of queries to a node while nothing changes, so that its machine's copies count as used.
+# Interval of queries to a node while nothing changes, which mark its machine's copies as used.
 ASK_AGAIN_S = 600.0
 RETRY_S = 5.0
 MAX_ASKED_NODES = 4
@@ -48,7 +48,7 @@ class AdapterSpread:
         self._root = cache_root()
         self._store = store
         # Digests of adapters on this machine, and when to try again to fetch the others.
-        self._here: set[str] = set()
+        self._local: set[str] = set()
         self._fetch_again_s = float("-inf")
         # Per node: its epoch, the adapters it was asked about, and the expiry of its answer.
         self._asked: dict[str, tuple[int, frozenset[str], float]] = {}
@@ -61,14 +61,18 @@ class AdapterSpread:
             nodes = [node for node in self._nodes() if node.alive]
             self._asked = {node.node_id: self._asked[node.node_id] for node in nodes if node.node_id in self._asked}
             now = time.monotonic()
-            asked = [self._bring(node, digests) for node in nodes if digests and not self._knows(node, digests, now)]
+            asked = [
+                self._send_missing(node, digests)
+                for node in nodes
+                if digests and not self._is_up_to_date(node, digests, now)
+            ]
             await asyncio.gather(*asked)
 
     async def fetch(self) -> None:
         """Fetch the named adapters that this machine lacks from KV nodes. Failures are retried by a later call."""
         digests = set(self._digests())
-        self._here &= digests
-        unknown = digests - self._here
+        self._local &= digests
+        unknown = digests - self._local
         if not unknown or time.monotonic() < self._fetch_again_s:
             return
         complete = True
@@ -79,7 +83,7 @@ class AdapterSpread:
                 if not await self._fetch(digest):
                     complete = False
                     continue
-            self._here.add(digest)
+            self._local.add(digest)
         if not complete:
             self._fetch_again_s = time.monotonic() + RETRY_S
 
@@ -88,8 +92,8 @@ class AdapterSpread:
         room = partial(self._store.receive, digest)
         for node in [node for node in self._nodes() if node.alive][:MAX_ASKED_NODES]:
             try:
-                found = node.client.read_adapter(digest, TRANSFER_TIMEOUT_S)
-                async with asyncio.timeout(TRANSFER_TIMEOUT_S), aclosing(found) as pieces:
+                stream = node.client.read_adapter(digest, TRANSFER_TIMEOUT_S)
+                async with asyncio.timeout(TRANSFER_TIMEOUT_S), aclosing(stream) as pieces:
                     await receive_files(await next_piece(pieces), pieces, room)
             except (PillionError, OSError, TimeoutError) as error:
                 log.info("adapter %s could not be fetched from KV node %s: %s", digest[:12], node.node_id, error)
@@ -112,11 +116,12 @@ class AdapterSpread:
                 defects.note(error)
             await asyncio.sleep(interval_s)
 
-    def _knows(self, node: NodeLink, digests: frozenset[str], now: float) -> bool:
+    def _is_up_to_date(self, node: NodeLink, digests: frozenset[str], now: float) -> bool:
         epoch, known, until_s = self._asked.get(node.node_id, (0, frozenset(), 0.0))
         return epoch == node.epoch and digests <= known and now < until_s
 
-    async def _bring(self, node: NodeLink, digests: frozenset[str]) -> None:
+    async def _send_missing(self, node: NodeLink, digests: frozenset[str]) -> None:
+        """Send a node the adapters of ``digests`` that its machine lacks and this one has."""
         epoch, complete = 0, True
         try:
             epoch = node.epoch
@@ -125,7 +130,7 @@ class AdapterSpread:
                 if files:
                     await node.client.keep_adapter(pieces_of(files, digest), TRANSFER_TIMEOUT_S)
                     log.info("adapter %s was copied to the machine of KV node %s", digest[:12], node.node_id)
-                # Files that are missing here were loaded by another gateway, which sends them.
+                # Adapters that are not on this machine are sent by the gateway that loaded them.
                 complete = complete and bool(files)
         except (PillionError, OSError) as error:
             log.info("copying adapters to KV node %s failed: %s", node.node_id, error)

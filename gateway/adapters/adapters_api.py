@@ -12,15 +12,15 @@ from pillion.gateway.http_api.json_objects import Ignored
 from pillion.gateway.http_api.model_calls import ModelCalls
 
 TEXT = b"text/plain; charset=utf-8"
-_LOADED = {"lora_name": "style", "lora_path": "/srv/adapters/style"}
-_UNLOADED = {"lora_name": "style"}
 
 
 def adapter_routes(calls: ModelCalls) -> list[Route]:
     """Return the HTTP routes that load and unload adapters."""
     api, tenant_of = AdaptersApi(calls), calls.gateway.tenant_of
-    load = Endpoint("POST", api.load_lora_adapter, tenant_of, LoadAdapterBody, example=_LOADED)
-    unload = Endpoint("POST", api.unload_lora_adapter, tenant_of, UnloadAdapterBody, example=_UNLOADED)
+    example = {"lora_name": "style", "lora_path": "/srv/adapters/style"}
+    load = Endpoint("POST", api.load_lora_adapter, tenant_of, LoadAdapterBody, example=example)
+    example = {"lora_name": "style"}
+    unload = Endpoint("POST", api.unload_lora_adapter, tenant_of, UnloadAdapterBody, example=example)
     return [Route("/v1/load_lora_adapter", load), Route("/v1/unload_lora_adapter", unload)]
 
 
@@ -70,12 +70,12 @@ class AdaptersApi:
             in_place=body.load_inplace,
             model=body.base_model_name or "",
         )
-        said = f"Success: LoRA adapter '{body.lora_name}' added successfully."
-        await call.answer(200, said.encode(), content_type=TEXT)
+        text = f"Success: LoRA adapter '{body.lora_name}' added successfully."
+        await call.answer(200, text.encode(), content_type=TEXT)
 
     async def unload_lora_adapter(self, call: HttpCall) -> None:
         """Remove the name of a LoRA adapter; running answers go on. Needs an operator's key."""
         body = await self._calls.read(call, parse, await call.body(), UnloadAdapterBody)
         await self._gateway.unload_adapter(call.tenant, body.lora_name)
-        said = f"Success: LoRA adapter '{body.lora_name}' removed successfully."
-        await call.answer(200, said.encode(), content_type=TEXT)
+        text = f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+        await call.answer(200, text.encode(), content_type=TEXT)

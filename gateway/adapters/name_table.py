@@ -1,7 +1,7 @@
 """Table of adapter names. Sans-IO (I9).
 
-Names of --lora-modules are fixed. Others are added and removed at all gateways: each change has a timestamp, the latest
-wins, and changes that a registry has lost are sent again.
+Names of --lora-modules are fixed. Other names are added and removed at all gateways: each change has a timestamp, the
+latest one wins, and changes that the registry has lost are sent again.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pillion.host.adapter_folders import is_adapter_digest
 from pillion.kvstore.index.shared_names import StampedValue
 
 MAX_NAMES = 1024
-# Limit on names in the table, removed ones included, of which the oldest are dropped.
+# Max names in the table, including removed ones; the oldest removed ones are dropped.
 MAX_CHANGES = 4 * MAX_NAMES
-# Age at which removed names are dropped. A gateway that was cut off for less does not bring them back.
+# Age at which removed names are dropped: a gateway that was disconnected for longer may bring them back.
 FORGET_MS = 24 * 3600 * 1000
 
 
@@ -43,7 +43,7 @@ class NameTable:
     def __init__(self, fixed: Iterable[NamedAdapter] = ()) -> None:
         self.fixed = {adapter.name: adapter for adapter in fixed}
         self._adapters = dict(self.fixed)
-        # Changes since the start of the first gateway, removals included.
+        # Latest change of each name, removals included.
         self._changes: dict[str, StampedValue] = {}
         self._unsent: set[str] = set()
 
@@ -68,23 +68,23 @@ class NameTable:
         return [(name, self._changes[name]) for name in sorted(self._unsent)]
 
     def merge(
-        self, sent: Iterable[tuple[str, StampedValue]], found: Mapping[str, StampedValue] | None, now_ms: int
+        self, sent: Iterable[tuple[str, StampedValue]], registered: Mapping[str, StampedValue] | None, now_ms: int
     ) -> None:
-        """Merge the registry's answer to the changes in ``sent``: ``found`` is all of its names, or None if they have
-        not changed since the last answer."""
+        """Merge the registry's answer to the changes in ``sent``: ``registered`` is all of its names, or None if they
+        have not changed since the last answer."""
         for name, change in sent:
             if self._changes.get(name) == change:
                 self._unsent.discard(name)
-        if found is None:
+        if registered is None:
             return
-        for name, change in found.items():
-            mine = self._changes.get(name)
-            if mine is None or mine < change:
-                self._take(name, change)
+        for name, change in registered.items():
+            own = self._changes.get(name)
+            if own is None or own < change:
+                self._apply(name, change)
                 self._unsent.discard(name)
         for name, change in list(self._changes.items()):
-            theirs = found.get(name)
-            if theirs is not None and theirs >= change:
+            other = registered.get(name)
+            if other is not None and other >= change:
                 continue
             if change.value or change.stamp_ms > now_ms - FORGET_MS:
                 self._unsent.add(name)
@@ -96,13 +96,13 @@ class NameTable:
         before = self._changes.get(name)
         # Gateways' clocks differ: a later change must not lose to an earlier one.
         stamp_ms = now_ms if before is None else max(now_ms, before.stamp_ms + 1)
-        self._take(name, StampedValue(stamp_ms, value))
+        self._apply(name, StampedValue(stamp_ms, value))
         self._unsent.add(name)
 
-    def _take(self, name: str, change: StampedValue) -> None:
+    def _apply(self, name: str, change: StampedValue) -> None:
         self._changes[name] = change
         if len(self._changes) > MAX_CHANGES:
-            self._forget_one(but=name)
+            self._drop_oldest_removal(keep=name)
         if name in self.fixed:
             return
         self._adapters.pop(name, None)
@@ -111,15 +111,17 @@ class NameTable:
                 adapter = msgspec.json.decode(change.value, type=NamedAdapter)
             except msgspec.DecodeError:
                 return  # Written by a gateway of a newer version.
-            # Whoever can write to the registry must not make a worker fetch anything but a digest.
+            # A writer to the registry must not be able to make workers fetch anything but a digest.
             if adapter.name == name and is_adapter_digest(adapter.digest):
                 self._adapters[name] = adapter
 
-    def _forget_one(self, but: str) -> None:
-        """Drop the oldest removed name, as the registry does."""
-        gone = [(change.stamp_ms, name) for name, change in self._changes.items() if not change.value and name != but]
-        if gone:
-            _, name = min(gone)
+    def _drop_oldest_removal(self, keep: str) -> None:
+        """Drop the oldest removed name except ``keep``, as the registry does."""
+        removed = [
+            (change.stamp_ms, name) for name, change in self._changes.items() if not change.value and name != keep
+        ]
+        if removed:
+            _, name = min(removed)
             del self._changes[name]
             self._unsent.discard(name)
 

@@ -113,7 +113,7 @@ def terms(parts: Sequence[str], ids: Mapping[str, int]) -> str:
 
 def expression(pattern: str, field: str) -> str:
     """Return a regular expression in Lark, between slashes. ``field``: the client's field with it, in which sets are
-    ASCII and errors are match (InvalidRequest); "" for an expression of the gateway."""
+    ASCII and errors are reported (InvalidRequest); "" for an expression of the gateway."""
     sets = _ASCII_SETS if field else {}
     escaped = _ESCAPED.sub(lambda match: sets.get(match[0]) or _LARK_ESCAPES.get(match[0][-1], match[0]), pattern)
     if _ESCAPED.sub("", pattern).endswith("\\"):

@@ -17,16 +17,17 @@ from pathlib import Path
 from pillion.errors import ConfigError
 from pillion.records.bundle import KEY_FILE, read_file, read_key
 
-# Interval of scans of the folder unless it may be full; other gateways write to it too.
+# Interval between scans of the folder, to which other gateways write too. A folder that may be full is scanned at once.
 LOOK_EVERY_S = 300.0
+# Age from which an unfinished file counts as abandoned.
 PART_AGE_S = 3600.0
 
 _OWNER_ONLY, _FOLDER_OWNER_ONLY = 0o600, 0o700
 
 
 class RecordFolder:
-    """Bundles in the folder ``path``: at most ``max_bytes`` in total, none older than ``keep_s`` seconds. A reader
-    needs neither limit; for a writer the folder is created. Methods raise ConfigError if it cannot be used."""
+    """Bundles in the folder ``path``: at most ``max_bytes`` in total, none older than ``keep_s`` seconds. With
+    ``max_bytes`` = 0 it is only read, else the folder is created. Methods raise ConfigError if it cannot be used."""
 
     def __init__(self, path: Path, max_bytes: int = 0, keep_s: float = 0.0) -> None:
         try:
@@ -37,14 +38,14 @@ class RecordFolder:
         self._path = path
         self._max_bytes = max_bytes
         self._keep_s = keep_s
-        self._bytes, self._counted_s = 0, 0.0
+        self._bytes, self._scanned_s = 0, 0.0
 
     def store(self, bundle_id: str, raw: bytes) -> None:
         """Write an encoded bundle. Raises ConfigError if it is too large, and OSError."""
         now = time.time()
         if len(raw) > self._max_bytes:
             raise ConfigError(f"the bundle {bundle_id} has {len(raw)} bytes, more than {self._max_bytes}")
-        if self._bytes + len(raw) > self._max_bytes or now - self._counted_s > LOOK_EVERY_S:
+        if self._bytes + len(raw) > self._max_bytes or now - self._scanned_s > LOOK_EVERY_S:
             self._make_room(len(raw), now)
         write(self._path, bundle_id, raw)
         self._bytes += len(raw)
@@ -60,9 +61,9 @@ class RecordFolder:
 
     def _make_room(self, size_bytes: int, now: float) -> None:
         """Remove expired bundles, and further ones, oldest first, until there is room for ``size_bytes``."""
-        found = self._files(".json", ".part")
-        self._bytes, self._counted_s = sum(about.st_size for _, about in found), now
-        for path, about in reversed(found):
+        files = self._files(".json", ".part")
+        self._bytes, self._scanned_s = sum(about.st_size for _, about in files), now
+        for path, about in reversed(files):
             is_part, age_s = path.suffix == ".part", now - about.st_mtime
             if is_part and age_s < PART_AGE_S:
                 continue

@@ -20,13 +20,14 @@ from pillion.kvstore.index.redis_link import Argument, RedisScripts, ScriptCall,
 RECORDS_DEADLINE_MS = 2000
 # Redis serves no other command during a transfer. A prompt of a million tokens has about 7 MB.
 MAX_REDIS_BUNDLE_BYTES = 8 * 2**20
+# Bundles that a script call evicts or lists.
 BUNDLES_AT_ONCE = 1000
 T = TypeVar("T")
 
 
 class RecordRedis(RedisScripts):
-    """Bundles in Redis: at most ``max_bytes`` in total, none older than ``keep_s`` seconds; a reader needs neither
-    limit. ``runner`` runs the calls, one at a time. Methods raise Unavailable if Redis does not answer."""
+    """Bundles in Redis: at most ``max_bytes`` in total, none older than ``keep_s`` seconds; both 0 for a reader.
+    ``runner`` runs the calls, one at a time. Methods raise Unavailable if Redis does not answer."""
 
     scripts = ("record_keep", "record_read")
 
@@ -38,8 +39,10 @@ class RecordRedis(RedisScripts):
 
     def store(self, bundle_id: str, raw: bytes) -> None:
         """Write an encoded bundle. Raises ConfigError if it is too large."""
-        if len(raw) > (most := min(self._max_bytes, MAX_REDIS_BUNDLE_BYTES)):
-            raise ConfigError(f"the bundle {bundle_id} has {len(raw)} bytes, more than the {most} that Redis may get")
+        if len(raw) > (max_bytes := min(self._max_bytes, MAX_REDIS_BUNDLE_BYTES)):
+            raise ConfigError(
+                f"the bundle {bundle_id} has {len(raw)} bytes, more than the {max_bytes} allowed in Redis"
+            )
         while not self._call("record_keep", int, bundle_id, raw, self._max_bytes, self._keep_ms, BUNDLES_AT_ONCE):
             pass
 

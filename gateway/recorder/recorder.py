@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +55,28 @@ log = logging.getLogger("pillion.gateway.recorder")
 MAX_WAITING_STORIES = 128
 TENANT_RECORDS_PER_MINUTE = 120
 MINUTE_S = 60
-MAX_BEGINNINGS = 4096
+MAX_SERVED_PREFIXES = 4096
 LAST_WRITES_S = 5.0
-DAY_S = 24 * 3600
-_FLAGS = ("split_policy", "chunk_size", "enable_chunked_prefill", "enable_prefix_caching")
-LOST, UNWRITTEN, OVER = "lost", "unwritten", "over"
+
+
+class NotRecorded(StrEnum):
+    """Why a request that was to be recorded has no bundle: the queue was full, writing failed, or the tenant was over
+    its limit."""
+
+    LOST = "lost"
+    UNWRITTEN = "unwritten"
+    OVER = "over"
 
 
 class Recorder:
-    """Recorder of one gateway's requests. ``counts`` has the outcomes by reason. ``last_stall`` returns begin and end
-    of a component's last stall, as of a time. Construction blocks; it raises ConfigError for an invalid folder or
-    key."""
+    """Recorder of one gateway's requests. Construction blocks; it raises ConfigError for an invalid folder or key.
+
+    Args:
+        last_stall: returns begin and end of a component's last stall before a time; None if it had none.
+
+    Attributes:
+        counts: recorded requests by reason, and unrecorded ones by NotRecorded.
+    """
 
     def __init__(
         self,
@@ -75,27 +87,26 @@ class Recorder:
         self._flags, self._slow_ms = flags, limits.record_slow_ms
         self._last_stall = last_stall
         max_bytes = limits.record_bytes or (REDIS_BYTES if flags.record_path == REDIS else FOLDER_BYTES)
-        kept = open_records(flags.record_path, flags.redis_url, max_bytes, limits.record_days * DAY_S)
+        records = open_records(flags.record_path, flags.redis_url, max_bytes, limits.record_days * 24 * 3600)
         with contextlib.ExitStack() as opened:
-            self._records = opened.enter_context(kept)
+            self._records = opened.enter_context(records)
             self._key = own_key(flags)
             self._open = opened.pop_all()
         self.counts: Counter[str] = Counter()
-        self._minute, self._caused = 0, Counter[str]()
-        # Adapter digest and end time of the last answer, by what chains have in common but for the adapter: its name,
-        # the salt and the first block.
+        self._minute, self._tenant_records = 0, Counter[str]()
+        # By model name, salt and the prompt's first block: digest of the adapter that served it last, and when.
         self._served: dict[tuple[str, str, tuple[int, ...]], tuple[str, float]] = {}
         self._jobs: queue.Queue[tuple[Story, Reason] | None] = queue.Queue(MAX_WAITING_STORIES)
         self._thread = threading.Thread(target=self._write_all, name="recorder", daemon=True)
         self._thread.start()
 
     def begin(self, admitted: AdmittedRequest, permit: AdmissionPermit, asked: bool) -> Story:
-        """Start the story of a request that is ready to wait for its turn; ``asked``: its client wants a bundle."""
+        """Start the story of a request that is ready to wait for its turn; ``asked``: its client requested a bundle."""
         tenant = permit.tenant.name
         chosen: Reason | None = None
-        if asked and self._may_cause(tenant):
+        if asked and self._within_rate(tenant):
             chosen = "asked"
-        elif random.random() < self._flags.record_share:  # noqa: S311  (nobody gains by a guess)
+        elif random.random() < self._flags.record_share:  # noqa: S311  (not a secret)
             chosen = "share"
         content = self._flags.record_content
         if content == "full" and not permit.tenant.keep_content:
@@ -110,7 +121,7 @@ class Recorder:
             on_end=self._ended,
         )
         story.ready(time.monotonic())
-        adapter, then_s = self._served.get(self._beginning(admitted), (admitted.adapter, 0.0))
+        adapter, then_s = self._served.get(self._prefix_key(admitted), (admitted.adapter, 0.0))
         if adapter != admitted.adapter:
             story.adapter_changed(time.monotonic(), self._flags.block_size, adapter, then_s)
         return story
@@ -126,44 +137,46 @@ class Recorder:
             self._jobs.put(None, timeout=LAST_WRITES_S)
         self._thread.join(LAST_WRITES_S)
 
-    def _beginning(self, admitted: AdmittedRequest) -> tuple[str, str, tuple[int, ...]]:
+    def _prefix_key(self, admitted: AdmittedRequest) -> tuple[str, str, tuple[int, ...]]:
         return admitted.asked.model, admitted.cache_salt, admitted.prompt[: self._flags.block_size]
 
     def _ended(self, story: Story) -> None:
+        """Queue the story of an ended request if it is to be recorded."""
         admitted = story.admitted
         if admitted.adapter and len(admitted.prompt) > self._flags.block_size and story.answers[0].first_s:
-            self._served.pop(self._beginning(admitted), None)
-            self._served[self._beginning(admitted)] = admitted.adapter, story.ended_s
-            if len(self._served) > MAX_BEGINNINGS:
+            self._served.pop(self._prefix_key(admitted), None)
+            self._served[self._prefix_key(admitted)] = admitted.adapter, story.ended_s
+            if len(self._served) > MAX_SERVED_PREFIXES:
                 del self._served[next(iter(self._served))]
         reason = self._why(story) or story.chosen
         if reason is None:
             return
-        if story.chosen is None and not self._may_cause(story.tenant):
-            self.counts[OVER] += 1
+        if story.chosen is None and not self._within_rate(story.tenant):
+            self.counts[NotRecorded.OVER] += 1
             return
         for worker in story.workers():
-            if (still := self._last_stall(worker.component_id, story.ended_s)) is not None:
-                story.still(worker.component_id, *still)
+            if (stall := self._last_stall(worker.component_id, story.ended_s)) is not None:
+                story.stalled(worker.component_id, *stall)
         try:
             self._jobs.put_nowait((story, reason))
         except queue.Full:
-            self.counts[LOST] += 1
+            self.counts[NotRecorded.LOST] += 1
 
     def _why(self, story: Story) -> Reason | None:
+        """Return "failed", "slow" or None."""
         # A client's error or cancellation is not a failure.
         if story.error is not None and not isinstance(story.error, Cancelled | InvalidRequest):
             return "failed"
         slow_ms = 0 if story.admitted.background else self._slow_ms
         return "slow" if slow_ms and story.longest_wait_s * 1000 > slow_ms else None
 
-    def _may_cause(self, tenant: str) -> bool:
+    def _within_rate(self, tenant: str) -> bool:
         """Count one more record of a tenant in this minute, and return whether it is allowed."""
         minute = int(time.monotonic() // MINUTE_S)
         if minute != self._minute:
-            self._minute, self._caused = minute, Counter()
-        self._caused[tenant] += 1
-        return self._caused[tenant] <= TENANT_RECORDS_PER_MINUTE
+            self._minute, self._tenant_records = minute, Counter()
+        self._tenant_records[tenant] += 1
+        return self._tenant_records[tenant] <= TENANT_RECORDS_PER_MINUTE
 
     def _write_all(self) -> None:
         with self._open:
@@ -176,12 +189,12 @@ class Recorder:
             bundle = bundle_of(story, reason, self._flags, self._slow_ms, self._key)
             self._records.store(story.id, encode(bundle, self._key))
         except Exception as error:
-            if not self.counts[UNWRITTEN]:
+            if not self.counts[NotRecorded.UNWRITTEN]:
                 # Logged once: a full disk or an absent Redis would fill the log.
                 why = error.strerror if isinstance(error, OSError) else str(error)
                 defect = None if isinstance(error, OSError | PillionError) else error
                 log.warning("request %s and maybe others are not recorded: %s", label, why, exc_info=defect)
-            self.counts[UNWRITTEN] += 1
+            self.counts[NotRecorded.UNWRITTEN] += 1
         else:
             self.counts[reason] += 1
             log.info("request %s is recorded as %s: %s", label, story.id, reason)
@@ -200,6 +213,7 @@ def bundle_of(story: Story, reason: Reason, flags: GatewayFlags, slow_ms: int, k
     """Create the bundle of an ended request."""
     admitted, content = story.admitted, story.content
     ago_s, asked = time.monotonic() - admitted.arrived, admitted.asked.model
+    replayed_flags = ("split_policy", "chunk_size", "enable_chunked_prefill", "enable_prefix_caching")
     model = BundleModel(name=admitted.model, fingerprint=admitted.fingerprint, asked=asked, adapter=admitted.adapter)
     return Bundle(
         id=story.id,
@@ -213,7 +227,7 @@ def bundle_of(story: Story, reason: Reason, flags: GatewayFlags, slow_ms: int, k
         answers=tuple(_answers(story, content, key)),
         story=story.events(),
         slow_ms=slow_ms,
-        flags={name.replace("_", "-"): str(getattr(flags, name)) for name in _FLAGS},
+        flags={name.replace("_", "-"): str(getattr(flags, name)) for name in replayed_flags},
         workers=tuple(convert(one, BundleWorker, from_attributes=True) for one in story.workers()),
         error="" if story.error is None else described(story.error),
         usage=story.usage,
@@ -248,7 +262,7 @@ def _request(admitted: AdmittedRequest, content: Content, key: bytes) -> BundleR
 
 
 def _answers(story: Story, content: Content, key: bytes) -> Iterator[BundleAnswer]:
-    """Yield the answers as far as they came; none for a request for a vector."""
+    """Yield the bundle's answers, finished or not; none for an embedding request."""
     if story.admitted.pooling is not None:
         return
     shows = content == "full" and story.admitted.asked.sampling.logprobs is not None

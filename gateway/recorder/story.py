@@ -2,8 +2,8 @@
 
     ready --waits--> turn --note, for each event of the request's machine and the actions that it caused--> ended
 
-The machine's own objects are collected. Only if the request is recorded, they are converted when it has ended: ``what``
-is then one of these.
+A story collects the events and actions of the request's machine. If the request is recorded, they are converted to
+StoryEvents when it has ended. ``what`` is one of these:
 
     arrived, ready, waits, turn                  in the gateway; ``ready`` has the time taken by the grammar
     adapter_changed                              an adapter of this name served the prompt's beginning, and was replaced
@@ -69,9 +69,17 @@ _EVENT_NAMES: Mapping[type, tuple[str, str]] = {
 
 @dataclass(slots=True)
 class AnswerLog:
-    """Tokens of one answer and their times, in monotonic seconds; ``first_s`` is 0.0 before the first. ``waits`` until
-    its stream starts, or goes on after a loss. ``finish_reason`` is the client's; "" before the end. Log probabilities
-    from another gateway, before the stream moved here, are None."""
+    """Tokens of one answer, and when they came.
+
+    Attributes:
+        token_ids, logprobs: the tokens, and their log probabilities if requested; None for those that another gateway
+            sent before the stream moved here.
+        gaps: histogram over GAP_BOUNDS_MS of the times between two messages with tokens.
+        first_s, last_s: monotonic times of the first and last token; 0.0 without tokens.
+        longest_s, longest_at: the longest gap, and the index of the token after it.
+        waits: True until the stream starts, and after a loss until it continues.
+        finish_reason: as the client gets it; "" before the end.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float | None] = field(default_factory=list)
@@ -83,8 +91,8 @@ class AnswerLog:
     waits: bool = True
     finish_reason: str = ""
 
-    def came(self, emitted: ev.Emit, now: float) -> None:
-        """Record tokens that arrived together."""
+    def add(self, emitted: ev.Emit, now: float) -> None:
+        """Record the tokens of one message."""
         if self.first_s:
             gap_s = now - self.last_s
             self.gaps[bisect_left(_GAP_BOUNDS_S, gap_s)] += 1
@@ -112,13 +120,14 @@ class AnswerLog:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Story:
-    """Events of one request, collected on the event loop; immutable from ``ended`` on, when any thread may read it.
+    """Events of one request, collected on the event loop. After :meth:`ended` it is immutable, so any thread may read
+    it.
 
     Attributes:
         id: id of the request's bundle.
         tenant: the request's tenant.
-        content: how much of its texts and tokens the bundle contains.
-        chosen: why it is recorded regardless of its end, or None.
+        content: how the bundle keeps texts and token ids.
+        chosen: why it is recorded even if it neither fails nor is slow; None if it is not.
         answers: an empty log for each answer.
         on_end: called once, when the request has ended.
         error: the request's error, or None.
@@ -137,53 +146,52 @@ class Story:
     ended_s: float = 0.0
     usage: Usage | None = None
     timings: Timings | None = None
-    _edge: list[StoryEvent] = field(default_factory=list)
+    _gateway_events: list[StoryEvent] = field(default_factory=list)
     _moments: list[tuple[float, int | None, Event | Action]] = field(default_factory=list)
 
     def ready(self, now: float) -> None:
-        """Record that the request is ready to wait for its turn; another gateway may have served a part of its
-        answers."""
+        """Record that the request is ready to be scheduled. Its answers may begin with tokens from another gateway."""
         grammar, resume = self.admitted.grammar, self.admitted.resume
-        self._tell("arrived", self.admitted.arrived)
-        self._tell("ready", now, figures={"grammar_ms": _ms(grammar.made_s)} if grammar.text else {})
+        self._add_event("arrived", self.admitted.arrived)
+        self._add_event("ready", now, figures={"grammar_ms": _ms(grammar.made_s)} if grammar.text else {})
         for answer, before in zip(self.answers, resume.answers if resume else (), strict=False):
             answer.token_ids += before.token_ids
             answer.logprobs += [None] * len(before.token_ids)
 
     def waits(self, now: float, running: int, waiting: Mapping[str, int]) -> None:
-        """Record that the request has to wait: ``running`` answers are at the workers, and ``waiting`` requests per
-        tenant in the queue, itself included."""
+        """Record that the request has to wait. ``running``: answers at the workers. ``waiting``: queued requests by
+        tenant, this one included."""
         before = dict(waiting) | {self.tenant: waiting.get(self.tenant, 1) - 1}
         words = ", ".join(f"{count} of tenant {name}" for name, count in before.items() if name and count)
-        self._tell("waits", now, words=words, figures={"running": running, "waiting": sum(before.values())})
+        self._add_event("waits", now, words=words, figures={"running": running, "waiting": sum(before.values())})
 
     def adapter_changed(self, now: float, tokens: int, digest: str, then_s: float) -> None:
         """Record that this gateway last served the first ``tokens`` of the prompt at ``then_s``, with another adapter
         (``digest``) of the same name."""
-        self._tell("adapter_changed", now, tokens=tokens, words=digest, figures={"ago_ms": _ms(now - then_s)})
+        self._add_event("adapter_changed", now, tokens=tokens, words=digest, figures={"ago_ms": _ms(now - then_s)})
 
     def turn(self, now: float) -> None:
         """Record that the request was scheduled."""
-        self._tell("turn", now)
+        self._add_event("turn", now)
 
     def note(self, index: int | None, event: Event, actions: Sequence[AnswerAction], now: float) -> None:
-        """Record an event of an answer (None: of all answers), and the resulting actions."""
+        """Record an event of answer ``index`` (None: of all answers), and the resulting actions."""
         if self.ended_s:
             return
         if not isinstance(event, ev.TokensSampled):
-            self._keep(now, index, event)
+            self._add_moment(now, index, event)
             if isinstance(event, ev.DecodeLost) and index is not None:
                 self.answers[index].waits = True
         for answer, action in actions:
             if isinstance(action, ev.Emit):
                 # First, since nearly all actions are Emit.
                 log = self.answers[answer]
-                log.came(action, now)
+                log.add(action, now)
                 if log.waits:
                     log.waits = False
-                    self._keep(now, answer, event)
+                    self._add_moment(now, answer, event)
             elif type(action) in _EVENT_NAMES:
-                self._keep(now, answer, action)
+                self._add_moment(now, answer, action)
         if isinstance(event, ev.StopStringFound) and index is not None:
             log = self.answers[index]
             del log.token_ids[event.kept_tokens :], log.logprobs[event.kept_tokens :]
@@ -199,10 +207,12 @@ class Story:
         self.ended_s, self.usage, self.timings, self.error = now, usage, timings, error
         self.on_end(self)
 
-    def still(self, component_id: str, from_s: float, to_s: float) -> None:
+    def stalled(self, component_id: str, from_s: float, to_s: float) -> None:
         """Record a component's time without heartbeats, if it overlaps the request."""
         if to_s > self.admitted.arrived and from_s < self.ended_s:
-            self._tell("still", min(to_s, self.ended_s), worker=component_id, figures={"lasts_ms": _ms(to_s - from_s)})
+            self._add_event(
+                "still", min(to_s, self.ended_s), worker=component_id, figures={"lasts_ms": _ms(to_s - from_s)}
+            )
 
     @property
     def longest_wait_s(self) -> float:
@@ -213,12 +223,12 @@ class Story:
     def workers(self) -> list[ComponentRecord]:
         """Return the workers of all plans, without duplicates."""
         plans = [thing.plan for _, _, thing in self._moments if isinstance(thing, ev.PlanMade)]
-        found = [one for plan in plans for one in (plan.prefill, plan.decode) if one is not None]
-        return list({one.component_id: one for one in found}.values())
+        workers = [one for plan in plans for one in (plan.prefill, plan.decode) if one is not None]
+        return list({one.component_id: one for one in workers}.values())
 
     def events(self) -> tuple[StoryEvent, ...]:
         """Return all events in order."""
-        events = [*self._edge, *self._moment_events()]
+        events = [*self._gateway_events, *self._moment_events()]
         if self.error is not None:
             events.append(StoryEvent(at_ms=self._at(self.ended_s), what="failed", words=described(self.error)))
         return tuple(sorted(events, key=lambda one: one.at_ms))
@@ -226,10 +236,10 @@ class Story:
     def _at(self, now: float) -> float:
         return _ms(now - self.admitted.arrived)
 
-    def _tell(self, what: str, now: float, **fields: Any) -> None:
-        self._edge.append(StoryEvent(at_ms=self._at(now), what=what, **fields))
+    def _add_event(self, what: str, now: float, **fields: Any) -> None:
+        self._gateway_events.append(StoryEvent(at_ms=self._at(now), what=what, **fields))
 
-    def _keep(self, now: float, index: int | None, thing: Event | Action) -> None:
+    def _add_moment(self, now: float, index: int | None, thing: Event | Action) -> None:
         if len(self._moments) < MAX_MOMENTS:
             self._moments.append((now, index, thing))
 
@@ -246,7 +256,7 @@ class Story:
 
 
 def described(error: PillionError) -> str:
-    """Return an error as in a bundle. The message of a client error may quote the request, so it is left out."""
+    """Return an error as "Kind: message". A client error's message is omitted, because it may quote the request."""
     text = "the request was wrong" if isinstance(error, InvalidRequest) else error.message
     return f"{type(error).__name__}: {text}"
 
@@ -260,7 +270,7 @@ def _figures_of(message: Any, *names: str) -> dict[str, float]:
 
 
 def _event(at_ms: float, answer: int, thing: Event | Action, plan: RequestPlan | None) -> StoryEvent:
-    """Convert ``thing``, which belongs to ``plan``, to a bundle's event."""
+    """Convert an event or action of ``answer``, under ``plan``, to a bundle's event."""
     (what, whose), worker = _EVENT_NAMES[type(thing)], ""
     if plan is not None:
         prefill = "" if plan.prefill is None else plan.prefill.component_id

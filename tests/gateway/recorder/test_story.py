@@ -36,7 +36,7 @@ def test_a_paused_worker_is_noted() -> None:
     begun = story.admitted.arrived
     story.ended(begun + 10.0)
     for from_s, to_s in ((-9.0, -1.0), (11.0, 14.0), (2.0, 5.5)):
-        story.still("decode-0", begun + from_s, begun + to_s)
+        story.stalled("decode-0", begun + from_s, begun + to_s)
     (still,) = [one for one in story.events() if one.what == "still"]
     assert (still.worker, still.at_ms, still.figures["lasts_ms"]) == ("decode-0", 5500.0, 3500.0)
 
