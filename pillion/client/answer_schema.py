@@ -1,6 +1,6 @@
-"""Structure of an answer as a type of the caller: the type's JSON schema, and the parsing of answers.
+"""Answers as values of a caller's type: converts the type to a JSON schema, and parses answers.
 
-Pydantic models and msgspec structs bring both. Dataclasses, TypedDicts and their field types are handled here, because
+Pydantic and msgspec do both for their own types. Dataclasses, TypedDicts and builtin types are handled here, because
 the SDK depends on neither library.
 """
 
@@ -33,14 +33,14 @@ class AnswerSchema:
 
 
 class ParsedAnswers:
-    """Adds the parsed value of each answer to its last delta. An answer that was cut short has none."""
+    """Adds the parsed value of each answer to its last delta; a truncated answer has no value."""
 
     def __init__(self, parse: Callable[[str], Any]) -> None:
         self._parse = parse
         self._texts: dict[int, list[str]] = {}
 
     def note(self, delta: Delta) -> Delta:
-        """Process the stream's next delta; return it with a value if it ends an answer. Raises whatever the caller's
+        """Return the stream's next delta, with the parsed value if it completes an answer. Raises whatever the caller's
         type raises for an invalid value."""
         texts = self._texts.setdefault(delta.index, [])
         texts.append(delta.text)
@@ -65,14 +65,14 @@ def answer_schema(schema: Schema) -> AnswerSchema:
         return AnswerSchema(
             json.dumps(_closed(msgspec.json.schema(kind))), lambda text: msgspec.json.decode(text, type=kind)
         )
-    found = _TypeReader()
-    described = found.schema(kind)
-    whole = {**described, "$defs": found.definitions} if found.definitions else described
+    reader = _TypeReader()
+    described = reader.schema(kind)
+    whole = {**described, "$defs": reader.definitions} if reader.definitions else described
     return AnswerSchema(json.dumps(whole), lambda text: _value(kind, json.loads(text)))
 
 
 def with_schema(sampling: SamplingParams, schema: AnswerSchema | None) -> SamplingParams:
-    """Return the sampling parameters with the schema as structure. Raises TypeError if they already have one."""
+    """Return sampling parameters with the schema as structured output. Raises TypeError if they have one already."""
     if schema is None:
         return sampling
     if sampling.structured_outputs is not None:
@@ -81,18 +81,18 @@ def with_schema(sampling: SamplingParams, schema: AnswerSchema | None) -> Sampli
 
 
 def _closed(schema: Any) -> Any:
-    """Return the schema with additional properties of objects forbidden."""
+    """Return a schema that forbids additional properties of objects with listed properties."""
     if isinstance(schema, list):
         return [_closed(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
-    made = {
+    closed = {
         key: value if key in ("default", "const", "enum", "examples") else _closed(value)
         for key, value in schema.items()
     }
-    if made.get("type") == "object" and isinstance(made.get("properties"), dict):
-        made.setdefault("additionalProperties", False)
-    return made
+    if closed.get("type") == "object" and isinstance(closed.get("properties"), dict):
+        closed.setdefault("additionalProperties", False)
+    return closed
 
 
 class _TypeReader:
@@ -178,43 +178,43 @@ def _required(kind: Any) -> list[str]:
 
 
 class _UnfitError(ValueError):
-    """The value is of another type; another member of a union may accept it."""
+    """A value is not of a type; another type of a union may fit."""
 
 
-def _value(kind: Any, found: Any) -> Any:
-    """Convert ``found``, parsed from JSON, to type ``kind``. Raises _UnfitError for a value of another type."""
+def _value(kind: Any, value: Any) -> Any:
+    """Convert ``value``, parsed from JSON, to type ``kind``. Raises _UnfitError for a value of another type."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
-        return found
+        return value
     if origin is typing.Annotated:
-        return _value(arguments[0], found)
+        return _value(arguments[0], value)
     if origin in (Union, types.UnionType):
         for one in arguments:
             with contextlib.suppress(_UnfitError):
-                return _value(one, found)
+                return _value(one, value)
     elif origin is Literal:
-        if any(type(one) is type(found) and one == found for one in arguments):
-            return found
+        if any(type(one) is type(value) and one == value for one in arguments):
+            return value
     elif kind is float:
-        if isinstance(found, int | float) and not isinstance(found, bool):
-            return float(found)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
     elif kind in _PLAIN or kind is None:
-        if type(found) is (type(None) if kind is None else kind):
-            return found
+        if type(value) is (type(None) if kind is None else kind):
+            return value
     elif isinstance(kind, type) and issubclass(kind, enum.Enum):
-        if found in [one.value for one in kind]:
-            return kind(found)
-    elif isinstance(found, list) and (kind is list or origin is list):
-        return [_value(arguments[0], one) for one in found] if arguments else found
-    elif isinstance(found, list) and origin is tuple:
-        inner = arguments[:1] * len(found) if arguments[-1:] == (...,) else arguments
-        if len(found) == len(inner):
-            return tuple(map(_value, inner, found))
-    elif isinstance(found, dict) and (dataclasses.is_dataclass(kind) or is_typeddict(kind)):
+        if value in [one.value for one in kind]:
+            return kind(value)
+    elif isinstance(value, list) and (kind is list or origin is list):
+        return [_value(arguments[0], one) for one in value] if arguments else value
+    elif isinstance(value, list) and origin is tuple:
+        inner = arguments[:1] * len(value) if arguments[-1:] == (...,) else arguments
+        if len(value) == len(inner):
+            return tuple(map(_value, inner, value))
+    elif isinstance(value, dict) and (dataclasses.is_dataclass(kind) or is_typeddict(kind)):
         fields = _fields(kind)
-        if set(_required(kind)) <= set(found) <= set(fields):
+        if set(_required(kind)) <= set(value) <= set(fields):
             made: Any = kind
-            return made(**{name: _value(fields[name], one) for name, one in found.items()})
-    elif isinstance(found, dict) and (kind is dict or origin is dict):
-        return {name: _value(arguments[1], one) for name, one in found.items()} if arguments else found
-    raise _UnfitError(f"{found!r} is no {kind!r}")
+            return made(**{name: _value(fields[name], one) for name, one in value.items()})
+    elif isinstance(value, dict) and (kind is dict or origin is dict):
+        return {name: _value(arguments[1], one) for name, one in value.items()} if arguments else value
+    raise _UnfitError(f"{value!r} is not a {kind!r}")

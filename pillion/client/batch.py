@@ -1,7 +1,7 @@
 """Batches of the clients: many requests, at most ``concurrency`` at once, results in the order of the prompts.
 
 prompts --> [ concurrency streams at once ] --> results, by index          optional progress bar in the terminal
-              Overloaded --waits as long as the server says, then retries, OVERLOAD_RETRIES times
+              Overloaded --wait for retry_after_ms, then retry, up to OVERLOAD_RETRIES times
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def check_concurrency(concurrency: int) -> None:
 def one_each(
     sampling: SamplingParams | Sequence[SamplingParams] | None, fields: Mapping[str, Any], count: int
 ) -> list[SamplingParams]:
-    """Return the sampling parameters of each of ``count`` prompts, by :func:`sampling_of`. Raises ValueError for a
-    wrong number of them."""
+    """Return a list of ``count`` sampling parameters, one per prompt, by :func:`sampling_of`. Raises ValueError if
+    ``sampling`` has another number."""
     if sampling is None or isinstance(sampling, SamplingParams):
         return [sampling_of(sampling, fields)] * count
     if len(sampling) != count:
@@ -53,13 +53,13 @@ def run_batch(
     progress: bool,
     raise_errors: bool,
 ) -> list[Result]:
-    """Run the blocking client's batch with a thread per stream in flight; return when all have ended.
+    """Run the blocking client's batch, with a thread per stream in flight, and return the results in order.
 
     Args:
         start: starts a request's call, which has ``cancel()``.
         read: returns the deltas of a call; raises PillionError.
         progress: show a bar.
-        raise_errors: let the first PillionError end the batch; otherwise it is the request's result.
+        raise_errors: end the batch at the first PillionError, and raise it; else an error is its request's result.
     """
     ended, lock, calls = threading.Event(), threading.Lock(), set[Any]()
 
@@ -166,7 +166,7 @@ def collector_of(request: GenerateRequest) -> OutputCollector:
 
 
 def wait_s(error: Overloaded) -> float:
-    """Return the delay in seconds before retrying a refused request: as the server says, within limits."""
+    """Return the delay in seconds before a refused request is retried: the server's, within limits."""
     return min(max(error.retry_after_ms, 100), MAX_OVERLOAD_WAIT_MS) / 1000
 
 

@@ -62,9 +62,8 @@ from pillion.wire.public import model_from_pb, pin_from_pb, status_from_pb, warm
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 UNARY_TIMEOUT_S = 10.0
-# Timeout of long calls. An adapter may have gigabytes to copy, verify and distribute before its name is available. A
-# prompt computed ahead waits until no other request needs the slots. A list of texts queues like any request, and may
-# have 2,048 long ones.
+# Timeout of long calls: an adapter may have gigabytes to copy, verify and distribute; a prefix is computed after all
+# other requests; a call for embeddings or scores may have 2,048 long texts.
 LONG_CALL_TIMEOUT_S = 600.0
 
 
@@ -106,7 +105,7 @@ class Client:
         self._resume_timeout_s, self._connect_timeout_s = resume_timeout_s, connect_timeout_s
         self._opening = threading.Lock()
         self._channels: dict[int, tuple[grpc.Channel, Any]] = {}
-        self._number = 0
+        self._address_index = 0
         self._closed = False
 
     def generate(
@@ -134,7 +133,7 @@ class Client:
             cache_salt: only requests with the same salt share KV.
             request_id: a label for logs and traces.
             priority: smaller is more urgent, from -100 to 100; a waiting request gains urgency with time.
-            timeout_s: time for the whole stream; None for no limit.
+            timeout_s: timeout of the whole stream; None for none.
             schema: makes every answer JSON that fits it: a JSON schema as a mapping or as text, or a type (a dataclass,
                 a TypedDict, a pydantic model, a msgspec struct, or a builtin type made of them). The last delta of an
                 answer has the value as ``parsed``: an object of that type, or JSON's value in Python. It is None for an
@@ -268,7 +267,7 @@ class Client:
 
         Args:
             inputs: one or a list: texts, or token ids.
-            dimensions: number of leading values wanted of each vector; None: all.
+            dimensions: number of leading values of each vector to return; None: all.
             prompt_name: which of the checkpoint's prompts precedes each text; None: its default, "": none.
             truncate_prompt_tokens: truncate texts to this number of tokens, -1: to the model's max; None: refuse texts
                 that are too long.
@@ -384,7 +383,7 @@ class Client:
             pin: evict it from its node's pool after everything that is not pinned.
             name: the pin's name; an existing name gets the new prompt. "": derived from the prompt.
             ttl_s: duration of the pin, up to 30 days. 0: a day.
-            model, cache_salt, tools, chat_template_kwargs: as in the requests that shall hit it.
+            model, cache_salt, tools, chat_template_kwargs: as in the requests that are to hit it.
             timeout_s: time for the whole call.
 
         Raises:
@@ -440,10 +439,10 @@ class Client:
         with self._opening:
             if self._closed:
                 raise Cancelled("the client is closed")
-            if self._number not in self._channels:
-                channel = self._connection.open(self._number)
-                self._channels[self._number] = channel, gateway_pb2_grpc.GatewayStub(channel)
-            return self._number, self._channels[self._number][1]
+            if self._address_index not in self._channels:
+                channel = self._connection.open(self._address_index)
+                self._channels[self._address_index] = channel, gateway_pb2_grpc.GatewayStub(channel)
+            return self._address_index, self._channels[self._address_index][1]
 
     def _channel(self) -> grpc.Channel:
         """Return the channel of the current address."""
@@ -456,13 +455,13 @@ class Client:
     def _switch_address(self, number: int) -> None:
         """Switch to the next address, unless another call has done so."""
         with self._opening:
-            if self._number == number:
-                self._number = (number + 1) % len(self._connection.targets)
+            if self._address_index == number:
+                self._address_index = (number + 1) % len(self._connection.targets)
 
-    def _forget(self, number: int) -> None:
-        """Make the next call open another channel to an address. Ctrl-C may leave a blocking call with a lock of gRPC
-        that its channel's thread then waits for, so that no call of that channel would end. Existing streams keep the
-        channel, which ends with them: closing it would end them."""
+    def _drop_channel(self, number: int) -> None:
+        """Drop the channel to an address, so that the next call opens a new one. After Ctrl-C, a blocking call may hold
+        a lock of gRPC for ever, on which the channel's other calls would hang. Streams in flight keep the old channel:
+        closing it would end them."""
         with self._opening:
             self._channels.pop(number, None)
 
@@ -473,7 +472,7 @@ class Client:
         try:
             call = stub.Generate(client_requests.to_pb(request), timeout=timeout_s, metadata=metadata)
         except KeyboardInterrupt:
-            self._forget(number)
+            self._drop_channel(number)
             raise
         client_spans.end_with(span, call)
         return number, call
@@ -485,24 +484,24 @@ class Client:
                 method = getattr(stub, name)
                 return method(message, timeout=timeout_s, metadata=self._connection.metadata())
             except KeyboardInterrupt:
-                self._forget(number)
+                self._drop_channel(number)
                 raise
             except grpc.RpcError as error:
-                found, spoken = rpc.from_rpc_error(error), rpc.said_by_server(error)
-                if not should_retry(found, spoken, sent, len(self._connection.targets)):
-                    raise self._connection.explained(found, found, spoken, number) from None
+                failure, by_gateway = rpc.from_rpc_error(error), rpc.said_by_server(error)
+                if not should_retry(failure, by_gateway, sent, len(self._connection.targets)):
+                    raise self._connection.explained(failure, failure, by_gateway, number) from None
                 self._switch_address(number)
         raise AssertionError("the last call returns or raises")
 
 
 class _BlockingStream:
-    """One answer's stream over all its calls; the first call is made at once."""
+    """One request's stream, over all its calls; the constructor makes the first call."""
 
     def __init__(self, client: Client, progress: StreamProgress) -> None:
         self._client = client
         self._progress = progress
         self._ended = threading.Event()
-        self._begin()
+        self._start_call()
 
     def deltas(self) -> Generator[Delta, None, None]:
         """Yield all deltas, in order. Raises PillionError."""
@@ -514,24 +513,25 @@ class _BlockingStream:
                         yield progress.accept(message)
                     return
                 except grpc.RpcError as error:
-                    found, spoken = client_requests.respelled(rpc.from_rpc_error(error)), rpc.said_by_server(error)
+                    failure = client_requests.respelled(rpc.from_rpc_error(error))
+                    by_gateway = rpc.said_by_server(error)
                 if progress.over:
                     return
                 if self._ended.is_set() or self._client._closed:
-                    raise found
+                    raise failure
                 try:
-                    pause_s = progress.delay_s(found, spoken, self._connected(), time.monotonic())
+                    pause_s = progress.delay_s(failure, by_gateway, self._connected(), time.monotonic())
                 except PillionError as final:
                     connection = self._client._connection
-                    # The caller's own limit ended the stream, whatever the state of the connection.
-                    spoken = spoken or isinstance(found, DeadlineExceeded)
-                    raise connection.explained(final, found, spoken, self._number) from None
-                if is_loss(found, spoken):
-                    self._client._switch_address(self._number)
+                    # The caller's timeout, which says nothing about the connection.
+                    by_gateway = by_gateway or isinstance(failure, DeadlineExceeded)
+                    raise connection.explained(final, failure, by_gateway, self._address_index) from None
+                if is_loss(failure, by_gateway):
+                    self._client._switch_address(self._address_index)
                 self._client._connection.pause(self._client._channel(), pause_s, self._ended)
-                self._begin()
+                self._start_call()
         except KeyboardInterrupt:
-            self._client._forget(self._number)
+            self._client._drop_channel(self._address_index)
             raise
         finally:
             self.cancel()
@@ -542,15 +542,17 @@ class _BlockingStream:
         self._current.cancel()
 
     def _connected(self) -> bool:
-        """Return whether the last call had a connection: it began on one, or the channel has not failed to connect."""
-        return self._began_ready or self._state() is not grpc.ChannelConnectivity.TRANSIENT_FAILURE
+        """Return whether the last call had a connection: the channel was ready, or has not failed to connect since."""
+        return self._started_connected or self._state() is not grpc.ChannelConnectivity.TRANSIENT_FAILURE
 
     def _state(self) -> grpc.ChannelConnectivity:
-        return self._client._connection.state(self._client._channel_of(self._number))
+        return self._client._connection.state(self._client._channel_of(self._address_index))
 
-    def _begin(self) -> None:
+    def _start_call(self) -> None:
         progress = self._progress
-        self._number, self._current = self._client._call(progress.request(), progress.timeout_s(time.monotonic()))
-        self._began_ready = self._state() is grpc.ChannelConnectivity.READY
+        self._address_index, self._current = self._client._call(
+            progress.request(), progress.timeout_s(time.monotonic())
+        )
+        self._started_connected = self._state() is grpc.ChannelConnectivity.READY
         if self._ended.is_set():
             self._current.cancel()

@@ -30,15 +30,15 @@ Item = Prompt | Sequence[Message]
 
 
 def prompt_request(prompt: Prompt, **options: Any) -> GenerateRequest:
-    """Return the request of one prompt; ``options`` are other fields of GenerateRequest. Raises InvalidRequest, which
-    names each item of ``prompt`` that is no token id."""
+    """Return the request for one prompt; ``options`` are other fields of GenerateRequest. Raises InvalidRequest, which
+    names items of ``prompt`` that are not token ids."""
     if isinstance(prompt, str):
         return GenerateRequest(text=prompt, **options)
     return GenerateRequest(token_ids=_checked_ids(prompt), **options)
 
 
 def chat_request(messages: Sequence[Message], **options: Any) -> GenerateRequest:
-    """Return the request of one conversation, like :func:`prompt_request`. Raises InvalidRequest for a bad message."""
+    """Return the request for one conversation, like :func:`prompt_request`. Raises InvalidRequest for a bad message."""
     if not messages:
         raise InvalidRequest.of(FieldViolation("messages", "the prompt is empty"))
     checked = (message_of(message, f"messages[{n}]") for n, message in enumerate(messages))
@@ -64,12 +64,12 @@ def tool_options(
 ) -> ToolOptions:
     """Convert the tools of a conversation, in OpenAI's form or as Tool. ``tool_choice`` may be "auto", "none",
     "required", a tool's name, or OpenAI's object with a name. Raises InvalidRequest otherwise."""
-    read = tuple(_tool(tool, f"tools[{n}]") for n, tool in enumerate(tools))
+    parsed = tuple(_tool(tool, f"tools[{n}]") for n, tool in enumerate(tools))
     if isinstance(tool_choice, Mapping):
         choice, name = "named", str(_named_function(tool_choice, "tool_choice")["name"])
     else:
         choice, name = (tool_choice, "") if tool_choice in ("", "auto", "none", "required") else ("named", tool_choice)
-    return ToolOptions(tools=read, choice=choice, name=name, parallel_tool_calls=parallel_tool_calls)
+    return ToolOptions(tools=parsed, choice=choice, name=name, parallel_tool_calls=parallel_tool_calls)
 
 
 def _tool(tool: Tool | Mapping[str, Any], where: str) -> Tool:
@@ -107,7 +107,7 @@ def _named_function(value: Any, where: str) -> Mapping[str, Any]:
 
 
 def item_request(item: Item, **options: Any) -> GenerateRequest:
-    """Return the request of a batch item, by :func:`chat_request` or :func:`prompt_request`."""
+    """Return the request for a batch item, by :func:`chat_request` or :func:`prompt_request`."""
     if not isinstance(item, str) and item and isinstance(item[0], ChatMessage | Mapping):
         return chat_request(item, **options)  # type: ignore[arg-type]
     return prompt_request(item, **options)  # type: ignore[arg-type]
@@ -121,17 +121,17 @@ def prefix_request(
     tools: Sequence[Tool | Mapping[str, Any]],
     chat_template_kwargs: Mapping[str, Any] | None,
 ) -> GenerateRequest:
-    """Return a request for a prompt to compute ahead; a conversation ends with its last message. Raises
-    InvalidRequest."""
+    """Return the request for a prompt whose KV is computed ahead; a conversation is rendered without the beginning of
+    an answer. Raises InvalidRequest."""
     is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], ChatMessage | Mapping)
-    of_chat: dict[str, Any] = {}
+    chat_fields: dict[str, Any] = {}
     if is_chat:
-        of_chat["chat"] = chat_options(False, False, chat_template_kwargs)
-        of_chat["tools"] = tool_options(tools, "", None)
+        chat_fields["chat"] = chat_options(False, False, chat_template_kwargs)
+        chat_fields["tools"] = tool_options(tools, "", None)
     for name, value in (("tools", tools), ("chat_template_kwargs", chat_template_kwargs)):
         if value and not is_chat:
             raise InvalidRequest.of(FieldViolation(name, "only allowed with messages"))
-    return item_request(prompt, model=model, cache_salt=cache_salt, **of_chat)
+    return item_request(prompt, model=model, cache_salt=cache_salt, **chat_fields)
 
 
 def embed_message(inputs: Prompt | Sequence[Prompt], **options: Any) -> gateway_pb2.EmbedRequest:
@@ -151,7 +151,7 @@ def embed_message(inputs: Prompt | Sequence[Prompt], **options: Any) -> gateway_
 
 
 def sampling_of(sampling: SamplingParams | None, fields: Mapping[str, Any]) -> SamplingParams:
-    """Return the sampling parameters, given whole or by keyword. Raises TypeError for both, or for an unknown
+    """Return the sampling parameters, passed whole or by keyword. Raises TypeError for both, and for an unknown
     keyword."""
     if sampling is not None and fields:
         raise TypeError(f"give sampling or its fields by keyword, not both: {', '.join(sorted(fields))}")
@@ -175,7 +175,7 @@ def made(make: Callable[..., T], **fields: Any) -> T:
 
 
 def respelled(error: PillionError, prompt: str = "prompt") -> PillionError:
-    """Return a gateway's error with the caller's name of the ``prompt`` instead of the message's fields."""
+    """Return a gateway's error with the caller's argument ``prompt`` in place of the message's fields."""
     if not isinstance(error, InvalidRequest) or not error.violations:
         return error
     return InvalidRequest.of(
@@ -185,15 +185,15 @@ def respelled(error: PillionError, prompt: str = "prompt") -> PillionError:
 
 def _checked_ids(prompt: Sequence[int]) -> tuple[int, ...]:
     try:
-        # Refuses everything that is no token id, faster than a loop in Python.
+        # Raises for anything that is not a token id, faster than a loop in Python.
         return tuple(array("I", prompt))
     except (TypeError, OverflowError):
-        wrong = (FieldViolation(f"prompt[{n}]", text) for n, one in enumerate(prompt) if (text := _no_id(one)))
+        wrong = (FieldViolation(f"prompt[{n}]", text) for n, one in enumerate(prompt) if (text := _id_fault(one)))
         raise InvalidRequest.of(*itertools.islice(wrong, MAX_NAMED)) from None
 
 
-def _no_id(item: Any) -> str:
-    """Return why an item is no token id; "" if it is one."""
+def _id_fault(item: Any) -> str:
+    """Return why an item is not a token id; "" if it is one."""
     if not hasattr(item, "__index__"):
         return f"an id is an integer, not {type(item).__name__}"
     return "" if 0 <= item.__index__() < 2**32 else f"{str(item)[:40]} is not in [0, 2**32)"
@@ -205,39 +205,39 @@ def message_of(message: Message, where: str) -> ChatMessage:
     if isinstance(message, ChatMessage):
         return message
     if not isinstance(message, Mapping) or "role" not in message or not _MESSAGE_KEYS.issuperset(message):
-        named = ", ".join(sorted(_MESSAGE_KEYS - {"role"}))
-        raise InvalidRequest.of(FieldViolation(where, f"a message is its role, and what it has of {named}"))
-    given = {name: value for name, value in message.items() if value is not None}
-    calls = given.pop("tool_calls", ())
-    if isinstance(given.get("content"), list | tuple):
-        given["content"] = _text_of_parts(given["content"], f"{where}.content")
-    for name, text in given.items():
+        optional = ", ".join(sorted(_MESSAGE_KEYS - {"role"}))
+        raise InvalidRequest.of(FieldViolation(where, f"a message is an object with a role, and optionally {optional}"))
+    fields = {name: value for name, value in message.items() if value is not None}
+    calls = fields.pop("tool_calls", ())
+    if isinstance(fields.get("content"), list | tuple):
+        fields["content"] = _text_of_parts(fields["content"], f"{where}.content")
+    for name, text in fields.items():
         if not isinstance(text, str):
             raise InvalidRequest.of(FieldViolation(f"{where}.{name}", f"a text, not {type(text).__name__}"))
-    if "content" not in given and not calls and given["role"] not in ("assistant", "tool"):
+    if "content" not in fields and not calls and fields["role"] not in ("assistant", "tool"):
         raise InvalidRequest.of(FieldViolation(f"{where}.content", "this field is needed"))
     return ChatMessage(
-        role=given["role"],
-        content=given.get("content", ""),
+        role=fields["role"],
+        content=fields.get("content", ""),
         tool_calls=tuple(_called(call, f"{where}.tool_calls[{n}]") for n, call in enumerate(calls)),
-        tool_call_id=given.get("tool_call_id", ""),
-        name=given.get("name", ""),
-        reasoning=given.get("reasoning") or given.get("reasoning_content", ""),
+        tool_call_id=fields.get("tool_call_id", ""),
+        name=fields.get("name", ""),
+        reasoning=fields.get("reasoning") or fields.get("reasoning_content", ""),
     )
 
 
 def _text_of_parts(parts: Sequence[Any], where: str) -> str:
-    """Return the text of a content in parts, joined as by the HTTP API. Raises InvalidRequest, which names ``where``,
-    for images and other parts."""
+    """Return the text of a content that is a list of parts, joined as the HTTP API does. Raises InvalidRequest, which
+    names ``where``, for images and other parts."""
     texts = []
     for number, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         text = part.get("refusal" if kind == "refusal" else "text") if kind in _TEXT_PARTS else None
         if not isinstance(text, str):
-            told = (
-                'a part is {"type": "text", "text": TEXT}' if kind == "text" else f"Pillion takes text alone, no {kind}"
+            fault = (
+                'a part is {"type": "text", "text": TEXT}' if kind == "text" else f"only text is supported, not {kind}"
             )
-            raise InvalidRequest.of(FieldViolation(f"{where}[{number}]", told))
+            raise InvalidRequest.of(FieldViolation(f"{where}[{number}]", fault))
         texts.append(text)
     return "\n".join(texts)
 

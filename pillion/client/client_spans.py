@@ -1,6 +1,6 @@
 """Client-side tracing: a span of kind CLIENT around each call, by OpenTelemetry's conventions for generative AI.
 
-begin --> the span's context travels with the call --> the call ends or fails --> the span ends
+begin --> the call carries the span's context --> the call ends or fails --> the span ends
 
 Unless the program or OTEL_* variables request spans, only the API's no-op span is created.
 """

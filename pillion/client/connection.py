@@ -1,7 +1,7 @@
-"""How the SDK reaches gateways: addresses, TLS, API key, limits, and which calls gRPC retries by itself.
+"""Connections of the SDK to gateways: addresses, TLS, API key, limits, and which calls gRPC retries by itself.
 
 By a service config, gRPC retries ListModels and GetStatus, which only read, on the status UNAVAILABLE: no gateway
-answered, or it is stopping. A gateway that answers without a worker forbids the retry (see
+answered, or it is stopping. A gateway that has no worker forbids the retry (see
 :mod:`pillion.wire.errors`). :mod:`pillion.client.resume` retries Generate instead: under a retry policy of gRPC (1.78),
 a stream whose server is killed before its first message never ends.
 """
@@ -28,7 +28,6 @@ from pillion.observability import telemetry
 from pillion.wire.public import PLAN_HEADER
 
 API_KEY_VARIABLE = "PILLION_API_KEY"
-SERVICE = "pillion.v1.Gateway"
 RETRY_ATTEMPTS = 4
 RETRY_FIRST_BACKOFF_S = 0.1
 RETRY_MAX_BACKOFF_S = 1.0
@@ -69,18 +68,18 @@ class GatewayConnection:
         key = [("authorization", f"Bearer {self.api_key}")] if self.api_key else []
         return key + ([(PLAN_HEADER, self.plan)] if self.plan else []) + telemetry.inject()
 
-    def explained(self, error: PillionError, found: PillionError, spoken: bool, number: int) -> PillionError:
+    def explained(self, error: PillionError, last: PillionError, by_gateway: bool, number: int) -> PillionError:
         """Return ``error`` with advice in its message.
 
         Args:
             error: the caller's error.
-            found: the last call's error, whose message ``error`` repeats.
-            spoken: True if ``found`` came from a gateway and not from the connection.
+            last: the last call's error, whose message ``error`` contains.
+            by_gateway: True if ``last`` came from a gateway, False if from the connection.
             number: index of the address.
         """
-        advice = self._advice(found, spoken, number)
+        advice = self._advice(last, by_gateway, number)
         if advice:
-            error.message = error.message.replace(found.message, advice) if found.message else advice
+            error.message = error.message.replace(last.message, advice) if last.message else advice
             error.args = (error.message,)
         return error
 
@@ -99,7 +98,7 @@ class GatewayConnection:
         fails at once."""
         if pause_s <= 0:
             return
-        with contextlib.suppress(ValueError):  # A ValueError means that the channel was closed meanwhile.
+        with contextlib.suppress(ValueError):  # The channel was closed meanwhile.
             ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/grpc.health.v1.Health/Check")
             waiting = ask.future(b"", timeout=pause_s, wait_for_ready=True)
             over.wait(pause_s)
@@ -109,17 +108,17 @@ class GatewayConnection:
         """Like :meth:`pause`, for an asyncio channel, which reconnects by itself. Ending the stream cancels this."""
         await asyncio.sleep(pause_s)
 
-    def _advice(self, found: PillionError, spoken: bool, number: int) -> str:
+    def _advice(self, last: PillionError, by_gateway: bool, number: int) -> str:
         target = self.targets[number]
-        if isinstance(found, Unauthenticated):
-            sent = "it does not know the one sent" if self.api_key else "none was sent"
-            where = f"give it in the environment's {API_KEY_VARIABLE} or as api_key="
-            return f"{found.message} ({target} requires an API key, and {sent}: {where})"
-        if isinstance(found, Internal) and found.message == "Method not found!":
+        if isinstance(last, Unauthenticated):
+            fault = "the one sent is unknown" if self.api_key else "none was sent"
+            where = f"set {API_KEY_VARIABLE} in the environment, or pass api_key="
+            return f"{last.message} ({target} requires an API key, and {fault}: {where})"
+        if isinstance(last, Internal) and last.message == "Method not found!":
             return f"{target} speaks gRPC but is not a Pillion gateway: give the gateway's public gRPC port"
-        if spoken or not isinstance(found, Unavailable | DeadlineExceeded):
+        if by_gateway or not isinstance(last, Unavailable | DeadlineExceeded):
             return ""
-        return f"{found.message}; {connection_hint(target, self.credentials is not None)}"
+        return f"{last.message}; {connection_hint(target, self.credentials is not None)}"
 
     def _options(self) -> rpc.Options:
         direct = [] if self.by_proxy else [("grpc.enable_http_proxy", 0)]
@@ -153,8 +152,8 @@ def connect(
     Raises:
         ConfigError: incompatible options, or unreadable files.
     """
-    given = target.split(",") if isinstance(target, str) else list(target)
-    targets = tuple(one.strip() for one in given)
+    addresses = target.split(",") if isinstance(target, str) else list(target)
+    targets = tuple(one.strip() for one in addresses)
     if not 1 <= len(targets) <= MAX_ADDRESSES or not all(targets):
         raise ConfigError(f"target: from 1 to {MAX_ADDRESSES} addresses are needed, none of them empty")
     for one in targets:
@@ -166,17 +165,17 @@ def connect(
         raise ConfigError(f"{plain[0]} is plain text, but TLS was requested: write grpcs{plain[0][4:]}")
     targets = tuple(one.removeprefix("grpc://").removeprefix("grpcs://") for one in targets)
     if (cert is None) != (key is None):
-        raise ConfigError("cert and key belong together: give both or none")
+        raise ConfigError("cert and key belong together: pass both or none")
     key_text = api_key or os.environ.get(API_KEY_VARIABLE, "")
     if not (key_text.isascii() and key_text.isprintable()) or key_text != key_text.strip():
         raise ConfigError("the API key must be printable ASCII without spaces around it")
     credentials = None
     if encrypted:
-        pems = _pem(ca, "ca"), _pem(key, "key"), _pem(cert, "cert")
+        pem_files = _pem(ca, "ca"), _pem(key, "key"), _pem(cert, "cert")
         if isinstance(cert, str | os.PathLike) and isinstance(key, str | os.PathLike):
             # gRPC would only log a mismatch, and every connection would fail.
             load_pair(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), os.fspath(cert), os.fspath(key))
-        credentials = grpc.ssl_channel_credentials(*pems)
+        credentials = grpc.ssl_channel_credentials(*pem_files)
     return GatewayConnection(targets, credentials, key_text, max_message_bytes, plan)
 
 
@@ -218,8 +217,8 @@ def service_config() -> str:
         "backoffMultiplier": 3,
         "retryableStatusCodes": ["UNAVAILABLE"],
     }
-    names = [{"service": SERVICE, "method": method} for method in ("ListModels", "GetStatus")]
-    # Retries stop while fewer than half of the tokens are left, so that a lost gateway is not flooded with them.
+    names = [{"service": "pillion.v1.Gateway", "method": method} for method in ("ListModels", "GetStatus")]
+    # gRPC stops retrying while fewer than half of these tokens are left, so that retries do not flood a lost gateway.
     throttling = {"maxTokens": 100, "tokenRatio": 0.5}
     return json.dumps({"methodConfig": [{"name": names, "retryPolicy": policy}], "retryThrottling": throttling})
 

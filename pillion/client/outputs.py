@@ -31,10 +31,10 @@ class CompletionOutput(Generic[Value]):
     Attributes:
         finish_reason: "stop", "length" or "tool_calls".
         logprobs: for each token, the sampled one first, then the alternatives; None if not requested.
-        cumulative_logprob: sum of the sampled tokens' log probabilities; None if not requested.
+        cumulative_logprob: sum of the log probabilities of the sampled tokens; None if not requested.
         reasoning: the model's reasoning before the answer.
         tool_calls: the model's tool calls.
-        parsed: with a schema, the answer as a value of the given type; None for an answer that was cut short.
+        parsed: the answer as a value of the caller's schema; None without a schema, and for a truncated answer.
     """
 
     index: int
@@ -117,8 +117,8 @@ class RequestOutput(Generic[Value]):
         prompt: the prompt's text; None if token ids were given. For a conversation: the output of the chat template
             (LLM), or None (Client).
         prompt_token_ids: the prompt as the model read it; None if only the gateway has the ids.
-        prompt_logprobs: log probabilities of each token of the prompt, the token's own first, then the alternatives;
-            None for the first token, and if not requested.
+        prompt_logprobs: log probabilities per token of the prompt, the token's own first, then alternatives; the first
+            token has None. None if not requested.
         num_cached_tokens: tokens of the prompt with cached KV.
         usage, timings: from the stream's last delta.
     """
@@ -199,18 +199,19 @@ class OutputCollector:
         )
 
     def _position(self, sampled: TokenLogprob) -> dict[int, Logprob]:
+        """Return the log probabilities at a position, the sampled token first, then the alternatives."""
         ranks = {token_id: rank for rank, token_id in enumerate(sampled.top_ids, 1)}
         rank = sampled.rank or ranks.get(sampled.token_id)
-        found = {sampled.token_id: Logprob(sampled.logprob, rank, self._decode(sampled.token_id))}
+        logprobs = {sampled.token_id: Logprob(sampled.logprob, rank, self._decode(sampled.token_id))}
         for token_id, logprob in zip(sampled.top_ids, sampled.top_logprobs, strict=True):
-            found.setdefault(token_id, Logprob(logprob, ranks[token_id], self._decode(token_id)))
-        return found
+            logprobs.setdefault(token_id, Logprob(logprob, ranks[token_id], self._decode(token_id)))
+        return logprobs
 
 
 def _whole_calls(parts: Iterable[ToolCallDelta]) -> list[ToolCall]:
-    """Join the parts of streamed calls, in order."""
+    """Join the deltas of streamed tool calls to whole calls."""
     calls: dict[int, ToolCall] = {}
     for part in parts:
-        known = calls.setdefault(part.index, ToolCall(part.id, part.name, ""))
-        calls[part.index] = replace(known, arguments=known.arguments + part.arguments)
+        call = calls.setdefault(part.index, ToolCall(part.id, part.name, ""))
+        calls[part.index] = replace(call, arguments=call.arguments + part.arguments)
     return list(calls.values())

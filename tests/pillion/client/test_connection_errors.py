@@ -152,7 +152,7 @@ async def test_a_silent_process_times_out() -> None:
 async def test_errors_of_missing_and_unknown_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PILLION_API_KEY", raising=False)
     async with serving(Scripted(*[Unauthenticated("no") for _ in range(3)])) as address:
-        for key, expected in [("", "none was sent: give it in the environment's PILLION_API_KEY"), ("k", "not know")]:
+        for key, expected in [("", "none was sent: set PILLION_API_KEY in the environment"), ("k", "is unknown")]:
             async with AsyncClient(address, api_key=key) as client:
                 with pytest.raises(Unauthenticated, match=expected):
                     await client.models()

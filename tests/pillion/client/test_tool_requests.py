@@ -61,8 +61,8 @@ def test_messages_with_calls() -> None:
         assert message_of({"role": "assistant", "tool_calls": [call]}, "m").tool_calls == (ToolCall("c", "f", read_as),)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"role": "user"}, "m.content"),
-        ({"content": "x"}, "m: a message is its role"),
-        ({"role": "user", "content": "x", "when": "now"}, "m: a message is its role"),
+        ({"content": "x"}, "m: a message is an object with a role"),
+        ({"role": "user", "content": "x", "when": "now"}, "m: a message is an object with a role"),
         ({"role": "user", "content": ["x"]}, "m.content"),
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, r"m.tool_calls\[0\].id"),
     ]
