@@ -28,7 +28,7 @@ class StrikeCost:
         recomputed_tokens: tokens of prompts and answers that were computed again.
         lost_blocks: decrease of the KV nodes' blocks; new blocks make up for lost ones.
         lost_streams: streams that ended with an error.
-        full_strength_s: time until as many components of each kind served as before; infinite if they never did.
+        full_strength_s: time until as many components of each kind as before serve again; infinite if they never do.
     """
 
     longest_pause_ms: float = 0.0
@@ -52,10 +52,10 @@ class Contract:
         """Return a sentence per exceeded limit."""
         broken = []
         for name in FIGURES:
-            was, most = getattr(cost, name), getattr(self, name)
-            if was > most:
-                broken.append(f"{name} is {was:,.6g}, and may be at most {most:,.6g}")
-            elif was == math.inf:
+            value, limit = getattr(cost, name), getattr(self, name)
+            if value > limit:
+                broken.append(f"{name} is {value:,.6g}, and may be at most {limit:,.6g}")
+            elif value == math.inf:
                 broken.append("the cluster did not come back to its full strength")
         return tuple(broken)
 
@@ -70,23 +70,23 @@ def read_contract(path: Path | None) -> dict[str, Contract]:
         return dict.fromkeys(KINDS, Contract())
     try:
         text = path.read_text(encoding="utf-8")
-        said = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        limits = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (OSError, ValueError) as error:
         raise ConfigError(f"the contract {path} cannot be read: {error}") from None
-    if not isinstance(said, dict):
+    if not isinstance(limits, dict):
         raise ConfigError(f"the contract {path} is not an object")
-    tables = {kind: said.pop(kind) for kind in KINDS if kind in said}
-    whole = _with(Contract(), said, str(path))
-    return {kind: _with(whole, tables.get(kind, {}), f"{path}, {kind}") for kind in KINDS}
+    tables = {kind: limits.pop(kind) for kind in KINDS if kind in limits}
+    common = _with(Contract(), limits, str(path))
+    return {kind: _with(common, tables.get(kind, {}), f"{path}, {kind}") for kind in KINDS}
 
 
-def _with(contract: Contract, said: Any, where: str) -> Contract:
+def _with(contract: Contract, limits: Any, where: str) -> Contract:
     """Return a contract updated by a table's figures."""
-    if not isinstance(said, dict):
+    if not isinstance(limits, dict):
         raise ConfigError(f"{where}: a kind of component has a table of figures")
-    for name, value in said.items():
+    for name, value in limits.items():
         if name not in FIGURES:
             raise ConfigError(f"{where}: {name!r} is neither a figure ({', '.join(FIGURES)}) nor one of {KINDS}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
             raise ConfigError(f"{where}: {name} is {value!r}, and has to be a number from 0 on")
-    return replace(contract, **said)
+    return replace(contract, **limits)

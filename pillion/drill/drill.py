@@ -26,8 +26,8 @@ from pillion.drill.strikes import Striker, refusals, victims, with_sockets
 from pillion.errors import ConfigError, PillionError, Unavailable
 from pillion.types import ClusterStatus, ComponentStatus
 
-LOOK_EVERY_S = 0.25
-# Time for a KV node to recover its previous life's blocks, after all affected streams have ended.
+POLL_INTERVAL_S = 0.25
+# Time for a restarted KV node to recover the blocks of its previous process, after all affected streams have ended.
 RECOVERED_WITHIN_S = 5.0
 
 
@@ -40,8 +40,8 @@ class DrillPlan:
         contract: the contract per kind of component.
         kinds: kinds to strike; (): all that are found. Redis behind a --kill command is only struck by name.
         pause_s: how long to stop each component; 0: kill it.
-        streams, prompt_tokens, answer_tokens, model: the drill's own load; lengths of answers are drawn around theirs.
-        within_s: time for the load to begin, and for the cluster and its streams to recover from each strike.
+        streams, prompt_tokens, answer_tokens, model: the drill's own load; answers vary by half around answer_tokens.
+        within_s: time for the load to begin streaming, and for the cluster and the streams to recover from each strike.
     """
 
     reach: dict[str, Any]
@@ -82,8 +82,8 @@ def choose_victims(plan: DrillPlan) -> list[ComponentStatus]:
 
 
 def run_drill(plan: DrillPlan, chosen: Sequence[ComponentStatus]) -> Iterator[StrikeReport]:
-    """Strike one component after the other; yield the cost of each. Raises ConfigError if the load does not stream
-    before the first strike, and Unavailable if it does not later, or if a component cannot be struck."""
+    """Strike one component after the other; yield a report of each. Raises ConfigError if the load does not stream
+    before the first strike; Unavailable if it does not before a later one, or if a component cannot be struck."""
     load = StreamLoad(
         prompt_tokens=plan.prompt_tokens,
         answer_tokens=plan.answer_tokens,
@@ -95,8 +95,8 @@ def run_drill(plan: DrillPlan, chosen: Sequence[ComponentStatus]) -> Iterator[St
         for number, victim in enumerate(chosen):
             # Wait for streams on all threads, so that the strike hits some mid-answer.
             if not _until(plan.within_s, lambda: _streaming(load)):
-                said = next((one.error for one in reversed(load.streams) if one.error), "no error was reported")
-                text = f"the drill's own streams brought nothing within {plan.within_s:g} s: {said}"
+                error = next((one.error for one in reversed(load.streams) if one.error), "no error was reported")
+                text = f"the drill's own streams brought nothing within {plan.within_s:g} s: {error}"
                 raise (Unavailable if number else ConfigError)(text)
             yield _strike(plan, victim, load)
     finally:
@@ -108,32 +108,33 @@ def _streaming(load: StreamLoad) -> bool:
 
 
 def _strike(plan: DrillPlan, victim: ComponentStatus, load: StreamLoad) -> StrikeReport:
+    """Strike a component, wait for the cluster to recover, and return the cost."""
     before = _status(plan)
     over = {id(one) for one in load.streams if one.over}
     began_s = time.monotonic()
     _hit(plan, victim)
     struck_s = time.monotonic()
     blocks: dict[str, int] = {}
-    back = _until(plan.within_s, lambda: _whole(plan, before, struck_s, blocks))
-    whole_s = time.monotonic()
-    touched = [one for one in load.streams if one.asked_s < whole_s and id(one) not in over]
-    _until(plan.within_s, lambda: all(one.over for one in touched))
-    had = {one.component_id: one.committed_blocks for one in before.components if one.role == "kvnode"}
-    _until(RECOVERED_WITHIN_S, lambda: _recovered(plan, had, blocks))
-    under_way = [one for one in touched if one.asked_s < began_s]
-    pauses, _ = pauses_of(under_way, began_s, BEGINS_WITHIN_S + struck_s - began_s)
-    lost = [one.error or f"it has not ended {plan.within_s:g} s later" for one in touched if one.error or not one.over]
+    recovered = _until(plan.within_s, lambda: _is_full_strength(plan, before, struck_s, blocks))
+    recovered_s = time.monotonic()
+    affected = [one for one in load.streams if one.asked_s < recovered_s and id(one) not in over]
+    _until(plan.within_s, lambda: all(one.over for one in affected))
+    blocks_before = {one.component_id: one.committed_blocks for one in before.components if one.role == "kvnode"}
+    _until(RECOVERED_WITHIN_S, lambda: _blocks_recovered(plan, blocks_before, blocks))
+    in_flight = [one for one in affected if one.asked_s < began_s]
+    pauses, _ = pauses_of(in_flight, began_s, BEGINS_WITHIN_S + struck_s - began_s)
+    lost = [one.error or f"it has not ended {plan.within_s:g} s later" for one in affected if one.error or not one.over]
     cost = StrikeCost(
         longest_pause_ms=round(max(pauses, default=0.0) * 1000, 1),
-        recomputed_tokens=sum(one.recomputed_tokens for one in touched),
-        lost_blocks=sum(max(0, count - blocks.get(name, 0)) for name, count in had.items()),
+        recomputed_tokens=sum(one.recomputed_tokens for one in affected),
+        lost_blocks=sum(max(0, count - blocks.get(name, 0)) for name, count in blocks_before.items()),
         lost_streams=len(lost),
-        full_strength_s=round(whole_s - began_s, 2) if back else math.inf,
+        full_strength_s=round(recovered_s - began_s, 2) if recovered else math.inf,
     )
-    moved = sum(one.replays > 0 for one in under_way)
+    moved = sum(one.replays > 0 for one in in_flight)
     broken = plan.contract[victim.role].broken_by(cost)
     return StrikeReport(
-        victim.role, victim.component_id, plan.how, cost, len(under_way), moved, broken, tuple(dict.fromkeys(lost))
+        victim.role, victim.component_id, plan.how, cost, len(in_flight), moved, broken, tuple(dict.fromkeys(lost))
     )
 
 
@@ -159,7 +160,7 @@ def _status(plan: DrillPlan) -> ClusterStatus:
         return client.status()
 
 
-def _whole(plan: DrillPlan, before: ClusterStatus, struck_s: float, blocks: dict[str, int]) -> bool:
+def _is_full_strength(plan: DrillPlan, before: ClusterStatus, struck_s: float, blocks: dict[str, int]) -> bool:
     """Return whether as many components of each kind and model as ``before`` have sent a heartbeat since the strike.
     Updates ``blocks`` by KV node."""
     since_ms = (time.monotonic() - struck_s) * 1000
@@ -172,15 +173,16 @@ def _whole(plan: DrillPlan, before: ClusterStatus, struck_s: float, blocks: dict
     return status.index_available and _strength(fresh) >= _strength(before.components)
 
 
-def _recovered(plan: DrillPlan, had: dict[str, int], blocks: dict[str, int]) -> bool:
-    """Return whether each KV node was seen with at least the blocks that it ``had``."""
+def _blocks_recovered(plan: DrillPlan, blocks_before: dict[str, int], blocks: dict[str, int]) -> bool:
+    """Return whether each KV node has had at least as many blocks as in ``blocks_before`` since the strike."""
     with contextlib.suppress(PillionError):
         _note_blocks(_status(plan).components, blocks)
-    return all(blocks.get(name, 0) >= count for name, count in had.items())
+    return all(blocks.get(name, 0) >= count for name, count in blocks_before.items())
 
 
 def _note_blocks(components: Sequence[ComponentStatus], blocks: dict[str, int]) -> None:
-    """Update the max number of blocks seen per KV node: a node recovers its previous life's gradually."""
+    """Update the max number of blocks per KV node since the strike; a node recovers those of its previous process
+    gradually."""
     for one in components:
         if one.role == "kvnode":
             blocks[one.component_id] = max(blocks.get(one.component_id, 0), one.committed_blocks)
@@ -191,10 +193,10 @@ def _strength(components: Sequence[ComponentStatus]) -> Counter[tuple[str, str]]
 
 
 def _until(within_s: float, reached: Callable[[], bool]) -> bool:
-    """Return whether ``reached`` became true in time."""
+    """Poll until ``reached()`` is true; return False if it is not within ``within_s``."""
     until_s = time.monotonic() + within_s
     while not reached():
         if time.monotonic() > until_s:
             return False
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_INTERVAL_S)
     return True

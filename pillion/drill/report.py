@@ -22,8 +22,8 @@ class StrikeReport:
     Attributes:
         kind, component_id: the component that was struck.
         how: "killed", or for how long it was paused.
-        streams: the drill's own streams that were under way; ``moved`` of them were replayed.
-        broken: the violated sentences of the contract.
+        streams, moved: the drill's own streams in flight, and how many of these were replayed.
+        broken: a sentence per exceeded limit of the contract.
         errors: why streams were lost.
     """
 
@@ -50,10 +50,10 @@ def table_of(reports: Sequence[StrikeReport]) -> Table:
 
 
 def lines_of(reports: Sequence[StrikeReport]) -> Iterator[str]:
-    """Yield a line per violated sentence of the contract and per lost stream."""
+    """Yield a line per exceeded limit of the contract and per lost stream."""
     for one in reports:
-        yield from (f"{one.component_id}: {said}" for said in one.broken)
-        yield from (f"{one.component_id}: a stream was lost: {said}" for said in one.errors)
+        yield from (f"{one.component_id}: {text}" for text in one.broken)
+        yield from (f"{one.component_id}: a stream was lost: {text}" for text in one.errors)
 
 
 def as_json(reports: Sequence[StrikeReport]) -> str:

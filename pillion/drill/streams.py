@@ -1,4 +1,4 @@
-"""A small load of streams on a cluster, and the pause of each of them after the loss of a component."""
+"""A small load of streams on a cluster, and their pauses after the loss of a component."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from pillion.client.client import Client
 from pillion.errors import PillionError
 
 STREAMS = 8
-# Max delay of a pause after its signal: tokens may be in flight, and a KV node's workers end after it.
+# Max time from a strike to the begin of the pause that it causes: tokens may be in flight, and a KV node's workers end
+# after their node.
 BEGINS_WITHIN_S = 1.0
 AFTER_LOSS_S = 0.5
 CLOSE_WITHIN_S = 5.0
@@ -22,8 +23,8 @@ CLOSE_WITHIN_S = 5.0
 
 @dataclass(slots=True)
 class StreamTimes:
-    """One stream: time of the request and of its tokens, number of replays and of recomputed tokens, and why it was
-    lost."""
+    """One stream: monotonic times of the request and of each message with tokens, numbers of replays and of recomputed
+    tokens, and the error that ended it, or ""."""
 
     asked_s: float
     token_s: list[float] = field(default_factory=list)
@@ -34,8 +35,8 @@ class StreamTimes:
 
 
 class StreamLoad:
-    """Threads that request one answer after the other; ``streams`` has all of them. ``reach`` has the arguments of
-    :class:`pillion.Client`, and ``count`` is the number of concurrent streams."""
+    """``count`` threads, each of which requests one answer after the other. ``streams`` has all streams, ended ones
+    too; ``reach`` are arguments of :class:`pillion.Client`."""
 
     def __init__(
         self,
@@ -67,9 +68,9 @@ class StreamLoad:
         prompt_tokens, answer_tokens = self._sizes
         with Client(**self._reach) as client:
             while not self._over.is_set():
-                chance, times = random.Random(next(self._seeds)), StreamTimes(time.monotonic())  # noqa: S311
-                ids = [chance.randrange(100, 250) for _ in range(prompt_tokens)]
-                length = chance.randint(answer_tokens // 2, answer_tokens * 3 // 2)
+                rng, times = random.Random(next(self._seeds)), StreamTimes(time.monotonic())  # noqa: S311
+                ids = [rng.randrange(100, 250) for _ in range(prompt_tokens)]
+                length = rng.randint(answer_tokens // 2, answer_tokens * 3 // 2)
                 self.streams.append(times)
                 asked: dict[str, Any] = {"temperature": 0.0, "max_tokens": length, "ignore_eos": True}
                 try:
@@ -80,8 +81,8 @@ class StreamLoad:
                             times.replays = delta.timings.replays
                         if delta.usage is not None:
                             usage = delta.usage
-                            once = usage.prompt_tokens - usage.cached_tokens
-                            times.recomputed_tokens = max(0, usage.computed_tokens - once)
+                            uncached = usage.prompt_tokens - usage.cached_tokens
+                            times.recomputed_tokens = max(0, usage.computed_tokens - uncached)
                         if self._over.is_set():
                             break
                 except PillionError as error:
@@ -93,8 +94,8 @@ class StreamLoad:
 def pauses_of(
     streams: Sequence[StreamTimes], at_s: float, within_s: float = BEGINS_WITHIN_S
 ) -> tuple[list[float], list[float]]:
-    """Return the seconds without a token after a fault: of streams that had a token before, and of streams that had
-    none. A pause begins within ``within_s`` of the fault."""
+    """Return the longest time without a token of each stream that was open at a fault, in seconds: of streams that had
+    a token before, and of those that had none. Only pauses that begin within ``within_s`` after the fault count."""
     pauses: list[float] = []
     first_tokens: list[float] = []
     for stream in streams:

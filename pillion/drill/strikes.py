@@ -1,4 +1,4 @@
-"""Which components a drill strikes, what restarts them, and how they are signalled.
+"""Chooses the components that a drill strikes, and signals and restarts them.
 
     status --victims--> one component of each kind --refusals--> nothing, or why the drill does not begin
                                  |
@@ -41,7 +41,7 @@ class Striker:
         kill: command that sends a signal, with {component}, {role} and {signal} in it. Without it, processes of
             `pillion serve` on this machine are signalled directly.
         start: command that starts a killed component.
-        supervised: True if something else restarts what ``kill`` strikes.
+        supervised: True if killed components are restarted without ``start``, e.g. by Kubernetes.
     """
 
     kill: str = ""
@@ -77,7 +77,7 @@ class Striker:
                 raise Unavailable(f"{component.component_id} cannot be struck: {error}") from None
 
     def start_again(self, component: ComponentStatus) -> None:
-        """Start a killed component if that is the drill's task. Raises Unavailable on failure."""
+        """Start a killed component by ``start``, if set. Raises Unavailable on failure."""
         if self.kill and self.start:
             _run(self.start, component, signal.SIGCONT)
 
@@ -90,7 +90,7 @@ def process_at(path: Path) -> int:
     """Return the id of the process that listens at a Unix socket. Raises Unavailable."""
     kind = getattr(socket, "SO_PEERCRED", None)
     if kind is None:
-        raise Unavailable("only Linux says which process listens at a socket: --kill names a command")
+        raise Unavailable("the process that listens at a socket is known only on Linux: set --kill")
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
             link.settimeout(CONNECT_WITHIN_S)
@@ -110,7 +110,7 @@ def _run(template: str, component: ComponentStatus, number: signal.Signals) -> N
     for name, value in words.items():
         argv = [word.replace(name, value) for word in argv]
     try:
-        # Written by the operator; only checked ids are filled in.
+        # The operator wrote the command, and the ids inserted into it were checked.
         done = subprocess.run(  # noqa: S603
             argv, capture_output=True, text=True, timeout=COMMAND_WITHIN_S, check=False
         )
@@ -121,16 +121,17 @@ def _run(template: str, component: ComponentStatus, number: signal.Signals) -> N
 
 
 def with_sockets(components: Sequence[ComponentStatus]) -> list[ComponentStatus]:
-    """Return components with the sockets by which to find their processes: a gateway of `pillion serve`, whose address
-    is a port, has one beside those of its workers. Adds each supervisor's Redis."""
+    """Return components with Unix sockets as addresses, by which their processes are located: those of gateways of
+    `pillion serve`, whose address is a port, are in the folder of their workers' sockets. Adds each supervisor's
+    Redis."""
     parents = {_socket_of(one).parent for one in components if one.address.startswith(UNIX)}
     folders = sorted(folder for folder in parents if is_supervised(folder))
-    found = []
+    located = []
     for one in components:
         own = [path for folder in folders if (path := folder / f"{one.component_id}.sock").is_socket()]
-        found.append(replace(one, address=f"{UNIX}{own[0]}") if own and one.role == "gateway" else one)
+        located.append(replace(one, address=f"{UNIX}{own[0]}") if own and one.role == "gateway" else one)
     sockets = [path for folder in folders if (path := folder / "redis.sock").is_socket()]
-    return found + [ComponentStatus(component_id="redis", role="redis", address=f"{UNIX}{path}") for path in sockets]
+    return located + [ComponentStatus(component_id="redis", role="redis", address=f"{UNIX}{path}") for path in sockets]
 
 
 def victims(components: Sequence[ComponentStatus], kinds: Sequence[str] = KINDS) -> list[ComponentStatus]:
@@ -138,9 +139,9 @@ def victims(components: Sequence[ComponentStatus], kinds: Sequence[str] = KINDS)
     streams could not move."""
     chosen = []
     for kind in KINDS:
-        found = [one for one in components if one.role == kind and kind in kinds]
-        if len(found) > (kind == "gateway"):
-            chosen.append(min(found, key=lambda one: (-one.running_requests, one.component_id)))
+        candidates = [one for one in components if one.role == kind and kind in kinds]
+        if len(candidates) > (kind == "gateway"):
+            chosen.append(min(candidates, key=lambda one: (-one.running_requests, one.component_id)))
     return chosen
 
 

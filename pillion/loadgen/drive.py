@@ -2,15 +2,16 @@
 
     open loop     a session begins at its time, however slow the server is; a cap may delay its requests
     closed loop   a fixed number of sessions at any time; the next begins when one ends
-    turns         the next is due a pause after the previous answer ended: the user reads first
+    turns         each is due a pause after the previous answer's end, in which the user reads
 
-Time zero is the begin of the run. Every wait is limited: a request ends with its deadline, and with it its session.
+Time zero is the begin of the run. Every wait is limited: a request that exceeds its timeout ends its session.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -20,8 +21,8 @@ from pillion.loadgen.load import LoadSession, Turn, text_of
 from pillion.loadgen.target import AnswerRequest, LoadTarget, Message, TargetError, TokenCounts
 from pillion.tasks import end_tasks
 
+# Period of the timer that measures stalls of the event loop.
 STALL_PERIOD_S = 0.05
-NO_CAP = 1 << 20
 
 
 @dataclass
@@ -32,7 +33,7 @@ class LoadDriver:
         concurrency: sessions at any time in a closed loop; None: each session begins at its own time.
         max_concurrency: limit of requests in flight; None for none.
         timeout_s: timeout of one request, from when it was sent.
-        as_chat: send token ids as a message of words.
+        as_chat: send each prompt of token ids as a chat message of words.
         on_done: called after each request.
     """
 
@@ -46,12 +47,12 @@ class LoadDriver:
     on_done: Callable[[Record], None] = lambda record: None
 
     def __post_init__(self) -> None:
-        self._cap = asyncio.Semaphore(self.max_concurrency or NO_CAP)
+        self._cap = asyncio.Semaphore(self.max_concurrency or sys.maxsize)
         self._records: list[Record] = []
         self._begin = 0.0
 
     async def run(self) -> Run:
-        """Drive the run and return when every request has ended. Cancelling it cancels all of them."""
+        """Send all sessions, and return the run when every request has ended. Cancelling it cancels all requests."""
         stalls: list[float] = []
         watching = asyncio.create_task(_watch_loop(stalls))
         cpu, self._begin = time.process_time(), time.perf_counter()
@@ -126,7 +127,7 @@ class LoadDriver:
                 status, error = "timeout", f"no complete answer within {self.timeout_s:g} s"
             if status == OK and not messages:
                 status, error = "empty", "the answer has no token"
-        seen = sum(tokens for _, tokens in messages)
+        received_tokens = sum(tokens for _, tokens in messages)
         record = Record(
             number=len(self._records),
             session=session,
@@ -138,7 +139,7 @@ class LoadDriver:
             messages=tuple(messages),
             prompt_tokens=counts.prompt if counts else len(request.ids),
             cached_tokens=counts.cached if counts else 0,
-            output_tokens=counts.output if counts else seen,
+            output_tokens=counts.output if counts else received_tokens,
             asked_tokens=request.output_tokens,
             status=status,
             error=error,
@@ -149,12 +150,12 @@ class LoadDriver:
         return time.perf_counter() - self._begin
 
     async def _sleep_until(self, at_s: float) -> None:
-        # Late sessions yield to the loop as well, so that requests are sent before more are created.
+        # Sleep even if late: the loop then sends pending requests before new ones are created.
         await asyncio.sleep(max(0.0, at_s - self._now()))
 
 
 async def _watch_loop(stalls: list[float]) -> None:
-    """Record how late a timer of the event loop fires: messages wait as long to be read."""
+    """Record how late a timer of the event loop fires; messages are read with the same delay."""
     while True:
         before = time.perf_counter()
         await asyncio.sleep(STALL_PERIOD_S)

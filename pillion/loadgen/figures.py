@@ -4,8 +4,8 @@
     |<--------------------- TTFT ---------------------->|<------------- decode ------------>|
     |<--------------------------------------- e2e ----------------------------------------->|
 
-Every latency counts from ``due``, the intended arrival. A late client, or a cap on requests in flight, lengthens
-latencies and hides nothing, which avoids Gil Tene's coordinated omission. The client's own lateness is reported
+Every latency counts from ``due``, the intended arrival. A late client, or a cap on requests in flight, therefore
+lengthens latencies, instead of hiding them (coordinated omission). The client's own lateness is reported
 separately.
 """
 
@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 OK = "ok"
+# Min delay of a request that counts as held back by the cap on requests in flight.
+HELD_S = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +29,10 @@ class Record:
     """Record of one request. Times are in seconds since the run's begin.
 
     Attributes:
-        held_s: delay by a cap on requests in flight.
-        messages: (time, tokens) of each message with tokens; 1 token if the server does not report it.
-        prompt_tokens, cached_tokens, output_tokens: as counted by the server, else as requested and as received.
+        held_s: delay by the cap on requests in flight.
+        messages: (time, tokens) of each message with tokens; 1 token if the server does not report the number.
+        prompt_tokens, cached_tokens, output_tokens: the server's counts; without them, as requested, 0, and as
+            received.
         asked_tokens: requested length of the answer.
         status: "ok", or the kind of failure; ``error`` is its message.
     """
@@ -118,8 +121,8 @@ def distribution(values: Sequence[float]) -> dict[str, float] | None:
     """Return mean, percentiles and maximum, in ms, of values in seconds; None without values."""
     if not values:
         return None
-    found = {f"p{percent}": percentile(values, percent) * 1000 for percent in (50, 90, 95, 99)}
-    return {"mean": statistics.fmean(values) * 1000, **found, "max": max(values) * 1000}
+    percentiles = {f"p{percent}": percentile(values, percent) * 1000 for percent in (50, 90, 95, 99)}
+    return {"mean": statistics.fmean(values) * 1000, **percentiles, "max": max(values) * 1000}
 
 
 def summarize(records: Sequence[Record], duration_s: float) -> dict[str, Any]:
@@ -172,20 +175,13 @@ def client_figures(run: Run) -> dict[str, Any]:
     }
 
 
-# Min delay of a request that counts as held back by the cap; and limits beyond which the client itself may distort the
-# figures.
-HELD_S = 0.005
-MAX_LAG_MS = 10.0
-MAX_CPU_SHARE = 0.8
-MAX_LAG_OF_TTFT = 0.1
-
-
 def bottleneck(client: dict[str, Any], ttft_ms: dict[str, float] | None) -> str:
-    """Return why the figures may show the client's limits instead of the server's; "" if nothing suggests that."""
+    """Return why the client may have limited the run instead of the server; "" if nothing suggests that."""
     reasons = []
-    if client["cpu_share"] > MAX_CPU_SHARE:
+    if client["cpu_share"] > 0.8:
         reasons.append(f"it used {client['cpu_share']:.0%} of one core")
     late = max((client[name] or {"p99": 0.0})["p99"] for name in ("lag_ms", "loop_stall_ms"))
-    if late > max(MAX_LAG_MS, MAX_LAG_OF_TTFT * (ttft_ms["p50"] if ttft_ms else 0.0)):
+    # Lateness of 10 ms or 10% of the time to the first token distorts latencies little.
+    if late > max(10.0, 0.1 * (ttft_ms["p50"] if ttft_ms else 0.0)):
         reasons.append(f"it was late by {late:.0f} ms (p99)")
     return " and ".join(reasons)

@@ -1,6 +1,6 @@
 """Sessions from a config: arrival times and prompts, deterministic in the seed. Sans-IO.
 
-random   one request per session: token ids, no two prompts alike
+random   one request per session: token ids; all prompts differ
 trace    one request per session: a row of a recorded trace
 chats    several turns per session: one of a few shared system prompts (Zipf), then the user's messages; each turn sends
          the whole history, with the server's actual answers
@@ -31,7 +31,7 @@ MAX_TOKENS = 1 << 20
 WORKLOADS = ("random", "chats", "trace")
 MAX_REQUESTS = 1_000_000
 MAX_PREPARED_TOKENS = 200_000_000
-# Words that are a single token in common vocabularies; the server's count is authoritative.
+# Words that are single tokens in common vocabularies. The server's count of tokens is authoritative.
 WORDS = (
     *("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state"),
     *("family", "student", "group", "country", "problem", "hand", "part", "place", "case", "week", "company", "system"),
@@ -48,7 +48,8 @@ class LoadConfig:
     Attributes:
         rate: sessions per second; None for a closed loop, or for a trace's own times.
         concurrency: sessions at any time in a closed loop.
-        requests: max requests. ``duration_s``: time after which no request arrives.
+        requests: max requests.
+        duration_s: time after which no request arrives.
         token_range: first token id of random prompts, and end of the range.
         max_model_len: skip rows of a trace that need more tokens.
     """
@@ -100,7 +101,7 @@ def make_sessions(config: LoadConfig) -> list[LoadSession]:
 
 
 def text_of(ids: Sequence[int]) -> str:
-    """Return a word per id, so that prompts that share leading ids share leading text."""
+    """Return a text with one word per token id: prompts with a common prefix of ids have a common prefix of text."""
     return " ".join(WORDS[token % len(WORDS)] for token in ids)
 
 
@@ -191,7 +192,8 @@ def _from_trace(config: LoadConfig) -> list[LoadSession]:
 
 
 def burstiness_of(process: str, burstiness: float) -> float:
-    """Return the shape of the gaps. Raises ValueError for an unknown process or an invalid factor."""
+    """Return the burstiness of an arrival process: that of the gamma process if it is given. Raises ValueError for an
+    unknown process or an invalid burstiness."""
     if process not in PROCESSES:
         raise ValueError(f"arrivals {process!r} are not one of {', '.join(PROCESSES)}")
     if process == "gamma" and not MIN_BURSTINESS <= burstiness < math.inf:

@@ -1,4 +1,4 @@
-"""Load on a server with OpenAI's HTTP API, through asyncio's own sockets to keep the client cheap.
+"""Client of a server with OpenAI's HTTP API, for load. It uses asyncio's streams directly, to need little CPU time.
 
 Each stream in flight has an HTTP/1.1 connection, which is reused after a complete answer.
 
@@ -29,11 +29,12 @@ DATA, DONE, BREAK = b"data:", b"[DONE]", b"\r\n"
 
 
 class EventReader:
-    """Parses one HTTP/1.1 response and returns the payloads of its server-sent events (RFC 9112, 6 and 7.1). Sans-IO.
+    """Parser of one HTTP/1.1 response and the payloads of its server-sent events (RFC 9112, 6 and 7.1). Sans-IO.
 
     Attributes:
         status: the response's status; 0 until the head is complete.
-        done: True once the body is complete; the connection can then be reused if ``reusable``.
+        done: True once the body is complete.
+        reusable: whether the connection can then be reused.
     """
 
     def __init__(self) -> None:
@@ -46,8 +47,7 @@ class EventReader:
         self._chunked = False
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the payloads that ``data`` completes; a body that is no event stream is one payload. Raises
-        ValueError."""
+        """Yield the payloads that ``data`` completes: of events, or the lines of another body. Raises ValueError."""
         self._raw += data
         if not self.status and not self._head():
             return
@@ -61,7 +61,7 @@ class EventReader:
             self._line = b""
 
     def end(self) -> None:
-        """Handle the end of the connection. Raises ValueError unless this body ends that way."""
+        """Handle the end of the connection. Raises ValueError if the response is incomplete."""
         if not self.status or self._chunked or self._left:
             raise ValueError("the connection ended in the middle of the answer")
         self.done, self.reusable = True, False
@@ -202,11 +202,11 @@ class OpenAITarget:
                 writer.close()
 
     async def _send(self, request: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes]:
-        """Send a request on an idle connection, or on a new one if the server has closed those. Return the first
-        bytes."""
+        """Send a request on an idle connection, or on a new one if there is none or the server has closed it. Return
+        the connection and the response's first bytes."""
         while True:
-            kept = bool(self._idle)
-            if kept:
+            reused = bool(self._idle)
+            if reused:
                 reader, writer = self._idle.pop()
             else:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -216,19 +216,19 @@ class OpenAITarget:
                 writer.write(request)
                 data = await reader.read(READ_BYTES)
             except ConnectionError:
-                if not kept:
+                if not reused:
                     raise
             finally:
                 if not data:
                     writer.close()
             if data:
                 return reader, writer, data
-            if not kept:
+            if not reused:
                 raise ConnectionResetError("the server closed the connection without an answer")
 
 
 def message_of(payload: bytes) -> AnswerMessage:
-    """Decode the message of one event. Raises TargetError for an error event, or for an event not in OpenAI's form."""
+    """Decode the payload of one event. Raises TargetError for an error event and for an event not in OpenAI's form."""
     try:
         event = json.loads(payload)
         if error := event.get("error"):
@@ -244,8 +244,8 @@ def message_of(payload: bytes) -> AnswerMessage:
         choice = choices[0]
         if (delta := choice.get("delta")) is not None:
             text = delta.get("content") or ""
-            # A chat's first event opens the message with a role and has no token; an event whose token's text is
-            # still incomplete has no text.
+            # The first event of a chat has a role and no token. An event has a token but no text if that ends within
+            # a character.
             shown = text or delta.get("reasoning_content") or delta.get("reasoning")
             empty = "content" not in delta or bool(delta.get("role"))
         else:

@@ -26,7 +26,7 @@ COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 
 
 def summarize_run(run: Run, objectives: Sequence[Objective], config: dict[str, Any]) -> dict[str, Any]:
-    """Return the result of one run, ready for JSON. ``warning`` is empty if there is no reason for one."""
+    """Return the result of one run as JSON fields; "warning" is "" if there is none."""
     summary = summarize(run.records, run.duration_s)
     if config["load"]["concurrency"]:
         summary["offered_requests_per_s"] = None
@@ -87,14 +87,14 @@ def tables(result: dict[str, Any]) -> Group:
     for column in COLUMNS:
         latency.add_column(column, justify="right")
     for name, key in LATENCIES:
-        found = result["summary"][key]
-        latency.add_row(name, *(f"{found[column]:,.1f}" if found else "-" for column in COLUMNS))
-    shown = [latency, _totals(result)]
+        figures = result["summary"][key]
+        latency.add_row(name, *(f"{figures[column]:,.1f}" if figures else "-" for column in COLUMNS))
+    parts = [latency, _totals(result)]
     lines = [
         f"{status}: {failure['count']} ({failure['first']})" for status, failure in result["summary"]["errors"].items()
     ]
     lines += [f"warning: {result['warning']}"] if result["warning"] else []
-    return Group(*shown, *(Text(line, style="bold red") for line in lines))
+    return Group(*parts, *(Text(line, style="bold red") for line in lines))
 
 
 def _totals(result: dict[str, Any]) -> Table:
@@ -120,7 +120,7 @@ def _totals(result: dict[str, Any]) -> Table:
     per_token = client["cpu_us_per_token"]
     lag = client["lag_ms"] or {"p99": 0.0, "max": 0.0}
     rows["client"] = (
-        f"sent late by {lag['p99']:.1f} ms (p99), {lag['max']:.1f} ms (most); used {client['cpu_share']:.0%} of a core"
+        f"sent late by {lag['p99']:.1f} ms (p99), {lag['max']:.1f} ms (max); used {client['cpu_share']:.0%} of a core"
         + (f", {per_token:.0f} µs a token" if per_token else "")
     )
     table = Table(show_header=False)

@@ -18,13 +18,12 @@ from pillion.loadgen.slo import Objective
 from pillion.loadgen.sweep import Tried, best_rate, next_rate
 from pillion.loadgen.target import LoadTarget, PillionTarget, TargetError
 
-WARM_UP_SEED, RUN_SEEDS = 7_919_000, 100_003
 MAX_WARM_UP_REQUESTS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """The server under load and how to call it. ``api_key_variable`` names the environment variable with the key."""
+    """The server under load and how to call it. ``api_key_variable``: the environment variable with the API key."""
 
     backend: str = "pillion"
     target: str = ""
@@ -94,13 +93,13 @@ async def run_plan(
     on_done: Callable[[], None] = lambda: None,
     sessions: Sequence[LoadSession] | None = None,
 ) -> tuple[Run, dict[str, Any]]:
-    """Run the plan; return the run and its result. ``sessions`` are the plan's, if already made. Raises
+    """Run the plan; return the run and its result. ``sessions``: those of the plan if they exist already. Raises
     ConfigError."""
     sessions = sessions_of(plan) if sessions is None else sessions
     common: dict[str, Any] = {"timeout_s": plan.server.timeout_s, "as_chat": plan.server.endpoint == "chat"}
     if plan.warm_up_requests:
         # With different prompts, so that the run hits none of their blocks in a cache.
-        seed = plan.load.seed + WARM_UP_SEED
+        seed = plan.load.seed + 7_919_000
         warm = replace(plan.load, requests=plan.warm_up_requests, seed=seed, concurrency=None, duration_s=None)
         closed = replace(warm, rate=None, concurrency=1)
         await LoadDriver(target, make_sessions(closed), concurrency=1, **common).run()
@@ -138,8 +137,8 @@ async def run_sweep(
     """Search for the highest rate at which ``attainment`` of the requests meet all objectives.
 
     Args:
-        plan: its rate is the first one; its requests are the min of a run.
-        run_s: min time over which each run's requests arrive.
+        plan: its rate is the first one to try; each run has at least its number of requests.
+        run_s: min duration of arrivals in each run, in seconds.
         bar: called with a run's rate and number of requests; returns a context manager around the run, which yields
             the function to call after each request.
         on_result: called with each run's row.
@@ -151,7 +150,8 @@ async def run_sweep(
     rows: list[dict[str, Any]] = []
     while (rate := next_rate(tried, start, tolerance, max_runs)) is not None:
         count = max(plan.load.requests, round(rate * run_s))
-        load = replace(plan.load, rate=rate, requests=count, seed=plan.load.seed + RUN_SEEDS * (len(tried) + 1))
+        # Runs, and sweeps with neighbouring seeds, must not share prompts, which would be cached.
+        load = replace(plan.load, rate=rate, requests=count, seed=plan.load.seed + 100_003 * (len(tried) + 1))
         warm_up = 0 if tried else plan.warm_up_requests
         with bar(rate, count) as advance:
             _, result = await run_plan(target, replace(plan, load=load, warm_up_requests=warm_up), advance)

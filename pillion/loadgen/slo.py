@@ -36,15 +36,15 @@ class Objective:
 
 def parse_slo(text: str) -> tuple[Objective, ...]:
     """Parse objectives separated by commas; an empty text has none. Raises ValueError, which names the syntax."""
-    found: dict[str, Objective] = {}
+    objectives: dict[str, Objective] = {}
     for term in filter(None, (term.strip() for term in text.split(","))):
         measure, equals, bound = (side.strip() for side in term.partition("="))
         if measure not in MEASURES or not equals:
             raise ValueError(f"objective {term!r} is not MEASURE=SECONDS, with one of {', '.join(MEASURES)}")
-        if measure in found:
+        if measure in objectives:
             raise ValueError(f"objective {measure!r} is given twice")
-        found[measure] = Objective(measure, *_bound(term, bound))
-    return tuple(found.values())
+        objectives[measure] = Objective(measure, *_bound(term, bound))
+    return tuple(objectives.values())
 
 
 def _bound(objective: str, bound: str) -> tuple[float, float, float]:

@@ -30,7 +30,7 @@ class TraceRequest:
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """Read all rows with an answer, in order of time.
+    """Read all rows that have an answer, in order of time.
 
     Raises OSError, and ValueError that names the row for a file in another form.
     """
@@ -38,7 +38,7 @@ def read_trace(path: Path) -> list[TraceRequest]:
         lines = [line for line in file if line.strip()]
     if not 0 < len(lines) <= MAX_TRACE_ROWS:
         raise ValueError(f"{path} has {len(lines)} rows; from 1 to {MAX_TRACE_ROWS} are possible")
-    found = []
+    requests = []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
@@ -50,9 +50,9 @@ def read_trace(path: Path) -> list[TraceRequest]:
             raise ValueError(
                 f"{path}, row {number}: {error!r}; docs/load-testing.md describes the format of traces"
             ) from None
-        found.append(request)
-    # Rows without an answer are requests that failed when recorded.
-    return sorted((row for row in found if row.output_length > 0), key=lambda row: row.timestamp)
+        requests.append(request)
+    # Requests without an answer had failed when the trace was recorded.
+    return sorted((row for row in requests if row.output_length > 0), key=lambda row: row.timestamp)
 
 
 class PromptMaker:

@@ -4,8 +4,9 @@
     DIR/record.key    the deployment's key, unless --record-key-file names another file
 
 ``mac`` is the HMAC-SHA256, by the deployment's key, of the canonical JSON of all other fields: sorted names, no spaces.
-It proves that a gateway of the deployment wrote the file and that nobody changed it. What a client sent or received is
-kept as it is (``full``), as an HMAC by the same key, which still shows equality (``hash``), or not at all (``none``).
+It proves that a gateway of the deployment wrote the file and that nobody changed it. ``content`` says how a bundle
+keeps texts and token ids: as they are (``full``), as HMACs by the same key, which show equality (``hash``), or not at
+all (``none``).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ FORMAT = 1
 MAX_BUNDLE_BYTES = 64 * 2**20
 KEY_FILE = "record.key"
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 4096
-# Upper limits of a histogram of times between tokens, in milliseconds; a last bucket counts longer ones.
+# Upper bounds of the buckets of times between tokens, in milliseconds; a further bucket counts longer times.
 GAP_BOUNDS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
 
 Reason = Literal["failed", "slow", "asked", "share"]
@@ -32,8 +33,8 @@ Content = Literal["none", "hash", "full"]
 
 
 class BundleModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What computed the answers. ``asked`` is the name that the client used; ``adapter`` is the digest of the adapter's
-    content, "" for the model alone."""
+    """The model that computed the answers. ``asked``: the name that the client used. ``adapter``: digest of the
+    adapter's content, "" without an adapter."""
 
     name: str
     fingerprint: str
@@ -42,7 +43,7 @@ class BundleModel(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class BundleWorker(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A worker of the request, as its registry record described it at the time."""
+    """A worker of the request, from its registry record at the time."""
 
     component_id: str
     role: str
@@ -57,15 +58,15 @@ class BundleRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     Attributes:
         operation: "chat", "text_completion" or "embeddings".
-        label: the request's id as the client and the gateway's log know it.
+        label: the request's id in the client's response and in the gateway's log.
         prompt_tokens: number of tokens of the prompt.
         token_ids: the prompt; () if it is not kept.
-        messages, chat, tools: the conversation of which the gateway made the prompt, if there was one and it is kept.
-        sampling: the sampling with the seed that was used, ``n``, ``best_of``, and the stop conditions; its
-            ``stop_token_ids`` include the model's own. Texts and lists of tokens are omitted unless content is kept.
+        messages, chat, tools: the conversation, if the request had one and it is kept.
+        sampling: the resolved sampling parameters: with the seed used, and with the model's own ids among
+            ``stop_token_ids``. Texts and lists of tokens are omitted unless content is kept.
         bad_words: token sequences that no answer contains.
         grammar: the grammar of the answers, as a worker receives it; "" for none.
-        resumed_tokens: tokens of all answers that another gateway had sent before the stream moved to this one.
+        resumed_tokens: number of tokens of all answers that another gateway sent before the stream moved here.
         hmacs: HMACs of the fields that are not kept, by name.
     """
 
@@ -85,7 +86,7 @@ class BundleRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class TokenTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """When an answer's tokens came, in milliseconds since the request's arrival.
+    """Times of an answer's tokens, in milliseconds since the request's arrival.
 
     ``gaps`` is a histogram over GAP_BOUNDS_MS of the times between two messages with tokens; the longest one preceded
     the token at index ``longest_gap_at``.
@@ -99,9 +100,16 @@ class TokenTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BundleAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One generated answer: all its tokens, even if it is unfinished, or their HMAC. ``finish_reason`` is "" for an
-    unfinished answer. ``logprobs`` has the log probability of each token if the client asked for them; None for tokens
-    that another gateway sent before the stream moved. ``times`` is None for an answer without tokens."""
+    """One answer.
+
+    Attributes:
+        tokens: number of tokens so far.
+        token_ids, hmac: the tokens, or their HMAC, as the bundle keeps content.
+        finish_reason: "" for an unfinished answer.
+        logprobs: log probability of each token if the client requested them; None for tokens that another gateway sent
+            before the stream moved.
+        times: None for an answer without tokens.
+    """
 
     tokens: int
     token_ids: tuple[int, ...] = ()
@@ -112,9 +120,9 @@ class BundleAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class WeighedRoute(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A route that the planner considered. ``price_ms`` is the criterion: the predicted time to the first token, plus
-    what the route costs other requests. ``fetched`` is the source of blocks to fetch: "of_nodes", "of_bucket", or ""
-    for none."""
+    """A route that the planner considered. ``price_ms``, by which it chose: the predicted time to the first token, plus
+    the delay of other requests. ``fetched``: the source of blocks to fetch, "of_nodes", "of_bucket", or "" for
+    none."""
 
     decode: str
     prefill: str = ""
@@ -131,9 +139,9 @@ class StoryEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         what: one of the names listed in `gateway/recorder/story.py`.
         attempt, answer: which attempt, from 1, of which answer, from 0.
-        worker: the component where it happened, or that works next.
+        worker: the component where it happened, or that continues.
         tokens: the prompt position up to which KV exists, or a number of tokens.
-        words: the reason, for people.
+        words: a description for people, e.g. the reason.
         figures: further numbers by name.
         weighed: the routes among which a plan chose.
     """
@@ -150,18 +158,18 @@ class StoryEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Bundle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Everything that is recorded of one request.
+    """The record of one request.
 
     Attributes:
         id: the server's own id of the request, 24 hexadecimal digits; clients cannot choose it.
         reason: why the request was recorded.
         tenant: the request's tenant; "" without API keys.
         content: how texts and token ids are kept.
-        slow_ms: wait for a token from which the gateway called a request slow; 0 for none.
+        slow_ms: wait for a token above which the gateway considers a request slow; 0 for none.
         flags: the gateway's settings that a replay needs, by name.
         workers: the components that worked on the request.
         error: why the request failed, as "Kind: message"; "" if it did not.
-        usage, timings: the cost of the request; None if it never had its turn.
+        usage, timings: the cost of the request; None if it was never scheduled.
         mac: the HMAC of all other fields.
     """
 
@@ -186,7 +194,7 @@ class Bundle(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def hidden(key: bytes, name: str, value: Any) -> str:
-    """Return the HMAC that replaces the value of field ``name`` if it is not kept."""
+    """Return the HMAC that a bundle keeps in place of the value of field ``name``."""
     return hmac.digest(key, name.encode() + b"\0" + _canonical(value), "sha256").hex()
 
 
@@ -203,13 +211,13 @@ def encode(bundle: Bundle, key: bytes) -> bytes:
 def decode(raw: bytes, name: str, key: bytes | None) -> tuple[Bundle, bool]:
     """Return the bundle encoded in ``raw``, and whether its HMAC was verified, which needs a key.
 
-    Raises ConfigError, which calls it ``name``, if it is too large, is not a bundle, or has a wrong HMAC.
+    Raises ConfigError if it is too large, is not a bundle, or has a wrong HMAC; ``name`` names it in messages.
     """
     try:
         fields = msgspec.json.decode(raw) if len(raw) <= MAX_BUNDLE_BYTES else {}
-        found = fields.get("format") if isinstance(fields, dict) else None
-        if found != FORMAT:
-            size = f"larger than {MAX_BUNDLE_BYTES} bytes" if len(raw) > MAX_BUNDLE_BYTES else str(found)[:20]
+        format_found = fields.get("format") if isinstance(fields, dict) else None
+        if format_found != FORMAT:
+            size = f"larger than {MAX_BUNDLE_BYTES} bytes" if len(raw) > MAX_BUNDLE_BYTES else str(format_found)[:20]
             raise ConfigError(f"{name} is not a bundle of format {FORMAT}, but {size}")
         mac = fields.pop("mac", "")
         if key is not None and not hmac.compare_digest(_mac(key, fields).encode(), str(mac).encode()):
@@ -220,7 +228,7 @@ def decode(raw: bytes, name: str, key: bytes | None) -> tuple[Bundle, bool]:
 
 
 def read_file(path: Path) -> bytes:
-    """Read a bundle's file, at most one byte more than the largest bundle. Raises ConfigError."""
+    """Read a bundle's file, up to MAX_BUNDLE_BYTES + 1 bytes, so that larger ones are detected. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             return file.read(MAX_BUNDLE_BYTES + 1)

@@ -15,18 +15,16 @@ from typing import Literal
 from pillion.errors import ConfigError
 from pillion.records.bundle import Bundle
 
-# Outcome of a replay: the same tokens; other tokens; another prompt for the same messages; an error that the request
-# did not meet originally.
+# Outcome of a replay: equal tokens; different tokens; another prompt for the same messages; an error.
 OutcomeName = Literal["equal", "differs", "prompt", "error"]
-DIFFERENT: tuple[OutcomeName, ...] = ("differs", "prompt", "error")
 
 
 @dataclass(frozen=True, slots=True)
 class CanaryRule:
-    """The limits of what the next version may change.
+    """Limits on what the next version may change.
 
     Attributes:
-        differs: share of the requests with another answer.
+        differs: share of requests with a different answer.
         distance: mean absolute difference of the log probabilities of equal tokens, if they were recorded.
         slower: median over requests of the ratio of the replay's total time to the request's.
     """
@@ -37,18 +35,18 @@ class CanaryRule:
 
 
 def parse_rule(text: str) -> CanaryRule:
-    """Parse ``differs=0.02,distance=0.01,slower=1.2``; omitted parts keep their defaults. Raises ConfigError."""
-    found: dict[str, float] = {}
+    """Parse ``differs=0.02,distance=0.01,slower=1.2``; omitted limits have their defaults. Raises ConfigError."""
+    limits: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, number = part.strip().partition("=")
         try:
             value = float(number)
         except ValueError:
             value = -1.0
-        if name not in ("differs", "distance", "slower") or name in found or not value >= 0:
+        if name not in ("differs", "distance", "slower") or name in limits or not value >= 0:
             raise ConfigError(f"--rule {part!r} is not differs=, distance= or slower= with a number from 0 on, once")
-        found[name] = value
-    return CanaryRule(**found)
+        limits[name] = value
+    return CanaryRule(**limits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +55,9 @@ class CanaryOutcome:
 
     Attributes:
         name: the kind of outcome.
-        words: where the answers differ, or the error.
+        words: a description of the difference, or the error.
         position: the first position that differs.
-        distance, compared_tokens: sum of the differences of log probabilities, and over how many tokens.
+        distance, compared_tokens: sum of the absolute differences of log probabilities, and number of tokens compared.
         slower: ratio of the replay's total time to the request's; None if one is unknown.
     """
 
@@ -99,7 +97,7 @@ class CanaryFigures:
     @property
     def different(self) -> int:
         """Number of requests whose replay was not equal."""
-        return sum(self.counts[name] for name in DIFFERENT)
+        return self.requests - self.counts["equal"]
 
     @property
     def mean_distance(self) -> float | None:
@@ -113,10 +111,10 @@ class CanaryFigures:
 
 
 class CanaryTally:
-    """Counts replays by model and kind of request, and judges them together.
+    """Counts replays by model and kind of request, and decides by all of them.
 
     Args:
-        rule: what is allowed.
+        rule: the limits.
         wanted: number of replays before the next version may be promoted.
     """
 
@@ -131,24 +129,24 @@ class CanaryTally:
         self.rows.setdefault((bundle.model.name, kind_of(bundle)), CanaryFigures()).note(outcome)
 
     def verdict(self) -> bool | None:
-        """Return whether the next version may be promoted; None while this is open. It is stopped as soon as more
-        requests differ than the rule allows among all wanted ones."""
+        """Return whether the next version may be promoted; None while undecided. False as soon as more requests differ
+        than the rule allows among ``wanted``."""
         if self.all.different > self.rule.differs * self.wanted:
             return False
         return None if self.all.requests < self.wanted else not self.broken()
 
     def broken(self) -> list[str]:
-        """Return in words the parts of the rule that the replays so far violate."""
+        """Return a description of each limit that the replays so far exceed."""
         figures, rule = self.all, self.rule
-        found = []
+        faults = []
         if figures.different > rule.differs * figures.requests:
             differs = figures.different / figures.requests
-            found.append(f"{differs:.1%} of the requests differ (at most {rule.differs:.1%})")
+            faults.append(f"{differs:.1%} of the requests differ (at most {rule.differs:.1%})")
         if (distance := figures.mean_distance) is not None and distance > rule.distance:
-            found.append(f"the log probabilities differ by {distance:.3g} (at most {rule.distance:g})")
+            faults.append(f"the log probabilities differ by {distance:.3g} (at most {rule.distance:g})")
         if (slower := figures.median_slower) is not None and slower > rule.slower:
-            found.append(f"it takes {slower:.2f} times as long (at most {rule.slower:g})")
-        return found
+            faults.append(f"it takes {slower:.2f} times as long (at most {rule.slower:g})")
+        return faults
 
 
 def kind_of(bundle: Bundle) -> str:
@@ -159,21 +157,20 @@ def kind_of(bundle: Bundle) -> str:
 
 
 def is_in_share(bundle_id: str, share: float) -> bool:
-    """Return whether a bundle belongs to the share that is replayed, which depends on its id alone."""
-    drawn = int.from_bytes(hashlib.sha256(bundle_id.encode()).digest()[:8], "big")
-    return drawn < share * 2**64
+    """Return whether a bundle is in the ``share`` (0 to 1) of bundles to replay; determined by its id."""
+    hashed = int.from_bytes(hashlib.sha256(bundle_id.encode()).digest()[:8], "big")
+    return hashed < share * 2**64
 
 
 class TokenPace:
-    """Spaces replays so that they take at most ``tokens_per_s``, prompts and answers together. Times are seconds of one
-    clock."""
+    """Rate limit of replays: at most ``tokens_per_s``, prompts and answers together."""
 
     def __init__(self, tokens_per_s: float) -> None:
         self._tokens_per_s = tokens_per_s
         self._free_s = 0.0
 
     def spend(self, tokens: int, now: float) -> float:
-        """Record a replay of ``tokens`` that begins at ``now`` or later; return how long it has to wait."""
+        """Reserve time for a replay of ``tokens``; return how many seconds it has to wait from ``now``."""
         begin_s = max(now, self._free_s)
         self._free_s = begin_s + tokens / self._tokens_per_s
         return begin_s - now

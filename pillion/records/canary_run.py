@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,19 @@ from pillion.records.replay_client import ReplayClient, replay_client
 from pillion.rules.priority import MAX_PRIORITY
 from pillion.types import ModelInfo
 
-PROMOTE, STOP, UNDECIDED = 0, 1, 2
 REPLAY_TIMEOUT_S = 600.0
 FOLLOW_INTERVAL_S, FOLLOWED_BUNDLES = 0.5, 1000
-# This many replays in a row that the target does not accept end the canary: they say nothing about the next version.
-MAX_UNTAKEN = 50
+# Consecutive replays refused by the target, e.g. for overload, after which the canary ends.
+MAX_REFUSED = 50
 RETRY_S = 5.0
+
+
+class CanaryExit(IntEnum):
+    """Exit status of `pillion canary`."""
+
+    PROMOTE = 0
+    STOP = 1
+    UNDECIDED = 2
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,7 +42,8 @@ class Canary:
     """Replays bundles on one target until the rule of a tally decides.
 
     Attributes:
-        listed, read: return ids and sizes of the gateways' bundles, newest first, and an encoded bundle; they block.
+        listed: returns ids and sizes of the gateways' bundles, newest first; blocks.
+        read: returns an encoded bundle by id; blocks.
         key: the deployment's key; None: bundles are not verified.
         reach: arguments of :class:`pillion.AsyncClient` for the target.
         tally: counts the outcomes.
@@ -43,7 +52,7 @@ class Canary:
         share: share of the full bundles to replay, from 0 to 1.
         concurrency: maximum number of replays at once.
         tokens_per_s: maximum rate of tokens of prompts and answers.
-        existing: replay the existing bundles, and end; otherwise those that are written from now on.
+        existing: replay the existing bundles, then end; else replay those that are written from now on.
         metrics_file: gets the figures for Prometheus after each replay; None: no file.
         left_out: number of bundles that were not replayed, by reason.
     """
@@ -62,10 +71,10 @@ class Canary:
     metrics_file: Path | None = None
     left_out: Counter[str] = field(default_factory=Counter)
     _models: list[ModelInfo] = field(default_factory=list)
-    _untaken: int = 0
+    _refused: int = 0
 
-    async def run(self) -> int:
-        """Replay bundles until the rule decides. Returns PROMOTE, STOP, or UNDECIDED if there were too few bundles.
+    async def run(self) -> CanaryExit:
+        """Replay bundles until the rule decides, and return the exit status; UNDECIDED if there were too few bundles.
         Raises PillionError if the target does not answer."""
         async with replay_client(**self.reach) as client:
             self._models = await client.models()
@@ -82,21 +91,21 @@ class Canary:
         if promote is None:
             words = f"{tally.all.requests} of {tally.wanted} requests were replayed"
             self.say(f"undecided: {words}{broken and f'; {broken}'}")
-            return UNDECIDED
+            return CanaryExit.UNDECIDED
         self.say("promote" if promote else f"stop: {broken}")
-        return PROMOTE if promote else STOP
+        return CanaryExit.PROMOTE if promote else CanaryExit.STOP
 
     async def _bundles(self) -> AsyncIterator[Bundle]:
-        """Yield the bundles to replay as they are written, until the rule has decided."""
-        seen = set() if self.existing else set(await asyncio.to_thread(self._newest))
+        """Yield the bundles to replay until the rule has decided, new ones as they are written."""
+        known_ids = set() if self.existing else set(await asyncio.to_thread(self._newest))
         while self.tally.verdict() is None:
             try:
                 ids = await asyncio.to_thread(self._newest)
-                seen.intersection_update(ids)
+                known_ids.intersection_update(ids)
                 for bundle_id in reversed(ids):
-                    if bundle_id not in seen and self.tally.verdict() is None:
+                    if bundle_id not in known_ids and self.tally.verdict() is None:
                         bundle = await asyncio.to_thread(self._wanted, bundle_id)
-                        seen.add(bundle_id)
+                        known_ids.add(bundle_id)
                         if bundle is not None:
                             yield bundle
             except errors.Unavailable:
@@ -150,15 +159,15 @@ class Canary:
                 write_whole(self.metrics_file, as_metrics(self.tally))
 
     async def _replayed(self, client: ReplayClient, bundle: Bundle) -> CanaryOutcome | None:
-        """Replay a bundle; None if the target had no room, which says nothing about its answers. Raises PillionError
-        if it stops answering."""
+        """Replay a bundle; None if the target refused it for lack of capacity. Raises PillionError after MAX_REFUSED
+        refusals in a row."""
         try:
             info = model_of(bundle, self._models, self.model, any_model=True)
             request = request_of(bundle, info, priority=MAX_PRIORITY)
-            found = await client.answer(request, bundle, info, timeout_s=REPLAY_TIMEOUT_S)
+            replayed = await client.answer(request, bundle, info, timeout_s=REPLAY_TIMEOUT_S)
         except (errors.Overloaded, errors.Unavailable, errors.DeadlineExceeded):
-            self._untaken += 1
-            if self._untaken >= MAX_UNTAKEN:
+            self._refused += 1
+            if self._refused >= MAX_REFUSED:
                 raise
             await asyncio.sleep(RETRY_S)
             return None
@@ -166,11 +175,11 @@ class Canary:
             raise
         except errors.PillionError as error:
             return CanaryOutcome(name="error", words=error.message)
-        self._untaken = 0
-        if not found.same_prompt:
+        self._refused = 0
+        if not replayed.same_prompt:
             return CanaryOutcome(name="prompt", words="the target makes another prompt of the same messages")
-        difference = first_difference(bundle.answers, found.answers)
-        distance, compared_tokens = logprob_distance(bundle.answers, found.answers)
+        difference = first_difference(bundle.answers, replayed.answers)
+        distance, compared_tokens = logprob_distance(bundle.answers, replayed.answers)
         then_ms = bundle.timings.total_ms if bundle.timings is not None else 0.0
         return CanaryOutcome(
             name="equal" if difference is None else "differs",
@@ -178,7 +187,7 @@ class Canary:
             position=None if difference is None else difference.position,
             distance=distance,
             compared_tokens=compared_tokens,
-            slower=found.timings.total_ms / then_ms if found.timings is not None and then_ms else None,
+            slower=replayed.timings.total_ms / then_ms if replayed.timings is not None and then_ms else None,
         )
 
 
@@ -204,7 +213,7 @@ def as_metrics(tally: CanaryTally) -> str:
 
 
 def table_rows(tally: CanaryTally) -> list[tuple[str, ...]]:
-    """Return the cells of the table: a row per model and kind, and one for all."""
+    """Return the cells of the result's table: a row per model and kind of request, and one for all."""
     rows = []
     for row, one in (*sorted(tally.rows.items()), (("all", ""), tally.all)):
         counts = (one.requests, *(one.counts[name] for name in ("equal", "differs", "prompt", "error")))

@@ -1,9 +1,8 @@
 """Compares the answers of a bundle with those of its replay, and describes a difference. Sans-IO.
 
 Sampling is a pure function of logits, seed and position, so equal weights produce equal tokens. If they do not, the
-first position that differs is the most informative: the log probabilities that the replay's model assigns to both
-tokens, and the margin between them. A margin the size of rounding means another order of sums; a larger one, another
-model or a defect.
+first position that differs shows the cause, by the log probabilities of both tokens in the replay's model: a margin of
+the size of rounding means another order of sums, a larger one another model or a defect.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ class ReplayedAnswer:
     finish_reason: str = ""
 
     def covers(self, recorded: BundleAnswer) -> bool:
-        """Return whether enough of this answer has come: a recorded answer that is unfinished is compared as far as it
-        goes."""
+        """Return whether this answer can be compared with a recorded one: it is finished, or as long as one that was
+        recorded unfinished."""
         return bool(self.finish_reason) or (not recorded.finish_reason and len(self.token_ids) >= recorded.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerDifference:
-    """The first position at which an answer and its replay differ; answer and position count from 0.
+    """The first difference between an answer and its replay: the numbers of the answer and of the token, from 0.
 
     Attributes:
-        recorded, replayed: what each has there, in words: a token with its log probability by the replay's model, or
-            the answer's end.
-        margin: how much more likely the replay's model finds its own token, in natural logarithms; None if one answer
-            ended there or a log probability is unknown. It may be negative for a drawn token.
+        recorded, replayed: descriptions of what each has at the position: a token with its log probability by the
+            replay's model, or the answer's end.
+        margin: log probability of the replayed token minus that of the recorded one, by the replay's model; None if
+            unknown or if an answer ends. May be negative at a temperature above 0.
     """
 
     answer: int
@@ -60,10 +59,10 @@ def first_difference(recorded: Sequence[BundleAnswer], replayed: Sequence[Replay
         over, new_over = at == len(old.token_ids), at == len(new.token_ids)
         if over and (not old.finish_reason or (new_over and _end(old.finish_reason) == _end(new.finish_reason))):
             continue
-        told = new.logprobs[at] if at < len(new.logprobs) else None
-        likeliest = {} if told is None else dict(zip(told.top_ids, told.top_logprobs, strict=False))
+        reported = new.logprobs[at] if at < len(new.logprobs) else None
+        likeliest = {} if reported is None else dict(zip(reported.top_ids, reported.top_logprobs, strict=False))
         before = None if over else likeliest.get(old.token_ids[at])
-        now = None if told is None else told.logprob
+        now = None if reported is None else reported.logprob
         return AnswerDifference(
             index,
             at,

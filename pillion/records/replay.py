@@ -19,7 +19,7 @@ from pillion.records.comparison import first_difference
 from pillion.records.replay_client import Replayed, replay_client
 from pillion.types import MAX_LOGPROBS, MAX_REPORTED, GenerateRequest, ModelInfo, StructuredOutputs, Timings
 
-EQUAL, DIFFERS = 0, 1
+# Prefix of the request ids of replays.
 LABEL = "replay-"
 
 
@@ -32,13 +32,13 @@ async def run_replay(
     plan: str,
     say: Callable[[str], None],
 ) -> int:
-    """Replay one bundle and print the result; the last line says whether the answers are equal. Returns EQUAL or
-    DIFFERS.
+    """Replay one bundle and print the result; the last line says whether the answers are equal. Return the exit status:
+    0 if they are, else 1.
 
     Args:
         verified: whether the bundle's HMAC was verified.
         reach: arguments of :class:`pillion.AsyncClient`.
-        model: the target's name of the model; "": it is found by its weights, or else by its name.
+        model: the target's name of the model; "": the one with the recorded weights, else with the recorded name.
         any_model: whether other weights than the recorded ones may be used.
         plan: restrictions of the target's planner; "": none.
 
@@ -48,16 +48,16 @@ async def run_replay(
     say(f"{bundle.id}: {'verified' if verified else 'unverified, for there is no key of the deployment'}")
     async with replay_client(**reach, plan=plan) as client:
         info = model_of(bundle, await client.models(), model, any_model)
-        found = await client.answer(request_of(bundle, info), bundle, info, recorded=True)
-        if not found.same_prompt:
+        replayed = await client.answer(request_of(bundle, info), bundle, info, recorded=True)
+        if not replayed.same_prompt:
             say("the target makes another prompt of the same messages; the recorded token ids are sent instead")
-            found = await client.answer(request_of(bundle, info, as_ids=True), bundle, info, recorded=True)
-    for line in times(bundle, found):
+            replayed = await client.answer(request_of(bundle, info, as_ids=True), bundle, info, recorded=True)
+    for line in times(bundle, replayed):
         say(line)
-    difference = first_difference(bundle.answers, found.answers)
+    difference = first_difference(bundle.answers, replayed.answers)
     tokens = sum(len(answer.token_ids) for answer in bundle.answers)
     say(f"equal: {len(bundle.answers)} answers, {tokens} tokens" if difference is None else f"differs: {difference}")
-    return EQUAL if difference is None else DIFFERS
+    return int(difference is not None)
 
 
 def refuse(bundle: Bundle) -> None:
@@ -74,9 +74,9 @@ def refuse(bundle: Bundle) -> None:
 
 
 def model_of(bundle: Bundle, models: Sequence[ModelInfo], name: str, any_model: bool) -> ModelInfo:
-    """Return the model of the target with which a bundle is replayed: the one called ``name``, or one with the same
-    weights and adapter, or one with the bundle's name. Raises ConfigError if there is none, or if it has other weights
-    and ``any_model`` is false."""
+    """Return the target's model for a replay: the one called ``name``; if that is "", one with the recorded weights and
+    adapter, else with the recorded name. Raises ConfigError if there is none, or if it has other weights and
+    ``any_model`` is false."""
     recorded = bundle.model
     called = name or recorded.asked or recorded.name
     same = [one for one in models if (one.fingerprint, one.adapter) == (recorded.fingerprint, recorded.adapter)]
@@ -99,9 +99,8 @@ def _weights(one: BundleModel | ModelInfo) -> str:
 
 
 def request_of(bundle: Bundle, info: ModelInfo, *, as_ids: bool = False, priority: int = 0) -> GenerateRequest:
-    """Return the request that asks for a bundle's answers again, with log probabilities. Its sampling is the bundle's:
-    every number is resolved; stop strings, bad words, the structure and the text options are as the client sent them.
-    ``as_ids`` sends token ids instead of messages. Raises ConfigError if that is impossible."""
+    """Return the request that generates a bundle's answers again, with log probabilities. Its sampling is the recorded
+    one. ``as_ids``: send the recorded token ids instead of messages. Raises ConfigError if that is impossible."""
     asked = bundle.request
     as_ids = as_ids or not asked.messages
     sampling = asked.sampling
@@ -122,8 +121,7 @@ def request_of(bundle: Bundle, info: ModelInfo, *, as_ids: bool = False, priorit
 
 
 def sent_grammar(text: str) -> str:
-    """Return the grammar that a client would send to get ``text``, which is what a worker receives. Raises ConfigError
-    if no client can."""
+    """Return the grammar that a client sends so that workers get ``text``. Raises ConfigError if that is impossible."""
     if not text.startswith("{"):
         return text
     parts = {one["name"]: one["lark_grammar"] for one in json.loads(text)["grammars"]}
@@ -133,9 +131,9 @@ def sent_grammar(text: str) -> str:
     return str(client)
 
 
-def times(bundle: Bundle, found: Replayed) -> list[str]:
+def times(bundle: Bundle, replayed: Replayed) -> list[str]:
     """Return lines that compare the replay's times with the request's."""
-    now = found.timings
+    now = replayed.timings
     if now is None:
         return []
     then = bundle.timings or Timings()

@@ -23,8 +23,8 @@ from pillion.wire.public import RECORD_HEADER, delta_from_pb, model_from_pb, ori
 
 @dataclass(slots=True)
 class Replayed:
-    """The result of a replay. If ``same_prompt`` is false, the gateway makes another prompt of the request's messages,
-    and there are no answers."""
+    """Result of a replay. ``same_prompt``: False if the gateway made another prompt of the messages than the recorded
+    one; then there are no answers."""
 
     answers: list[ReplayedAnswer]
     timings: Timings | None = None
@@ -55,12 +55,12 @@ class ReplayClient:
         *,
         recorded: bool = False,
     ) -> Replayed:
-        """Return the answers that model ``info`` gives to a ``bundle``'s request, as far as the recorded ones go.
-        ``recorded`` asks the gateway to record a bundle of its own."""
-        then, found = bundle.answers, Replayed([ReplayedAnswer() for _ in bundle.answers])
-        # The stream's origin has this digest if the gateway makes the recorded prompt.
+        """Return the answers of model ``info`` to a ``bundle``'s request, up to the length of recorded unfinished ones.
+        ``recorded``: request that the gateway records a bundle of the replay."""
+        recorded_answers, replayed = bundle.answers, Replayed([ReplayedAnswer() for _ in bundle.answers])
+        # Digest of the stream's origin if its prompt is the recorded one.
         digest = origin_digest(info.fingerprint, info.adapter, (), bundle.request.token_ids)
-        # A unique salt makes the gateway compute the whole prompt, whatever it has cached.
+        # A unique salt, so that no cached KV is used.
         message = to_pb(request)
         message.cache_salt = secrets.token_hex(16)
         with self._errors():
@@ -72,26 +72,26 @@ class ReplayClient:
                     if part.HasField("origin") and part.origin.digest != digest:
                         return Replayed([], same_prompt=False)
                     delta = delta_from_pb(part)
-                    answer = found.answers[delta.index]
+                    answer = replayed.answers[delta.index]
                     answer.token_ids += delta.token_ids
                     answer.logprobs += delta.logprobs
                     if delta.finish_reason is not None:
                         answer.finish_reason = delta.finish_reason.value
-                    found.timings = delta.timings or found.timings
-                    done = all(new.covers(old) for new, old in zip(found.answers, then, strict=True))
-                    if done and not all(one.finish_reason for one in found.answers):
+                    replayed.timings = delta.timings or replayed.timings
+                    done = all(new.covers(old) for new, old in zip(replayed.answers, recorded_answers, strict=True))
+                    if done and not all(one.finish_reason for one in replayed.answers):
                         break
             finally:
                 call.cancel()
-        return found
+        return replayed
 
     @contextlib.contextmanager
     def _errors(self) -> Any:
         try:
             yield
         except grpc.aio.AioRpcError as error:
-            told = rpc.from_rpc_error(error)
-            raise self._connection.explained(told, told, rpc.said_by_server(error), 0) from None
+            failure = rpc.from_rpc_error(error)
+            raise self._connection.explained(failure, failure, rpc.said_by_server(error), 0) from None
 
 
 @contextlib.asynccontextmanager

@@ -28,8 +28,8 @@ def test_errors_have_a_status_of_their_own(tmp_path: pathlib.Path, capsys: pytes
     nobody = f"127.0.0.1:{free_port()}"
     full, hashed = (str(tmp_path / name / f"{bundle.id}.json") for name in ("full", "hashed"))
     for words, told in (
-        (("replay", str(tmp_path / "none.json")), "looked for in --record-path"),
-        (("explain", "req-4f1c0ddc8e2b60aa91d5f3c7"), "looked for in --record-path"),
+        (("replay", str(tmp_path / "none.json")), "by its id needs --record-path"),
+        (("explain", "req-4f1c0ddc8e2b60aa91d5f3c7"), "by its id needs --record-path"),
         (("replay", hashed), "--record-content full"),
         (("replay", full, "--target", nobody), "does a gateway listen"),
         (("canary",), "--record-path"),

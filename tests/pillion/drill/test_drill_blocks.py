@@ -22,6 +22,6 @@ def test_a_node_recovers_its_blocks_bit_by_bit(
         node = ComponentStatus(component_id="kv-0", role="kvnode", committed_blocks=count)
         status = SimpleNamespace(components=(node, ComponentStatus(component_id="decode-0", role="decode")))
         monkeypatch.setattr(drill, "_status", lambda _, status=status: status)
-        found = drill._recovered(plan, {"kv-0": 49}, blocks)
+        found = drill._blocks_recovered(plan, {"kv-0": 49}, blocks)
     assert found == recovered
     assert blocks == {"kv-0": seen[-1]}

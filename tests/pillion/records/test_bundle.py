@@ -154,7 +154,7 @@ def test_a_bundle_is_found_by_its_id_its_path_and_its_requests_label(tmp_path: p
     for name, path, found in ((NAME, folder, NAME), ("mine", folder, other), (file, "", NAME), (file, folder, NAME)):
         assert read_named(name, path, "")[0].id == found
     assert read_named(f"chatcmpl-{'b' * 24}", folder, "")[0].id == "a" * 24
-    with pytest.raises(ConfigError, match="no bundle in"):
+    with pytest.raises(ConfigError, match="has no bundle of request"):
         read_named("nobody", folder, "")
 
 

@@ -25,7 +25,7 @@ from pillion.gateway.recorder.record_folder import RecordFolder, write
 from pillion.records import bundle as bundles
 from pillion.records.bundle import Bundle, BundleModel
 from pillion.records.canary import CanaryTally, parse_rule
-from pillion.records.canary_run import PROMOTE, STOP, UNDECIDED, Canary
+from pillion.records.canary_run import Canary, CanaryExit
 from pillion.records.replay import model_of, sent_grammar
 from pillion.types import ModelInfo
 from tests.pillion.records.test_bundle import bundle_of
@@ -161,13 +161,13 @@ async def test_the_same_version_is_promoted(
 ) -> None:
     target, page = components.gateway.grpc_address, tmp_path / "metrics"
     status, tally, lines = await canary(recorded, target, metrics_file=page, concurrency=2)
-    assert (status, lines) == (PROMOTE, ["promote"])
+    assert (status, lines) == (CanaryExit.PROMOTE, ["promote"])
     assert tally.all.counts == {"equal": len(KINDS)}
     assert "pillion_canary_promote 1.0" in page.read_text()
     # Log probabilities were recorded with one kind, and are the same bit for bit.
     assert (tally.all.mean_distance, tally.all.compared_tokens > 0) == (0.0, True)
     status, _, lines = await canary(recorded, target, wanted=len(KINDS) + 1)
-    assert (status, lines[-1].partition(":")[0]) == (UNDECIDED, "undecided")
+    assert (status, lines[-1].partition(":")[0]) == (CanaryExit.UNDECIDED, "undecided")
 
 
 async def test_nothing_of_a_tenant_that_opted_out_is_mirrored(components: Components, tmp_path: pathlib.Path) -> None:
@@ -189,7 +189,11 @@ async def test_nothing_of_a_tenant_that_opted_out_is_mirrored(components: Compon
     )
     before = set(bundles_in(reached))
     status, tally, lines = await canary(records, components.gateway.grpc_address, wanted=2)
-    assert (status, tally.all.counts, lines[1]) == (UNDECIDED, {"equal": 1}, "not replayed: 1 that cannot be replayed")
+    assert (status, tally.all.counts, lines[1]) == (
+        CanaryExit.UNDECIDED,
+        {"equal": 1},
+        "not replayed: 1 that cannot be replayed",
+    )
     # The other gateway records all that reaches it.
     await until("the replay's bundle", lambda: set(bundles_in(reached)) > before)
     labels = [bundles.read(path, None)[0].request.label for path in set(bundles_in(reached)) - before]
@@ -204,8 +208,8 @@ async def test_a_wrong_kernel_and_a_changed_template_are_reported(
     async with components.another_gateway_address(chat_template=str(other)) as address:
         # This gateway does not know the adapter, so its bundle is left out.
         status, tally, _ = await canary(recorded, address, "differs=1", wanted=len(KINDS) - 1)
-        assert (status, tally.all.counts["prompt"]) == (PROMOTE, 2)
-        assert (await canary(recorded, address))[0] == STOP
+        assert (status, tally.all.counts["prompt"]) == (CanaryExit.PROMOTE, 2)
+        assert (await canary(recorded, address))[0] == CanaryExit.STOP
     sample = host_backend.sample
 
     def perturbed(logits: Any, rows: Any, largest: Any = None) -> Any:
@@ -215,7 +219,7 @@ async def test_a_wrong_kernel_and_a_changed_template_are_reported(
 
     monkeypatch.setattr(host_backend, "sample", perturbed)
     status, _, lines = await canary(recorded, components.gateway.grpc_address)
-    assert (status, lines[-1].partition(":")[0]) == (STOP, "stop")
+    assert (status, lines[-1].partition(":")[0]) == (CanaryExit.STOP, "stop")
 
 
 async def test_other_weights_are_reported_with_the_margin(recorded: pathlib.Path, tmp_path: pathlib.Path) -> None:
@@ -235,7 +239,7 @@ async def test_other_weights_are_reported_with_the_margin(recorded: pathlib.Path
                 status, lines = await replayed(path, target, any_model=True)
                 assert (status, lines[-1].partition(" at ")[0]) == (1, "differs: answer 0")
                 assert "margin " in lines[-1]
-            assert (await canary(recorded, target))[0] == STOP
+            assert (await canary(recorded, target))[0] == CanaryExit.STOP
 
 
 async def test_a_workers_grammar_is_sent_as_a_client_can() -> None:
