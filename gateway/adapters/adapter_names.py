@@ -35,6 +35,7 @@ from pillion.errors import (
 )
 from pillion.gateway.adapters.adapter_spread import AdapterSpread
 from pillion.gateway.adapters.name_table import FORGET_MS, MAX_CHANGES, MAX_NAMES, NamedAdapter, NameTable
+from pillion.gateway.admission.turns import RETRY_AFTER_MS
 from pillion.gateway.links.defects import Defects
 from pillion.gateway.links.node_link import NodeLink
 from pillion.host.adapter_folders import KEEP_S, STORE_BYTES, cache_root
@@ -49,7 +50,6 @@ LOOK_INTERVAL_S = 0.1
 # Interval at which copies of named adapters are marked as used, so that they are not evicted.
 USE_INTERVAL_S = KEEP_S / 24
 MAX_CHANGES_AT_ONCE = 16
-RETRY_AFTER_MS = 1000
 LOAD_TIMEOUT_S = 300.0
 MAX_PROCESS_BYTES = 2**30
 

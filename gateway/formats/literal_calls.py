@@ -6,7 +6,7 @@
 <|tool_call>call:NAME{key:<|"|>text<|"|>,key:1}<tool_call|>    gemma4, and functiongemma with other marks
 
 Strings are emitted as they arrive, and so are keys. An argument that cannot be parsed ends the call: its arguments stay
-an incomplete object, so that no client takes them for complete, and what follows is content.
+incomplete JSON, so that clients notice, and what follows is content.
 """
 
 from __future__ import annotations

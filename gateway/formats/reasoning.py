@@ -70,7 +70,7 @@ class ReasoningFormat:
 
 HARMONY = "openai_gptoss"
 _THINK = ReasoningFormat("<think>", "</think>")
-# By vLLM's names. `auto` takes the first format whose marks are in the chat template.
+# Keys are vLLM's names. `auto` selects the first format whose marks are in the chat template.
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "kimi_k3": ReasoningFormat(
         "<|open|>think<|sep|>",

@@ -109,8 +109,8 @@ LIST_FORMATS = {
         TOOL_CALL, END_TOOL_CALL, XlamCalls, {"[TOOL_CALLS]": "", "```json": "```"}, detectable=False, bare=True
     ),
 }
-# By vLLM's names, except the generic one, for chat templates without tools, or with calls in a format that Pillion does
-# not support. `auto` takes the first format in the chat template.
+# Keys are vLLM's names, except "generic": for chat templates without tools, or with calls in an unsupported format.
+# `auto` selects the first format that the chat template describes.
 TOOL_FORMATS: dict[str, ToolFormat] = {
     **{
         name: _format(name, form.begin, form.end, partial(XmlCalls, form=form), form.inner)

@@ -189,7 +189,7 @@ class XmlCalls(CallReader):
         while (yield from self._parameter(name, separator)):
             separator = ", "
         if (yield from text.more()):
-            # A partial call's arguments stay incomplete, so that no client takes them for complete.
+            # A truncated call's arguments stay incomplete JSON, so that clients notice.
             self._parts.arguments("{}" if separator == "{" else "}")
         if form.end_function and (yield from text.accept(form.end_function)):
             yield from text.skip_space()

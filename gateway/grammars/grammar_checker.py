@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pillion.errors import FieldViolation, InvalidRequest, SchemaViolation, Unavailable
+from pillion.gateway.admission.turns import RETRY_AFTER_MS
 from pillion.gateway.boxed_process import BoxedProcess, BoxFailure, BoxLimits
 from pillion.gateway.grammars.answer_grammar import JoinedGrammar, by_size
 from pillion.gateway.grammars.json_schema import root_place
@@ -27,7 +28,6 @@ COMPILE_WALL_S = 60.0
 COMPILE_MEMORY_BYTES = 2 * 2**30
 MAX_WAITING_GRAMMARS = 64
 MAX_CACHED_GRAMMARS = 4096
-RETRY_AFTER_MS = 1000
 _HANDLER = Path(__file__).with_name("grammar_worker.py")
 
 

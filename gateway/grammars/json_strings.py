@@ -34,12 +34,12 @@ _BLANKS = (
 
 def _others(ranges: Iterable[Range]) -> tuple[Range, ...]:
     """Return the complement of ``ranges``."""
-    found, begin = [], 0
+    complement, begin = [], 0
     for low, high in sorted(ranges):
         if begin < low:
-            found.append((begin, low - 1))
+            complement.append((begin, low - 1))
         begin = max(begin, high + 1)
-    return (*found, (begin, _MAX_CODE)) if begin <= _MAX_CODE else tuple(found)
+    return (*complement, (begin, _MAX_CODE)) if begin <= _MAX_CODE else tuple(complement)
 
 
 _SETS = {"d": _DIGITS, "w": _WORD_CHARS, "s": _BLANKS}
@@ -74,7 +74,7 @@ def rust_pattern(pattern: str, excluded: str = NUL) -> str:
     Text that is valid in neither syntax is unchanged, for llguidance to refuse. Raises ValueError for text that means
     something else in Rust, and for a set with only characters in ``excluded``.
     """
-    return _PART.sub(lambda found: _part(found, excluded), pattern)
+    return _PART.sub(lambda match: _part(match, excluded), pattern)
 
 
 def finite_matches(pattern: str, max_texts: int, max_chars: int) -> frozenset[str] | None:
@@ -133,22 +133,22 @@ def _repeated(texts: set[str], times: re.Match[str], max_texts: int, max_chars: 
     if mark in ("*", "+") or (between and not limit):
         return None
     low, high = (0, 1) if mark else (int(least), int(limit or least))
-    found: set[str] = set()
+    result: set[str] = set()
     made = {""}
     for count in range(high + 1):
-        found |= made if count >= low else set()
+        result |= made if count >= low else set()
         if count == high:
             break
         if len(made) * len(texts) > max_texts or max(map(len, made), default=0) > max_chars:
             return None
         made = _joined(made, texts)
-    return found
+    return result
 
 
-def _texts_of(found: re.Match[str], max_texts: int) -> set[str] | None:
+def _texts_of(match: re.Match[str], max_texts: int) -> set[str] | None:
     """Return the characters that a class, an escape or a plain character matches; None for other syntax, and for more
     than ``max_texts``."""
-    negated, inner, closed, _, escape = found.groups()
+    negated, inner, closed, _, escape = match.groups()
     if inner is not None:
         ranges, properties = _members(inner)
         if properties or not closed:
@@ -161,19 +161,19 @@ def _texts_of(found: re.Match[str], max_texts: int) -> set[str] | None:
             return None
         else:
             ranges = [(_code(escape), _code(escape))]
-    elif found[0] in (*".^$|()[]{}",) or len(found[0]) > 1:
+    elif match[0] in (*".^$|()[]{}",) or len(match[0]) > 1:
         return None
     else:
-        ranges = [(ord(found[0]), ord(found[0]))]
+        ranges = [(ord(match[0]), ord(match[0]))]
     if sum(high - low + 1 for low, high in ranges) > max_texts:
         return None
     return {chr(code) for low, high in ranges for code in range(low, high + 1)}
 
 
-def _part(found: re.Match[str], excluded: str) -> str:
+def _part(match: re.Match[str], excluded: str) -> str:
     """Convert a match of _PART to Rust's syntax, see :func:`rust_pattern`. Raises ValueError."""
-    negated, inner, closed, flags, escape = found.groups()
-    text = found[0]
+    negated, inner, closed, flags, escape = match.groups()
+    text = match[0]
     if inner is not None:
         return _class(bool(negated), *_members(inner), excluded) if closed else text
     if text[0] == "(" and len(text) > 1:

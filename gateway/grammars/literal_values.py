@@ -37,11 +37,11 @@ def members(name: str, pairs: Sequence[tuple[str, bool]], comma: str, rules: lis
     """
     separator, begins = literal(comma), []
     for number, (pair, needed) in enumerate(pairs):
-        behind = f"{name}_from_{number + 1}" if number + 1 < len(pairs) else ""
-        begins.append(f"{pair} {behind}")
+        following = f"{name}_from_{number + 1}" if number + 1 < len(pairs) else ""
+        begins.append(f"{pair} {following}")
         if number:
             one = f"{separator} {pair}"
-            rules.append(f"{name}_from_{number}: {one if needed else f'({one})?'} {behind}")
+            rules.append(f"{name}_from_{number}: {one if needed else f'({one})?'} {following}")
     # An object begins with its first required member, or an optional one before it.
     first = next((number for number, (_, needed) in enumerate(pairs) if needed), None)
     if first is None:
@@ -83,8 +83,8 @@ def lacks_members(schema: Mapping[str, Any]) -> bool:
 
 def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
     """Return the values of a schema's enum or const, or None."""
-    found = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
-    return found if isinstance(found, list) and found else None
+    values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
+    return values if isinstance(values, list) and values else None
 
 
 def _in_python(value: Any) -> str:
@@ -148,11 +148,11 @@ class GemmaValues:
         express it."""
         for word in filter(schema.__contains__, _UNSUPPORTED):
             self._leave_out(place + pointer([word]), f"this model's notation of calls does not support {word!r}")
-        if (found := values_of(schema)) is not None:
-            spelled = [self._spelled(one) for one in found if self._can_spell(one)]
+        if (values := values_of(schema)) is not None:
+            spelled = [self._spelled(one) for one in values if self._can_spell(one)]
             if spelled:
                 return "(" + " | ".join(spelled) + ")"
-            text = f"the model cannot write {json.dumps(found[0], ensure_ascii=False)}"
+            text = f"the model cannot write {json.dumps(values[0], ensure_ascii=False)}"
             self._leave_out(f"{place}/{'enum' if 'enum' in schema else 'const'}", text)
         if "$ref" in schema:
             return self._reference(str(schema["$ref"]))
@@ -184,8 +184,8 @@ class GemmaValues:
 
     def text(self, low: int = 0, high: int | None = None) -> str:
         """Return a rule for a string of ``low`` to ``high`` characters (None: unlimited) between its marks."""
-        most = "" if high is None else high
-        return f"{self._term} {self.up_to_mark(f'(?s:.{{{low},{most}}})')}"
+        max_chars = "" if high is None else high
+        return f"{self._term} {self.up_to_mark(f'(?s:.{{{low},{max_chars}}})')}"
 
     def up_to_mark(self, expression: str) -> str:
         """Return a rule for a match of ``expression`` up to the first mark, and the mark."""
@@ -218,8 +218,8 @@ class GemmaValues:
         low, high = (bound(schema, word, MAX_COUNTED_ITEMS) for word in ("minItems", "maxItems"))
         if high == 0:
             return '"[]"'
-        most = "" if high is None or high < (low or 0) else str(high - 1)
-        several = f'{name} ("," {name}){{{max(0, (low or 0) - 1)},{most}}}'
+        max_more = "" if high is None or high < (low or 0) else str(high - 1)
+        several = f'{name} ("," {name}){{{max(0, (low or 0) - 1)},{max_more}}}'
         return f'"[" {several} "]"' if low else f'"[" ({several})? "]"'
 
     def _reference(self, reference: str) -> str:

@@ -305,9 +305,9 @@ class _Targets:
         if fragment and not fragment.startswith("/"):
             return self._anchors.get((base, fragment))
         resource = self._resources[base]
-        found = at_pointer(self._root, resource, fragment)
-        if found is not None or before:
-            return found
+        target = at_pointer(self._root, resource, fragment)
+        if target is not None or before:
+            return target
         # Schemas embedded in another one often keep their references.
         parts = parts_of(fragment)
         if len(parts) < 2 or parts[0] not in _DEFINITIONS:

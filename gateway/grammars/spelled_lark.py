@@ -110,25 +110,25 @@ class _OneOf:
 _Node = _Set | _Repeat | _OneOf
 
 
-def _token(found: re.Match[str]) -> str:
+def _token(match: re.Match[str]) -> str:
     """Convert a match of _TOKEN, see :func:`spelled`. Raises ValueError."""
-    if found["refused"]:
-        raise ValueError(f"the grammar has {found['refused'][:100]!r}")
-    if found["low"]:
-        low, high = (re.escape(_text(found[name])) for name in ("low", "high"))
+    if match["refused"]:
+        raise ValueError(f"the grammar has {match['refused'][:100]!r}")
+    if match["low"]:
+        low, high = (re.escape(_text(match[name])) for name in ("low", "high"))
         return _sequence_rule((_set(f"[{low}-{high}]"),), "")
-    if found["string"]:
-        return _sequence_rule([_one(one) for one in _text(found["string"])], found["caseless"]) or '""'
-    if found["regex"]:
-        if not set(found["flags"]) <= {"i", "s", "u"}:
-            raise ValueError(f"an expression has the flags {found['flags']!r}")
-        return _regex(found["regex"].replace(r"\/", "/"), found["flags"])
-    if found["one"]:
-        return _imported(found["one"], found["alias"] or found["one"])
-    if found["several"]:
-        return "\n".join(_imported(name, name) for name in found["several"].replace(",", " ").split())
-    name = found["name"]
-    return f"terminal_{name.lower()}" if name and name.lstrip("_")[:1].isupper() else found[0]
+    if match["string"]:
+        return _sequence_rule([_one(one) for one in _text(match["string"])], match["caseless"]) or '""'
+    if match["regex"]:
+        if not set(match["flags"]) <= {"i", "s", "u"}:
+            raise ValueError(f"an expression has the flags {match['flags']!r}")
+        return _regex(match["regex"].replace(r"\/", "/"), match["flags"])
+    if match["one"]:
+        return _imported(match["one"], match["alias"] or match["one"])
+    if match["several"]:
+        return "\n".join(_imported(name, name) for name in match["several"].replace(",", " ").split())
+    name = match["name"]
+    return f"terminal_{name.lower()}" if name and name.lstrip("_")[:1].isupper() else match[0]
 
 
 def _text(string: str) -> str:
@@ -159,23 +159,23 @@ def _options(parts: list[re.Match[str]], dot_all: bool, depth: int) -> _OneOf:
     options: list[tuple[_Node, ...]] = []
     nodes: list[_Node] = []
     while parts:
-        found = parts.pop()
-        text = found[0]
+        match = parts.pop()
+        text = match[0]
         if text == ")" and depth:
             break
         if text == "|":
             options.append(tuple(nodes))
             nodes = []
-        elif found["often"] and nodes and not found["lazy"] and not isinstance(nodes[-1], _Repeat):
+        elif match["often"] and nodes and not match["lazy"] and not isinstance(nodes[-1], _Repeat):
             nodes.append(_Repeat(nodes.pop(), text))
-        elif text == "(" or found["group"] is not None:
-            nodes.append(_options(parts, _group_dot_all(found["group"] or "", dot_all), depth + 1))
+        elif text == "(" or match["group"] is not None:
+            nodes.append(_options(parts, _group_dot_all(match["group"] or "", dot_all), depth + 1))
         elif text == ".":
             nodes.append(_set(r"[\s\S]" if dot_all else r"[^\n]"))
-        elif found["often"] or text in ("^", "$", "[", ")"):
+        elif match["often"] or text in ("^", "$", "[", ")"):
             raise ValueError(f"an expression has {text!r} with a special meaning")
         else:
-            nodes.append(_set(text) if found["set"] else _one(text) if found["one"] else _escape(found["escape"]))
+            nodes.append(_set(text) if match["set"] else _one(text) if match["one"] else _escape(match["escape"]))
     return _OneOf((*options, tuple(nodes)))
 
 

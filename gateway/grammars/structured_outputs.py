@@ -28,7 +28,7 @@ def structured_piece(structured: StructuredOutputs, token_ids: Mapping[str, int]
     if structured.regex is not None:
         return Piece(expression(structured.regex, f"{_FIELD}.regex"), sources={f"{_FIELD}.regex": None})
     if structured.choice:
-        # A single terminal, which llguidance scans in one go, however many choices there are.
+        # A single terminal, so that llguidance scans all choices at once.
         rule = f"CHOICE: {' | '.join(map(literal, structured.choice))}"
         return Piece("CHOICE", (rule,), sources={f"{_FIELD}.choice": None})
     if structured.grammar is not None:

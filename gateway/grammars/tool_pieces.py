@@ -216,10 +216,10 @@ def _input_grammar(schema: Mapping[str, Any]) -> tuple[str, str] | None:
     arguments; None for a function, and if the input may be any text."""
     properties = schema.get("properties")
     value = properties.get(INPUT) if isinstance(properties, dict) and len(properties) == 1 else None
-    found = value.get(GRAMMAR) if isinstance(value, dict) else None
-    if not isinstance(found, dict) or found.get("syntax") not in ("lark", "regex"):
+    grammar = value.get(GRAMMAR) if isinstance(value, dict) else None
+    if not isinstance(grammar, dict) or grammar.get("syntax") not in ("lark", "regex"):
         return None
-    return found["syntax"], str(found.get("definition"))
+    return grammar["syntax"], str(grammar.get("definition"))
 
 
 class _Writer:
@@ -452,13 +452,13 @@ class _XmlWriter(_TaggedWriter):
         types = types_of({"properties": {key: schema}}, key)
         if (values := values_of(schema)) is not None:
             texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
-            # A text with a mark would end there.
+            # A text that contains an end mark would end at it.
             texts = [text for text in texts if not any(mark in text for mark in self.form.ends)]
             if not texts:
                 word = "enum" if "enum" in schema else "const"
                 self.builder.leave_out(number, f"{place}/{word}", "the model cannot write any of these")
                 return self._text(name, begin, {}, self._after_end(key))
-            # A text that is not JSON is a string, whatever its declared type.
+            # Text that is not JSON is parsed as a string, whatever type the call declares.
             begin = self._head(self._key(key), types - {"string"} or types)
             return [f"{name}: {begin} ({' | '.join(map(literal, texts))}) {end}"]
         if "string" in types:
@@ -698,7 +698,7 @@ class _HarmonyWriter(_Writer):
         if self.builder.opened is False:
             return f"{ANY_TEXT} | {self.calls}", ()
         marks = self.builder.formats.mark_ids
-        # Before a call there may be messages for the user, which are content, and further reasoning.
+        # A call may follow messages for the user, which are content, and further reasoning.
         before = f"({_message('commentary', marks)} | {_message(ANALYSIS, marks)}) {ANY_TEXT} {_next_message(marks)}"
         return f"({before})* ({self.content(ANY_TEXT)} | {self.calls})", ()
 

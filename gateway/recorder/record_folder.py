@@ -74,17 +74,17 @@ class RecordFolder:
 
     def _files(self, *suffixes: str) -> list[tuple[Path, os.stat_result]]:
         """Return the folder's files with these suffixes, newest first."""
-        found = []
+        files = []
         try:
             with os.scandir(self._path) as entries:
                 for one in entries:
                     # Another gateway may remove the file meanwhile.
                     with contextlib.suppress(FileNotFoundError):
                         if one.name.endswith(suffixes):
-                            found.append((self._path / one.name, one.stat()))
+                            files.append((self._path / one.name, one.stat()))
         except OSError as error:
             raise ConfigError(f"--record-path {self._path}: {error.strerror}") from None
-        return sorted(found, key=lambda one: one[1].st_mtime_ns, reverse=True)
+        return sorted(files, key=lambda one: one[1].st_mtime_ns, reverse=True)
 
 
 def write(folder: Path, bundle_id: str, raw: bytes) -> None:

@@ -192,7 +192,7 @@ def _letter_regex(letter: str) -> str:
 
 def _trie_regex(node: dict[str, Any]) -> str:
     """Return an expression for the longest matching word of a trie."""
-    found = []
+    alternatives = []
     for letter, below in node.items():
         text = _letter_regex(letter)
         # Chains of letters are not nested, as expressions have a limit.
@@ -200,8 +200,8 @@ def _trie_regex(node: dict[str, Any]) -> str:
             ((letter, below),) = below.items()
             text += _letter_regex(letter)
         if letter:
-            found.append(text + _trie_regex(below))
-    return f"(?:{'|'.join(found)}){'?' * ('' in node)}" if found else ""
+            alternatives.append(text + _trie_regex(below))
+    return f"(?:{'|'.join(alternatives)}){'?' * ('' in node)}" if alternatives else ""
 
 
 def _prefix_regex(node: dict[str, Any], depth: int) -> str:
@@ -642,9 +642,9 @@ class TemplateRenderer:
         The conversation is rendered once more with marks after its ``texts``, which are by mark. If the template
         refuses that, the texts themselves are searched."""
         answer = self._rendered_history(job, marked)
-        found = set(_MARK.findall(answer.get("text", "")))
+        rendered_marks = set(_MARK.findall(answer.get("text", "")))
         for mark, (what, words) in texts.items():
-            if mark not in found and ("text" in answer or words not in text):
+            if mark not in rendered_marks and ("text" in answer or words not in text):
                 return f"{what} {words[:60]!r}"
         return ""
 

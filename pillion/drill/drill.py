@@ -38,7 +38,7 @@ class DrillPlan:
     Attributes:
         reach: arguments of :class:`pillion.Client`.
         contract: the contract per kind of component.
-        kinds: kinds to strike; (): all that are found. Redis behind a --kill command is only struck by name.
+        kinds: kinds to strike; (): all in the status. Redis behind a --kill command is only struck by name.
         pause_s: how long to stop each component; 0: kill it.
         streams, prompt_tokens, answer_tokens, model: the drill's own load; answers vary by half around answer_tokens.
         within_s: time for the load to begin streaming, and for the cluster and the streams to recover from each strike.

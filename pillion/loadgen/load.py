@@ -171,8 +171,8 @@ def _chats(config: LoadConfig) -> Iterator[LoadSession]:
 def _from_trace(config: LoadConfig) -> list[LoadSession]:
     if not config.trace:
         raise ValueError("the workload trace needs --trace FILE")
-    most = math.inf if config.max_model_len is None else config.max_model_len
-    rows = [row for row in read_trace(Path(config.trace)) if row.input_length + row.output_length <= most]
+    max_tokens = math.inf if config.max_model_len is None else config.max_model_len
+    rows = [row for row in read_trace(Path(config.trace)) if row.input_length + row.output_length <= max_tokens]
     rows = rows[: config.requests]
     if not rows:
         raise ValueError(f"{config.trace} has no request that fits")

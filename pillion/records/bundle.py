@@ -21,7 +21,7 @@ from pillion.errors import ConfigError
 from pillion.types import ChatMessage, ChatOptions, SamplingParams, Timings, ToolOptions, Usage
 
 FORMAT = 1
-# Larger bundles are neither written nor read. A prompt of a million tokens takes about 7 MB of JSON.
+# Limit on bundles written and read. A prompt of a million tokens takes about 7 MB of JSON.
 MAX_BUNDLE_BYTES = 64 * 2**20
 KEY_FILE = "record.key"
 MIN_KEY_BYTES, MAX_KEY_BYTES = 16, 4096

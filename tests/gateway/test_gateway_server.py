@@ -117,8 +117,8 @@ async def test_the_grammar_checker_is_warmed_up_at_start() -> None:
     """Otherwise the first structured request waits for a process start and the tokenizer."""
     async with running_fake_cluster("abc") as fakes:
         (checker,) = (entry.grammars.checker for entry in fakes.gateway.gateway._models.values())
-        await until("a grammar that is known", lambda: checker._known)
-        assert not any(checker._known.values()), "it is good"
+        await until("a grammar that is known", lambda: checker._cache)
+        assert not any(checker._cache.values()), "it is good"
         assert checker._box._process is not None
 
 
