@@ -32,9 +32,8 @@ NO_TOKEN = -1
 # Token of a row whose mask was late; a later step computes the row's position again.
 MASK_LATE = -2
 NO_IDS: Int64 = np.empty(0, np.int64)
-_SEED_MASK = 2**64 - 1
 # Parameters with a value per row: name, default and type.
-_OF_ROWS = [
+_ROW_OPTIONS = [
     (name, one.neutral or 0.0, np.int64 if one.whole else np.float32)
     for name, one in SAMPLING_OPTIONS.items()
     if one.of_rows
@@ -46,13 +45,12 @@ class LayerState:
     """The state of one layer.
 
     Attributes:
-        inputs: number of last tokens whose convolution inputs it contains, and the channels of each.
-        memory: number of matrices, and their rows and columns; () for none.
-        transposed: whether kernels store a matrix by columns, because its sums run over the columns.
-        keys: key vectors per token that are written into the matrices (neighbouring matrices share one), and their
-            values; (0, 0) for none.
-        rates: numbers per token and matrix that determine how much it learns and forgets; 0 if GPU kernels run token by
-            token, and store nothing of a chunk.
+        inputs: shape [tokens, channels] of the convolution inputs of the last tokens.
+        memory: shape [matrices, rows, columns] of the recurrent matrices; () for none.
+        transposed: whether kernels store matrices by columns, because sums run over the columns.
+        keys: number of key vectors per token (neighbouring matrices share one) and values per vector; (0, 0) for none.
+        rates: learning and forgetting rates per token and matrix; 0 if GPU kernels run token by token, and so store no
+            rows of an unfinished chunk.
     """
 
     inputs: tuple[int, int]
@@ -91,15 +89,15 @@ class StepBatch:
         context_lens: [S] tokens visible to the last query row of s, itself included: that row's position + 1.
         block_tables: [S, B] slots of each sequence's blocks in order, padded with 0 after its last block. The step
             writes the KV of position p of sequence s into row p % block_size of slot block_tables[s, p // block_size].
-        sample_rows: [R + Q + P] numbers of the rows with outputs. The first R, ascending and possibly repeated, are
+        sample_rows: [R + Q + P] indices of the rows with outputs. The first R, ascending and possibly repeated, are
             sampled. The next Q are only scored (SamplingRows.scored) or report some logits, and the last P report
             hidden states (Sampled.pooled). Empty for pure prefill.
         rope_rows: [T] each token's row of the rotary tables; None if that is its position.
         adapters: [S] each sequence's slot among the backend's adapters, -1 for none; None if no sequence has one.
         states: slots of the sequences' states; None in a model without them.
         pooled: P, the number of rows that report hidden states.
-        pooled_ids: per pooling row: ids whose logits are returned, from the next row before the last P; or () for a
-            hidden state, from the next of the last P rows.
+        pooled_ids: for each pooling row the ids whose logits are returned, or () for a hidden state. Logits are taken
+            in order from the rows before the last P, hidden states from the last P rows.
         second_starts: [S] index of the second text's first token in a sequence that is a pair of texts, 0 for a single
             text; None if all are single. Read by encoders.
     """
@@ -140,11 +138,12 @@ class RowEdit:
     """Edits of single logits of one row. Ids are int32 or int64 arrays, views where possible.
 
     Attributes:
-        row: number of the row.
+        row: index of the row.
         bias: added to the logits of ``biased``, each id at most once.
-        repetition: divisor of positive and factor of other logits of ``seen``, tokens of prompt and answer; 1: none.
-        presence, frequency: subtracted from the logits of ``answered``, the tokens of the answer: once per token, and
-            once per occurrence; 0: none.
+        repetition: divisor of positive, and factor of negative, logits of ``seen``, the tokens of prompt and answer; 1
+            for none.
+        presence, frequency: subtracted from the logits of ``answered``, the tokens of the answer: once per distinct
+            token, and once per occurrence; 0 for none.
         banned: ids that may not be chosen.
     """
 
@@ -160,11 +159,11 @@ class RowEdit:
 
 
 class RowMasks(Protocol):
-    """The allowed tokens of rows with grammars; the masks are computed while the step runs."""
+    """Masks of the allowed tokens of rows with grammars, computed while the step runs."""
 
     @property
     def rows(self) -> Int64:
-        """[M] ascending numbers of the rows with a mask."""
+        """[M] ascending indices of the rows with a mask."""
 
     def take(self) -> tuple[UInt32, Bool]:
         """Wait for the masks, at most MASK_WAIT_MS. Called once, just before the rows are sampled.
@@ -176,11 +175,11 @@ class RowMasks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ScoredRows:
-    """Rows [Q] that choose no token, and only report the log probability of a known token.
+    """Q rows that sample no token, and only report the log probability of a known one.
 
     Attributes:
         token_ids: [Q] int64.
-        alternatives: [Q] int64, number of the most likely tokens to report beside it.
+        alternatives: [Q] int64, number of the most likely tokens to report besides the known one.
     """
 
     token_ids: Int64
@@ -198,21 +197,21 @@ _last_parameters: tuple[tuple[SamplingParams, ...], tuple[int, ...], tuple[dict[
 def _parameters_of(params: tuple[SamplingParams, ...], seeds: tuple[int, ...]) -> tuple[dict[str, Any], UInt64]:
     """Return the read-only arrays of rows with these parameters, by option, and their seeds."""
     global _last_parameters
-    last_params, last_seeds, last = _last_parameters
+    last_params, last_seeds, last_arrays = _last_parameters
     # Compare by identity: comparing field by field would take longer than building the arrays.
-    if last and seeds == last_seeds and len(params) == len(last_params) and all(map(is_, params, last_params)):
-        return last
+    if last_arrays and seeds == last_seeds and len(params) == len(last_params) and all(map(is_, params, last_params)):
+        return last_arrays
     values = {
         name: np.array([neutral if (given := getattr(one, name)) is None else given for one in params], dtype)
-        for name, neutral, dtype in _OF_ROWS
+        for name, neutral, dtype in _ROW_OPTIONS
     }
     # top_k -1 means no limit, like 0.
     values["top_k"] = np.maximum(values["top_k"], 0)
-    found = values, np.array([seed & _SEED_MASK for seed in seeds], np.uint64)
-    for array in (*values.values(), found[1]):
+    arrays = values, np.array([seed & 2**64 - 1 for seed in seeds], np.uint64)
+    for array in (*values.values(), arrays[1]):
         array.flags.writeable = False
-    _last_parameters = params, seeds, found
-    return found
+    _last_parameters = params, seeds, arrays
+    return arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,14 +222,14 @@ class SamplingRows:
         options: [R] float32 or int64, the values of each option of ``SamplingParams`` that is ``of_rows``, by name.
         seeds: [R] uint64.
         positions: [R] int64, the position of the chosen token in its sequence.
-        logprobs: [R] int64, number of alternatives to report beside the chosen token's log probability; -1: no report.
-        edits: at most one per row; rows without changes have none.
-        scored: the rows of logits after these R, which are only scored.
-        masks: of the rows with a grammar; None if no row has one. Masks are applied first: all other options, and
+        logprobs: [R] int64, number of alternatives to report besides the chosen token's log probability; -1: no report.
+        edits: edits of logits, at most one entry per row.
+        scored: the rows of logits after these R, which are only scored; None for none.
+        masks: masks of the rows with a grammar; None if no row has one. Masks are applied first: all other options, and
             reported log probabilities, see a vocabulary of the allowed tokens. Banned ids that would leave no token of
             a mask are not banned.
-        plain: whether every row just takes its largest logit, masked or not, without edits and reports. Derived from
-            the other fields.
+        plain: whether all rows are greedy, without edits and reports; they may be masked. Derived from the other
+            fields.
     """
 
     options: Mapping[str, Any]
@@ -267,14 +266,14 @@ class SamplingRows:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The tokens that a step chose: for each ScheduledChunk of the plan, in order, its ``samples`` tokens, then one
-    token for each of its ``parallel_seeds``.
+    """The results of a step. Tokens are those of each ScheduledChunk of the plan, in order: its ``samples`` tokens,
+    then one token for each of its ``parallel_seeds``.
 
     A row without a finite largest logit has the token NO_TOKEN; a row whose mask is late has MASK_LATE. ``logprobs`` is
-    empty if no row of the step reports any, else it has one entry per token. ``scored`` has one per row that is only
-    scored; its log probability is NaN if the logits are not finite.
+    empty if no row of the step reports any, else it has one entry per token. ``scored`` has one entry per row that is
+    only scored, whose log probability is NaN if the logits are not finite.
 
-    ``borrowed_s``: time that cores lent by other workers saved. ``states``: the states requested by
+    ``borrowed_s``: time saved by cores borrowed from other workers. ``states``: the hidden states requested by
     ``HostBackend.set_aux_hidden_state_layers``, of every row of the step, else None. ``pooled`` has a row of float32
     for each of StepBatch.pooled_ids: the output of the model's last norm for a token, [hidden], or the requested
     logits.

@@ -1,7 +1,7 @@
-"""The plan of which queries attend to which keys in which call of torch, the part of attention common to all layers.
+"""The plan of a step's attention, common to all layers: which queries attend to which keys in each call of torch.
 
 A call gathers K and V of a *tile* of a sequence's tokens and attends some queries to it. The size of tiles is limited,
-so a step's memory beside the pool depends on its batch and not on the length of contexts. Tiles that no query sees are
+so the temporary memory of a step depends on its batch and not on the length of contexts. Tiles that no query sees are
 not planned, and a tile that all queries see completely needs no mask.
 """
 
@@ -21,14 +21,8 @@ Int64 = npt.NDArray[np.int64]
 # Max tokens of a tile. Its gathered K and V then stay in the processor's cache: 32K tokens of 8 KV heads of 128 took
 # 106 ms in one piece, 33 ms in tiles of this size.
 ATTENTION_TILE_TOKENS = 2048
-# A soft cap needs the scores themselves in memory, [heads, queries, tokens] in float32, so its tiles are smaller.
+# Max tokens of a tile with a soft cap, whose scores [heads, queries, tokens] are in memory as float32.
 CAPPED_TILE_TOKENS = 1024
-# Min ratio of a key tile's tokens to a query tile's rows. From 2 on, every query sees a key in each of its tiles; for a
-# query that sees none, torch's kernel would return a wrong log-sum-exp of 0.
-TILE_TOKENS_PER_QUERY = 4
-# Slack, in blocks: a sequence shares a padded call if twice its blocks plus this reach the longest one's. A call costs
-# about as much as gathering these.
-GROUP_SLACK_BLOCKS = 8
 # Max bytes gathered by a call, except by the smallest possible tile. From 32 MiB on, glibc maps fresh pages for each
 # allocation, which the operating system clears.
 GATHER_BYTES = 16 * 2**20
@@ -40,24 +34,23 @@ class KeyTile:
     """The keys and values of one call.
 
     Attributes:
-        pieces: indices of the (slot, K or V, head) pieces to gather, in the order [planes, S, kv_heads, B], for layer
-            0.
-        first, behind: tokens first .. behind - 1 of the gathered B * block_size ones are used.
+        pieces: indices in layer 0 of the (slot, K or V, head) pieces to gather, in the order [planes, S, kv_heads, B].
+        begin, end: of the B * block_size gathered tokens, those used are begin .. end - 1.
         mask: added to the scores, [queries, tokens] or, for queries of several sequences, [S, 1, 1, tokens]; None if
             nothing is masked.
-        causal: whether query i sees the tokens 0 .. i of the tile, which the kernel can mask itself.
+        causal: whether query i sees the tokens 0 .. i of the tile, which torch's kernel masks itself.
     """
 
     pieces: torch.Tensor
-    first: int
-    behind: int
+    begin: int
+    end: int
     mask: torch.Tensor | None = None
     causal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class QueryGroup:
-    """Queries that are attended together: of S sequences with one row each, or of one sequence.
+    """Queries that share calls: the rows of S sequences with one row each, or rows of one sequence.
 
     Each query sees a key in every tile; results of several tiles are merged by their log-sum-exp.
     """
@@ -69,14 +62,14 @@ class QueryGroup:
 
 def choose_tile_tokens(token_bytes: int, capped: bool) -> int:
     """Return the max tokens of a tile. A token's K and V take ``token_bytes`` in one layer."""
-    most = CAPPED_TILE_TOKENS if capped else ATTENTION_TILE_TOKENS
-    return min(most, max(MIN_TILE_TOKENS, GATHER_BYTES // token_bytes))
+    max_tokens = CAPPED_TILE_TOKENS if capped else ATTENTION_TILE_TOKENS
+    return min(max_tokens, max(MIN_TILE_TOKENS, GATHER_BYTES // token_bytes))
 
 
 class TilePlanner:
-    """Planner of one step. ``shape`` and ``dtype`` are the pool's; ``lengths`` are rows per sequence. ``chunked``: a
-    query with a window sees the tokens since the last multiple of it, instead of its last tokens.
-    ``pieces_per_slot``: of a slot, if it does not follow from the shape."""
+    """Planner of one step's attention. ``shape`` and ``dtype`` are the pool's; ``lengths`` are rows per sequence.
+    ``chunked``: a query sees the tokens since the last multiple of its window, instead of the window's last tokens.
+    ``pieces_per_slot``: (K or V, head) pieces of a slot in all layers; 0 if it follows from ``shape``."""
 
     def __init__(
         self,
@@ -94,14 +87,18 @@ class TilePlanner:
         self._dtype = dtype
         self._batch = batch
         self._tile_tokens = tile_tokens
-        self._query_tokens = max(1, tile_tokens // TILE_TOKENS_PER_QUERY)
-        self._kinds = np.arange(planes)[:, None, None, None] * self._kv_heads + np.arange(self._kv_heads)[:, None]
+        # From 2 tokens per query on, every query sees a key in each of its tiles. For a query that sees none, torch's
+        # kernel would return a wrong log-sum-exp of 0.
+        self._query_tokens = max(1, tile_tokens // 4)
+        self._piece_offsets = (
+            np.arange(planes)[:, None, None, None] * self._kv_heads + np.arange(self._kv_heads)[:, None]
+        )
         self._lengths = lengths
         self._chunked = chunked
         self._bands: dict[tuple[int, int, int, int], torch.Tensor] = {}
 
     def plan(self, window: int) -> tuple[QueryGroup, ...]:
-        """Plan all rows of the batch, each in one group. A query sees ``window`` tokens, itself included; 0: all."""
+        """Return groups that contain each row of the batch once. A query sees ``window`` tokens with itself; 0: all."""
         groups: list[QueryGroup] = []
         for sequence in np.flatnonzero(self._lengths > 1).tolist():
             groups += self._chunk(sequence, window)
@@ -119,13 +116,13 @@ class TilePlanner:
         return (*groups, *self._padded(single[short], begins[short], ends[short]))
 
     def _chunk(self, sequence: int, window: int) -> list[QueryGroup]:
-        """Plan the queries of one sequence, in several groups if they are many."""
-        first, behind = self._batch.query_starts[sequence : sequence + 2].tolist()
+        """Return groups of one sequence's queries, each of at most ``_query_tokens``."""
+        first, end = self._batch.query_starts[sequence : sequence + 2].tolist()
         # A row's position is the row + shift, because a sequence's rows are consecutive.
-        shift = int(self._batch.context_lens[sequence]) - behind
-        groups = _cut(first, behind, self._query_tokens)
+        shift = int(self._batch.context_lens[sequence]) - end
+        groups = _cut(first, end, self._query_tokens)
         if window and self._chunked:
-            # The queries of a group see the same tokens before them.
+            # All queries of a group must see the same tokens before the group.
             within = (_cut_at(begin + shift, end + shift, window) for begin, end in groups)
             groups = [(begin - shift, end - shift) for parts in within for begin, end in parts]
         return [
@@ -134,7 +131,7 @@ class TilePlanner:
         ]
 
     def _tiles(self, sequence: int, begin: int, end: int, window: int) -> list[KeyTile]:
-        """Plan the tiles seen by the queries at positions begin .. end - 1."""
+        """Return the tiles that the queries at positions begin .. end - 1 see."""
         lowest = max(0, begin - window + 1) if window else 0
         if window and self._chunked:
             lowest, window = begin // window * window, 0
@@ -161,16 +158,17 @@ class TilePlanner:
         return KeyTile(self._pieces(table), tokens[0] - base, tokens[1] - base, mask, causal)
 
     def _padded(self, sequences: Int64, begins: Int32, ends: Int32) -> list[QueryGroup]:
-        """Plan sequences of one row, each of which sees the tokens begins .. ends - 1: similar lengths share a padded
-        call."""
+        """Return groups of sequences of one row each, which sees the tokens begins .. ends - 1; similar lengths share a
+        padded call."""
         first_blocks = begins // self._block_size
         widths = -(-ends // self._block_size) - first_blocks
         order = np.argsort(-widths, kind="stable")
         groups = []
         while len(order):
             widest = int(widths[order[0]])
-            most = max(1, GATHER_BYTES // (widest * self._block_bytes))
-            count = min(int(np.count_nonzero(widths[order] * 2 + GROUP_SLACK_BLOCKS >= widest)), most)
+            max_seqs = max(1, GATHER_BYTES // (widest * self._block_bytes))
+            # A sequence joins if twice its blocks plus 8 reach the widest one's: a call costs about as much as gathering 8.
+            count = min(int(np.count_nonzero(widths[order] * 2 + 8 >= widest)), max_seqs)
             members = np.sort(order[:count])
             base = first_blocks[members] * self._block_size
             groups.append(
@@ -184,8 +182,8 @@ class TilePlanner:
     def _padded_group(
         self, sequences: Int64, first_blocks: Int32, width: int, begins: Int32, ends: Int32
     ) -> QueryGroup:
-        """Plan one padded group. Each row sees the tokens ``begins`` .. ``ends`` - 1, counted from its first block
-        on."""
+        """Return a group of one row per sequence, which sees the tokens ``begins`` .. ``ends`` - 1 of the ``width``
+        blocks from its first block on."""
         rows = self._batch.query_starts[sequences].astype(np.int64)
         first, last = int(begins.min()), int(ends.max())
         columns = np.arange(width, dtype=np.int32)
@@ -203,11 +201,12 @@ class TilePlanner:
 
     def _pieces(self, tables: Int32) -> torch.Tensor:
         """Convert block tables [S, B] to flat indices of pieces in the order [planes, S, kv_heads, B]."""
-        indices = tables.astype(np.int64)[None, :, None, :] * self._pieces_per_slot + self._kinds
+        indices = tables.astype(np.int64)[None, :, None, :] * self._pieces_per_slot + self._piece_offsets
         return torch.from_numpy(indices.reshape(-1))
 
     def _band(self, offset: int, queries: int, tokens: int, window: int) -> torch.Tensor:
-        """Return the mask of a tile of which query i sees tokens i + offset - window + 1 .. i + offset, cached."""
+        """Return the cached mask of a tile in which query i sees the tokens i + offset - window + 1 .. i + offset; all
+        up to i + offset if ``window`` is 0."""
         key = (offset, queries, tokens, window)
         if key not in self._bands:
             distance = np.arange(offset, offset + queries, dtype=np.int32)[:, None] - np.arange(tokens, dtype=np.int32)
@@ -221,9 +220,9 @@ class TilePlanner:
         return torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(torch.from_numpy(hidden), -torch.inf)
 
 
-def _cut(begin: int, end: int, most: int) -> list[tuple[int, int]]:
-    """Cut begin .. end into the fewest parts of at most ``most``, as even as possible."""
-    count = -(-(end - begin) // most)
+def _cut(begin: int, end: int, max_size: int) -> list[tuple[int, int]]:
+    """Cut begin .. end into the fewest ranges of at most ``max_size``, as even as possible."""
+    count = -(-(end - begin) // max_size)
     edges = [begin + (end - begin) * part // count for part in range(count + 1)]
     return list(pairwise(edges))
 

@@ -16,17 +16,16 @@ import torch
 from pillion.kernels.step import Int32, StepBatch
 from pillion.kernels.torch.attention_tiles import KeyTile, QueryGroup, TilePlanner, choose_tile_tokens
 
-# Max scores of index queries in memory at once.
-SELECTION_VALUES = 2**24
-# Returns the log-sum-exp beside the output, which scaled_dot_product_attention does not.
+# Unlike scaled_dot_product_attention, also returns the log-sum-exp of the scores.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class StepAttention:
     """Attention of one step over one pool, used only by the step loop's thread.
 
-    Writes the batch's rows of the pool. The constructor also zeroes, in all layers, the rest of blocks that the batch
-    begins, because a padded call multiplies masked rows by zero, and zero times a stale infinity is not zero.
+    Writes the batch's rows of the pool. The constructor also zeroes, in all layers, the blocks that the batch begins
+    and does not fill, because a padded call multiplies masked rows by zero, and zero times a stale infinity is not
+    zero.
     """
 
     def __init__(
@@ -42,13 +41,14 @@ class StepAttention:
         tile_tokens: int = 0,
         firsts: Mapping[int, int] | None = None,
     ) -> None:
-        """Plan the step. ``pool`` is contiguous [slots, layers, planes, kv_heads, block_size, head_dim], where planes
-        are K and V, or a single one of rows that are both; ``windows`` are the layers' (``chunked``: chunks).
+        """Plan the step. ``pool`` is contiguous [slots, layers, planes, kv_heads, block_size, head_dim]; planes are K
+        and V, or a single one if a row is both. ``windows``: sliding windows of the layers, 0 for none; with
+        ``chunked`` a query sees the tokens since the last multiple of its window.
 
         ``softcap`` is that of :func:`lab.testbed.attention_reference.paged_attention`. One call gathers at most
-        ``tile_tokens`` of a sequence; 0 chooses. ``firsts``, for models whose layers differ in the size of their KV:
-        the offset of each of this object's layers in a slot, in values; ``pool`` is then [slots, 1, planes, ...], and
-        its slots are a whole number of pieces apart.
+        ``tile_tokens`` of a sequence; 0: a default. ``firsts``, for models whose layers differ in the size of their KV:
+        offset in a slot, in values, of each layer that this object serves; ``pool`` is then [slots, 1, planes, ...],
+        and its slots are a whole number of pieces apart.
         """
         _, _, self._planes, self._kv_heads, self._block_size, self._head_dim = pool.shape
         self._num_heads = num_heads
@@ -59,30 +59,30 @@ class StepAttention:
         self._pieces_per_slot, self._firsts = slot_values // piece, firsts
         self._values = pool.as_strided((len(pool) * slot_values,), (1,))
         lengths = np.diff(batch.query_starts)
-        _clear_begun(self._values.view(len(pool), -1), self._block_size, batch, lengths)
+        _clear_partial_blocks(self._values.view(len(pool), -1), self._block_size, batch, lengths)
         self._write_rows = self._rows_to_write(batch, lengths)
-        most = tile_tokens or choose_tile_tokens(
+        max_tile_tokens = tile_tokens or choose_tile_tokens(
             self._pieces_per_layer * self._head_dim * pool.dtype.itemsize, capped=softcap > 0
         )
-        planner = TilePlanner(pool.shape, pool.dtype, batch, lengths, most, chunked, self._pieces_per_slot)
+        planner = TilePlanner(pool.shape, pool.dtype, batch, lengths, max_tile_tokens, chunked, self._pieces_per_slot)
         longest = int(batch.context_lens.max())
         # A window that exceeds every context hides nothing, so its layers share the plan of those without a window.
         effective = {window: window if window < longest else 0 for window in windows}
         plans = {window: planner.plan(window) for window in set(effective.values())}
         self._plans = {window: plans[used] for window, used in effective.items()}
         self._batch = batch
-        # Tokens masked for each sequence's queries [queries, context]; None: only those after them; []: no selection.
+        # For each sequence the masked tokens [queries, context], or None if causal; empty without a selection.
         self._hidden: list[torch.Tensor | None] = []
 
     def _table(self, layer: int, width: int) -> torch.Tensor:
         """Return the pool from a layer's first value on, as a table with rows of ``width`` values."""
-        each = self._pieces_per_layer * self._block_size * self._head_dim
-        first = layer * each if self._firsts is None else self._firsts[layer]
+        layer_values = self._pieces_per_layer * self._block_size * self._head_dim
+        first = layer * layer_values if self._firsts is None else self._firsts[layer]
         rows = (len(self._values) - first) // width
         return self._values[first : first + rows * width].view(rows, width)
 
     def _rows_to_write(self, batch: StepBatch, lengths: Int32) -> torch.Tensor:
-        """Return each token's rows of a layer's table: K and V of every KV head."""
+        """Return the indices of each token's rows in a layer's :meth:`_table`: K and V of every KV head."""
         owners = np.repeat(np.arange(len(lengths)), lengths)
         blocks, offsets = np.divmod(batch.positions, self._block_size)
         slots = batch.block_tables[owners, blocks].astype(np.int64)
@@ -100,7 +100,7 @@ class StepAttention:
         """Compute the attention of queries [T, heads, head_dim] -> [T, heads * head_dim]; the layer's KV must have
         been written.
 
-        ``sinks`` [heads]: a score per head that counts in its softmax and has no value.
+        ``sinks`` [heads]: attention sinks, a score per head that is part of its softmax and has no value.
         """
         if self._hidden:
             return self._attend_selected(layer, queries)
@@ -113,52 +113,52 @@ class StepAttention:
         return out
 
     def select(self, layer: int, queries: torch.Tensor, weights: torch.Tensor, first: int, top: int) -> None:
-        """Restrict this step's attention from now on to the ``top`` best visible tokens of each query by the sum of
-        relu(index query * index key) * weight, of equal ones the first. The layer's rows must have been written.
+        """Restrict the step's attention, from now on, to the ``top`` visible tokens of each query with the largest sum
+        of relu(index query * index key) * weight; of equal ones the first. The layer's rows must have been written.
 
         Takes index queries [T, heads, dim] and weights [T, heads] float32; index keys are the values of the layer's
-        rows from ``first`` on. In a step of contexts of at most ``top`` tokens everything is selected.
+        rows from ``first`` on. If no context exceeds ``top`` tokens, all are selected.
         """
         starts, contexts = self._batch.query_starts, self._batch.context_lens
         self._hidden = [] if int(contexts.max()) <= top else [None] * len(contexts)
         for number in np.flatnonzero(contexts > top).tolist():
             context, rows = int(contexts[number]), slice(int(starts[number]), int(starts[number + 1]))
             keys = self._rows_of(layer, number)[:, first:].float().T
-            behind = self._behind(rows)
-            hidden = torch.ones((len(behind), context), dtype=torch.bool)
-            each = max(1, SELECTION_VALUES // (queries.shape[1] * context))
-            for part in map(slice, range(0, len(behind), each), range(each, len(behind) + each, each)):
+            visible = self._visible_tokens(rows)
+            hidden = torch.ones((len(visible), context), dtype=torch.bool)
+            # At most 2**24 scores in memory at once.
+            size = max(1, 2**24 // (queries.shape[1] * context))
+            for part in map(slice, range(0, len(visible), size), range(size, len(visible) + size, size)):
                 scores = (queries[rows][part].float() @ keys).relu_().mul_(weights[rows][part][..., None]).sum(1)
-                unseen = torch.arange(context) >= behind[part]
+                unseen = torch.arange(context) >= visible[part]
                 best = scores.masked_fill_(unseen, -torch.inf).sort(descending=True, stable=True).indices[:, :top]
                 hidden[part] = hidden[part].scatter_(1, best, value=False) | unseen
             self._hidden[number] = hidden
 
-    def _behind(self, rows: slice) -> torch.Tensor:
-        """Return the position after each row's own token [rows, 1]."""
+    def _visible_tokens(self, rows: slice) -> torch.Tensor:
+        """Return the number of tokens up to each row's own one [rows, 1]."""
         return torch.from_numpy(self._batch.positions[rows].astype(np.int64))[:, None] + 1
 
     def _rows_of(self, layer: int, number: int) -> torch.Tensor:
-        """Return the rows [context, head_dim] of one sequence, of a layer with one plane and KV head."""
+        """Return the rows [context, head_dim] of the sequence ``number``, in a layer with one plane and one KV head."""
         context = int(self._batch.context_lens[number])
         slots = self._batch.block_tables[number, : -(-context // self._block_size)].astype(np.int64)
         pieces = torch.from_numpy(slots * self._pieces_per_slot)
-        found = self._table(layer, self._block_size * self._head_dim).index_select(0, pieces)
-        return found.view(-1, self._head_dim)[:context]
+        blocks = self._table(layer, self._block_size * self._head_dim).index_select(0, pieces)
+        return blocks.view(-1, self._head_dim)[:context]
 
     def _attend_selected(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
         """Compute the attention of queries [T, heads, head_dim] to the selected tokens -> [T, heads * head_dim]."""
         out, starts = torch.empty_like(queries), self._batch.query_starts
         for number, hidden in enumerate(self._hidden):
             rows = slice(int(starts[number]), int(starts[number + 1]))
-            keys, mine = self._rows_of(layer, number), queries[rows].transpose(0, 1)[None]
+            keys, by_head = self._rows_of(layer, number), queries[rows].transpose(0, 1)[None]
             if hidden is None:
-                behind = self._behind(rows)
-                hidden = torch.arange(len(keys)) >= behind
+                hidden = torch.arange(len(keys)) >= self._visible_tokens(rows)
             mask = torch.zeros(hidden.shape, dtype=queries.dtype).masked_fill_(hidden, -torch.inf)
-            wide = keys.expand(1, self._num_heads, *keys.shape)
-            found, _ = _flash(mine, wide, wide, attn_mask=mask, scale=self._scale)
-            out[rows] = found[0].transpose(0, 1)
+            expanded = keys.expand(1, self._num_heads, *keys.shape)
+            attended, _ = _flash(by_head, expanded, expanded, attn_mask=mask, scale=self._scale)
+            out[rows] = attended[0].transpose(0, 1)
         return out.flatten(1)
 
     def _attend_group(
@@ -166,56 +166,55 @@ class StepAttention:
     ) -> torch.Tensor:
         """Compute the attention of a group's queries [rows, heads, head_dim] -> [rows, heads * head_dim]."""
         rows = len(queries)
-        mine = queries.view(rows, self._kv_heads, -1, self._head_dim)
-        # Sequences of one row each have queries [S, kv_heads, heads per KV head, head_dim], rows of one sequence have
-        # [kv_heads, heads per KV head, rows, head_dim]: with the KV heads as batch, every query head sees their keys
-        # without a copy.
-        together = rows > group.num_seqs
-        if together:
-            mine = mine.permute(1, 2, 0, 3)
-        found, weight = self._attend_tile(layer, mine, group.tiles[0], together)
+        grouped = queries.view(rows, self._kv_heads, -1, self._head_dim)
+        # Queries are [S, kv_heads, heads per KV head, head_dim] for sequences of one row each, and [kv_heads, heads per
+        # KV head, rows, head_dim] for one sequence: with the KV heads as batch, no key is copied per query head.
+        one_sequence = rows > group.num_seqs
+        if one_sequence:
+            grouped = grouped.permute(1, 2, 0, 3)
+        out, lse = self._attend_tile(layer, grouped, group.tiles[0], one_sequence)
         for tile in group.tiles[1:]:
-            more, more_weight = self._attend_tile(layer, mine, tile, together)
-            # Weight the results of two softmaxes by the sums of exponentials that they were divided by.
-            found = torch.lerp(found.float(), more.float(), torch.sigmoid(more_weight - weight)[..., None])
-            weight = torch.logaddexp(weight, more_weight)
+            tile_out, tile_lse = self._attend_tile(layer, grouped, tile, one_sequence)
+            # Weight the outputs of two softmaxes by their denominators.
+            out = torch.lerp(out.float(), tile_out.float(), torch.sigmoid(tile_lse - lse)[..., None])
+            lse = torch.logaddexp(lse, tile_lse)
         if sinks is not None:
-            # A sink is merged like another tile, with the value 0.
+            # A sink is merged like a further tile, with the value 0.
             sink = sinks.float().view(self._kv_heads, -1)
-            share = torch.sigmoid(weight - (sink[..., None] if together else sink))
-            found = found.float() * share[..., None]
-        if together:
-            found = found.permute(2, 0, 1, 3)
-        return found.to(queries.dtype).reshape(rows, -1)
+            share = torch.sigmoid(lse - (sink[..., None] if one_sequence else sink))
+            out = out.float() * share[..., None]
+        if one_sequence:
+            out = out.permute(2, 0, 1, 3)
+        return out.to(queries.dtype).reshape(rows, -1)
 
     def _attend_tile(
-        self, layer: int, queries: torch.Tensor, tile: KeyTile, together: bool
+        self, layer: int, queries: torch.Tensor, tile: KeyTile, one_sequence: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the attention of queries [a, b, c, head_dim] to one tile -> the same shape, and log-sum-exps of
         scores [a, b, c]."""
-        seqs = 1 if together else len(queries)
+        seqs = 1 if one_sequence else len(queries)
         pieces = self._table(layer, self._block_size * self._head_dim).index_select(0, tile.pieces)
-        pieces = pieces.view(self._planes, seqs, self._kv_heads, -1, self._head_dim)[:, :, :, tile.first : tile.behind]
+        pieces = pieces.view(self._planes, seqs, self._kv_heads, -1, self._head_dim)[:, :, :, tile.begin : tile.end]
         keys, values = pieces[0], pieces[-1]
         if self._softcap:
             return self._capped(queries, keys, values, tile)
-        if not together:
-            found, weight = _flash(queries, keys, values, attn_mask=tile.mask, scale=self._scale)
-            return found, weight
+        if not one_sequence:
+            out, lse = _flash(queries, keys, values, attn_mask=tile.mask, scale=self._scale)
+            return out, lse
         if tile.causal or tile.mask is not None:
-            wide = (*queries.shape[:2], tile.behind - tile.first, self._head_dim)
-            keys, values = keys[0][:, None].expand(wide), values[0][:, None].expand(wide)
-            found, weight = _flash(queries, keys, values, is_causal=tile.causal, attn_mask=tile.mask, scale=self._scale)
-            return found, weight
+            shape = (*queries.shape[:2], tile.end - tile.begin, self._head_dim)
+            keys, values = keys[0][:, None].expand(shape), values[0][:, None].expand(shape)
+            out, lse = _flash(queries, keys, values, is_causal=tile.causal, attn_mask=tile.mask, scale=self._scale)
+            return out, lse
         # All rows see the same keys, so the query heads of a KV head can also be rows.
         stacked = queries.reshape(1, self._kv_heads, -1, self._head_dim)
-        found, weight = _flash(stacked, keys, values, scale=self._scale)
-        return found.view(queries.shape), weight.view(queries.shape[:-1])
+        out, lse = _flash(stacked, keys, values, scale=self._scale)
+        return out.view(queries.shape), lse.view(queries.shape[:-1])
 
     def _capped(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tile: KeyTile
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute attention with a soft cap, which no kernel of torch has, by plain products in float32.
+        """Compute attention with a soft cap, which torch's kernels lack, by matrix products in float32.
 
         ``keys`` and ``values`` are [S, kv_heads, tokens, head_dim].
         """
@@ -226,16 +225,16 @@ class StepAttention:
             by_row += torch.full(by_row.shape[-2:], -torch.inf).triu_(1)
         if tile.mask is not None:
             by_row += tile.mask
-        weight = by_row.logsumexp(-1)
-        chances = by_row.sub_(weight[..., None]).exp_().view(scores.shape)
-        return (chances @ values.float()).view(queries.shape), weight
+        lse = by_row.logsumexp(-1)
+        probabilities = by_row.sub_(lse[..., None]).exp_().view(scores.shape)
+        return (probabilities @ values.float()).view(queries.shape), lse
 
 
 class MixedAttention:
-    """Attention of one step over layers that differ in their KV heads, each by the object for its kind."""
+    """Attention of one step over layers that differ in their KV heads: a :class:`StepAttention` per kind of layer."""
 
     def __init__(self, by_layer: Mapping[int, StepAttention]) -> None:
-        """Create from the object of each layer with keys and values of its own."""
+        """``by_layer``: the attention of each layer that has keys and values of its own."""
         self._by_layer = by_layer
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None = None) -> None:
@@ -247,8 +246,8 @@ class MixedAttention:
         return self._by_layer[layer].attend(layer, queries, window, sinks)
 
 
-def _clear_begun(slots: torch.Tensor, block_size: int, batch: StepBatch, lengths: Int32) -> None:
-    """Zero the ``slots`` [slots, values] that the batch begins and does not fill."""
+def _clear_partial_blocks(slots: torch.Tensor, block_size: int, batch: StepBatch, lengths: Int32) -> None:
+    """Zero the blocks that the batch begins and does not fill; ``slots`` [slots, values] is the pool."""
     ends = batch.context_lens
     last = ends - ends % block_size
     begun = np.flatnonzero((ends > last) & (ends - lengths <= last))

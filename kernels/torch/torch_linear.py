@@ -15,9 +15,6 @@ from torch.nn.functional import linear
 
 from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, rounded_rows
 
-# The layout hardly depends on the expected number of rows; measured with 1, 16 and 256.
-PACKED_FOR_ROWS = 16
-
 
 def can_pack(dtype: torch.dtype) -> bool:
     """Return whether this build of torch, on this processor, packs weights of ``dtype``.
@@ -38,8 +35,8 @@ def can_pack(dtype: torch.dtype) -> bool:
 class Linear:
     """Product of rows with a matrix [out, in], plus a bias [out], if there is one. Immutable.
 
-    A quantized matrix is only stored, for callers that pack it; :func:`pillion.kernels.torch.quantized_matrix.plain`
-    makes one that torch multiplies by.
+    A quantized matrix is only stored, for callers that pack it. To multiply by it, dequantize it first
+    (:func:`pillion.kernels.torch.quantized_matrix.plain`).
     """
 
     def __init__(
@@ -50,7 +47,7 @@ class Linear:
         pack: bool | None = None,
         row_group: int = 0,
     ) -> None:
-        """Pack the weight, into a copy, if ``pack`` is true, or if it is None and :func:`can_pack` allows it.
+        """Pack a copy of the weight if ``pack`` is true, or if it is None and :func:`can_pack` allows it.
         ``row_group``: inputs that share a scale if rows are rounded before the product, or 0."""
         self._bias = bias
         self._row_group = row_group
@@ -61,7 +58,8 @@ class Linear:
             return
         self._packed = can_pack(weight.dtype) if pack is None else pack
         if self._packed:
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), PACKED_FOR_ROWS)
+            # 16 expected rows: measured with 1, 16 and 256, the layout hardly depends on their number.
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 16)
 
     @classmethod
     def plain(cls, weight: Matrix, bias: torch.Tensor | None = None) -> Linear:
@@ -70,10 +68,10 @@ class Linear:
 
     @property
     def weight(self) -> Matrix:
-        """The weight [out, in], of plain layers only."""
+        """The weight [out, in]; only of layers whose weight is not packed."""
         assert not self._packed
-        found: Matrix = self._weight
-        return found
+        weight: Matrix = self._weight
+        return weight
 
     @property
     def bias(self) -> torch.Tensor | None:
@@ -85,5 +83,5 @@ class Linear:
             rows = rounded_rows(rows, self._row_group)
         if not self._packed:
             return linear(rows, self._weight, self._bias)
-        found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
-        return found
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
+        return out

@@ -219,12 +219,12 @@ def test_a_plan_holds_what_is_seen_and_no_more(parts, block_size, window, tile, 
     for group in planned:
         rows = torch.arange(batch.num_tokens)[group.rows]
         for part in group.tiles:
-            tokens = part.behind - part.first
+            tokens = part.end - part.begin
             blocks = len(part.pieces) // (2 * group.num_seqs)
             assert tokens <= tile or group.num_seqs > 1
             assert group.num_seqs == 1 or group.num_seqs * blocks <= gather_blocks
             assert blocks <= -(-tile // block_size) + 1
-            assert 0 <= part.first < part.behind <= blocks * block_size
+            assert 0 <= part.begin < part.end <= blocks * block_size
             visible = torch.ones(len(rows), tokens, dtype=torch.bool)
             if part.causal:
                 visible = visible.tril()
