@@ -4,13 +4,13 @@ machine. docs/cpu.md draws the layouts and explains how a step runs.
     language/     the language of the kernels, and the table of instruction sets
     runtime/      compiles kernels, caches their code on disk, and runs programs of kernels on a pool of threads
     rows/         kernels over single rows: embedding, norms, rotary embedding and the KV write, logits
-    adapters/     what adapters add to products
+    adapters/     LoRA products, added to the outputs of linear layers
     ranks/        sums over the processes that share a model
     products/     matrix products with packed weights, mixture of experts
     quantized/    products with quantized weights
-    states/       layers that carry a state from token to token
+    states/       recurrent layers: convolutions, delta rule, state spaces
     attention/    paged attention: the layout of the KV pool, the plan of a step, the kernels
 
-Open ``rows/rows.py`` first: its kernels are the simplest. Nothing here knows models, checkpoints or batches: a model
-becomes a program of kernels in ``engine/backends/cpu``.
+Open ``rows/rows.py`` first: its kernels are the simplest. Nothing here depends on models or
+checkpoints: ``engine/backends/cpu`` turns a model into a program of kernels.
 """

@@ -167,7 +167,7 @@ class TilePlanner:
         while len(order):
             widest = int(widths[order[0]])
             max_seqs = max(1, GATHER_BYTES // (widest * self._block_bytes))
-            # A sequence joins if twice its blocks plus 8 reach the widest one's: a call costs about as much as gathering 8.
+            # A sequence joins if twice its blocks plus 8 reach the widest one's: a call costs as much as gathering 8.
             count = min(int(np.count_nonzero(widths[order] * 2 + 8 >= widest)), max_seqs)
             members = np.sort(order[:count])
             base = first_blocks[members] * self._block_size

@@ -121,7 +121,7 @@ class AttentionRead(KernelSpec):
         k = call.k
         sums = [k.variable(k.vector(0.0)) for _ in range(_SIDE)]
         with each_attention_item(call, "items", 0) as (head, item):
-            last = (item.behind(self.shape.group, item.rows - 1) + (LANES - 1)) // LANES
+            last = (item.visible_end(self.shape.group, item.rows - 1) + (LANES - 1)) // LANES
             with k.range(item.last, item.first) as partition:
                 end = k.min((partition + 1) * PARTITION_GROUPS, last)
                 wanted = GroupRange(partition * PARTITION_GROUPS, end, last)

@@ -10,8 +10,8 @@ import llvmlite.binding as llvm
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.language.module import KernelModule, KernelSpec
 from pillion.kernels.cpu.runtime.compiler import (
-    _alone,
     _functions,
+    _isolated,
     _machine,
     _no_collection,
     _optimized,
@@ -42,7 +42,7 @@ def assembly_of(
         for spec in specs:
             module.add(spec)
         functions = _functions(module.module)
-        texts = [_alone(functions[name])[1] for name in choose(functions)]
+        texts = [_isolated(functions[name])[1] for name in choose(functions)]
     for text in texts:
         found |= _instructions(machine.emit_assembly(_optimized(text, target, machine)))
     return found

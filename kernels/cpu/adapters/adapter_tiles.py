@@ -11,15 +11,15 @@ import numpy.typing as npt
 
 from pillion.kernels.cpu.products.tiles import TILE_COLUMNS
 
-# An adapter's ranks are padded to a multiple of this, a whole number of iterations of the loops.
+# Ranks of an adapter are padded to a multiple of this, so that kernels' loops run whole iterations.
 RANK_MULTIPLE = 8
 
 
 def pack_tiles(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Pack a matrix [outputs, inputs] of an adapter as [outputs / 16][steps][16][inputs of a step]; return it flat.
 
-    ``bits`` are those of its numbers: uint32 for float32 (one input per step), uint16 for bfloat16 (two per step).
-    Outputs are a multiple of 16 and inputs one of 8.
+    ``bits``: the matrix as uint32 if it is float32 (one input per step), as uint16 if it is bfloat16 (two per step).
+    Outputs are a multiple of 16, inputs a multiple of 8.
     """
     steps = bits.view(np.uint32).reshape(len(bits) // TILE_COLUMNS, TILE_COLUMNS, -1)
     return steps.swapaxes(1, 2).reshape(-1).view(bits.dtype)

@@ -1,17 +1,17 @@
-"""Products with many adapters at once: what LoRA adds to the outputs of a linear layer, row by row.
+"""Products with many LoRA adapters at once: the low-rank update of a linear layer's outputs, row by row.
 
     Shrink: shrunk = A x for each row that has an adapter     AdapterGemm: out = epilogue(W x + B shrunk)
 
-In a product with a matrix for each head, heads share one matrix of a pair, and each has its part of the other. A row's
-shrunk values are then those of its heads, one after the other.
+In a layer with a matrix per head, heads share one of A and B, and each head has its part of the other. A row's shrunk
+values are then those of its heads, one after the other.
 
-ExpertShrink is Shrink for the rows of experts, each of which has separate matrices. The rows of each expert are known
-only within the step, so it has no runs, and processes one row at a time.
+ExpertShrink is Shrink for layers of experts, each of which has its own A and B. Which rows an expert gets is known only
+within the step, so there are no runs, and rows are processed one at a time.
 
 Adapters have slots, and a table of records locates the matrices of each slot, so that an adapter of any rank is loaded
-or evicted by one change of the table (S-LoRA, Sheng et al. 2023; Punica, Chen et al. 2023). Rows of one adapter are in
-runs, whose tiles read A once. B needs no separate pass: the epilogue of the product adds B's part to the sums of a row
-before it activates, adds or stores them, with B in the cache, prefetched when the panel began.
+or evicted by one change of the table (S-LoRA, Sheng et al. 2023; Punica, Chen et al. 2023). Rows of an adapter form
+runs, whose tiles read A once. B needs no separate pass: the product adds B times the shrunk values to the sums of a row
+before its epilogue. By then B is in the cache, since it was prefetched when the panel began.
 
 A row's result has the same bits whatever the other rows and adapters are: each shrunk value is a fixed tree of
 additions over ascending inputs, and each output continues its chain over ascending ranks. A row without an adapter has
@@ -32,28 +32,28 @@ from pillion.kernels.cpu.language.records import WORD_BYTES, RecordLayout, Recor
 from pillion.kernels.cpu.products.gemm import LAYOUT, Gemm
 from pillion.kernels.cpu.products.tiles import TILE_COLUMNS
 
-# An adapter slot's matrices for one linear layer. All zeros without an adapter, or if its adapter has none for the
+# An adapter slot's matrices for one linear layer; all zeros if the slot is empty, or its adapter does not change the
 # layer.
 SLOT = RecordLayout(
     "slot",
     pointers=(
-        # In a layer of experts each array is the experts' parts, one after the other.
-        "a",  # tiles of A, with the ranks of all pairs in turn as outputs
+        # In a layer of experts, each array has the experts' parts, one after the other.
+        "a",  # tiles of A; its outputs are the ranks of all (A, B) pairs, pair after pair
         "b",  # a tile of B for each 16 packed outputs of the layer
-        # int32 [tiles of B]: byte offset of each tile's first rank in a row of shrunk inputs; 0 for a tile without a
-        # pair, which has only zeros.
+        # int32 [tiles of B]: byte offset of each tile's first rank in a row of shrunk values; 0 for tiles of zeros,
+        # whose outputs no pair changes.
         "first_ranks",
     ),
     numbers=(
-        "a_tiles",  # those of one expert or head
+        "a_tiles",  # tiles of A of one expert or head
         "b_steps",  # steps of a tile of B
-        # bytes from a head's A to the next head's, and from its B; 0 if heads share it
+        # Bytes from one head's A, and B, to the next head's; 0 if heads share it.
         "a_stride",
         "b_stride",
     ),
 )
-# Record of a step's adapters, for all rows and for the sampled ones: each row's slot or -1; the numbers of rows that
-# have one, ordered by slot; and int32 [runs, RUN_WORDS], the runs of these rows.
+# Record of a step's adapters, for all rows and for the sampled rows: each row's slot, or -1; the indices of the rows
+# with an adapter, ordered by slot; and the runs of these rows, int32 [runs, RUN_WORDS].
 ADAPTED = RecordLayout(
     "adapted",
     pointers=(
@@ -73,13 +73,10 @@ RUN_WORDS = 3
 _STEPS_PER_ITERATION = 4
 # Bytes of a row per step's vector of weights: one float32, or a pair of bfloat16.
 _ROW_STEP_BYTES = 4
-# A run of few rows waits for A, which is prefetched at this distance because the hardware prefetcher stops at each
-# page.
-_FEW_ROWS, _AHEAD_BYTES = 4, 4096
 
 
 def run_rows(isa: Isa) -> int:
-    """Return the max rows of a run, for which their sums stay in registers."""
+    """Return the max rows of a run: their sums stay in registers."""
     return 3 if isa.fp32_tiles.narrow else min(isa.bf16_tiles.wide, 8)
 
 
@@ -96,8 +93,8 @@ class Shrink(KernelSpec):
 
     layout = RecordLayout(
         "shrink",
-        pointers=("x", "slots", "shrunk", "adapted"),  # a layer's rows; a record for each slot
-        numbers=("x_stride", "depth", "shrunk_stride"),  # depth: padded inputs
+        pointers=("x", "slots", "shrunk", "adapted"),  # slots: a SLOT per slot; adapted: the step's ADAPTED
+        numbers=("x_stride", "depth", "shrunk_stride"),  # depth: inputs with padding
     )
 
     rows: str
@@ -113,17 +110,17 @@ class Shrink(KernelSpec):
         def slot_of(run: Int) -> RecordView:
             return RecordView(SLOT, k, slots + k.load_int(runs + run * (4 * RUN_WORDS), 32) * SLOT_BYTES)
 
-        # A work item is one tile of A (or of a head's A) for one run. Tiles per slot depend on its rank, so each call
-        # counts them.
+        # A work item is one tile of A (or of a head's A) for one run. A slot's number of tiles depends on its rank, so
+        # each call adds them up.
         total = k.variable(k.int(0))
         with k.range(count) as run:
             total.value = total.value + self._tiles(slot_of(run))
-        first, behind = (total.value * (call.thread + number) // call.threads for number in (0, 1))
+        first, end = (total.value * (call.thread + number) // call.threads for number in (0, 1))
         before = k.variable(k.int(0))
         with k.range(count) as run:
             slot, begin = slot_of(run), before.value
             tiles = self._tiles(slot)
-            with k.range(k.min(behind - begin, tiles), k.max(first - begin, 0)) as tile:
+            with k.range(k.min(end - begin, tiles), k.max(first - begin, 0)) as tile:
                 self._multiply(call, step, slot, runs + run * (4 * RUN_WORDS), tile)
             before.value = begin + tiles
 
@@ -167,8 +164,8 @@ class Shrink(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class ExpertShrink(KernelSpec):
-    """Product ``shrunk`` [grouped rows, ranks] = A x for the grouped rows of experts whose row has an adapter, and
-    ``place_slots``, int32 [grouped rows]: the slot of each, or -1.
+    """Product ``shrunk`` [grouped rows, ranks] = A x of experts, for the grouped rows whose row has an adapter. Also
+    writes ``place_slots``, int32 [grouped rows]: the slot of each, or -1.
 
     Attributes:
         rows, rows_of: those of :class:`Shrink`.
@@ -218,9 +215,10 @@ class ExpertShrink(KernelSpec):
 
 
 def _multiply_tile(k: Kernel, rows: str, height: int, values: tuple[Any, ...]) -> None:
+    """Call the function that multiplies ``height`` rows by a tile of A."""
 
-    def body(inner: Kernel, *seen: Any) -> None:
-        _write_tile(inner, rows, height, *seen)
+    def body(inner: Kernel, *params: Any) -> None:
+        _write_tile(inner, rows, height, *params)
 
     k.call_subroutine(f"shrink_tile_{rows}_{height}", values, body)
 
@@ -228,8 +226,8 @@ def _multiply_tile(k: Kernel, rows: str, height: int, values: tuple[Any, ...]) -
 def _write_tile(
     k: Kernel, kind: str, height: int, x: Ptr, x_stride: Int, numbers: Ptr, a: Ptr, steps: Int, out: Ptr, out_step: Int
 ) -> None:
-    """Emit the function that multiplies ``height`` rows by a tile. Even and odd steps have separate sums if registers
-    allow it, because each sum waits for the last one."""
+    """Emit the function that multiplies ``height`` rows by a tile of A. If there are enough registers, even and odd
+    steps have separate sums, to hide the latency of additions."""
     sides = 1 if k.isa.fp32_tiles.narrow else 2
     row_numbers = [k.load_int(numbers + number * 4, 32) for number in range(height)]
     rows = [x + number * x_stride for number in row_numbers]
@@ -237,8 +235,9 @@ def _write_tile(
     with k.range(steps, step=_STEPS_PER_ITERATION) as first:
         for number in range(_STEPS_PER_ITERATION):
             at = a + (first + number) * VECTOR_BYTES
-            if height <= _FEW_ROWS:
-                k.prefetch(at + _AHEAD_BYTES, near=False)
+            # Few rows are bound by loading A. It is prefetched a page ahead: hardware prefetchers stop at page ends.
+            if height <= 4:
+                k.prefetch(at + 4096, near=False)
             weights = _weights(k, at, kind)
             for row, totals in zip(rows, sums, strict=True):
                 total = totals[number % sides]
@@ -250,7 +249,7 @@ def _write_tile(
 
 @dataclass(frozen=True, slots=True)
 class AdapterGemm(Gemm):
-    """A :class:`Gemm` that adds B shrunk to the sums of rows with an adapter, before the epilogue."""
+    """A :class:`Gemm` that adds B times the shrunk values to the sums of rows with an adapter, before the epilogue."""
 
     layout = RecordLayout(
         "adapter_gemm",
@@ -265,7 +264,7 @@ class AdapterGemm(Gemm):
 
 
 class Expand:
-    """Code of :class:`AdapterGemm` that adds the adapters' part to a panel's sums."""
+    """Emitter of the code of :class:`AdapterGemm` that adds the adapters' products to a panel's sums."""
 
     def __init__(self, spec: AdapterGemm, call: KernelCall) -> None:
         self._k, self._rows, self._by_head = call.k, spec.rows, spec.x_step > 0
@@ -284,7 +283,7 @@ class Expand:
         """Prefetch the tiles of B of ``panel`` of all the step's adapters, which are used once the panel's sums are
         complete."""
         k = self._k
-        head, panel = self._place(panel)
+        head, panel = self._locate(panel)
         with k.range(self._num_used) as number:
             slot = self._slot(k.load_int(self._used + number * 4, 32))
             lines = slot.number("b_steps") * 2
@@ -293,7 +292,7 @@ class Expand:
                 for line in range(2 * _STEPS_PER_ITERATION):
                     k.prefetch(tiles + (first + line) * VECTOR_BYTES, near=False)
 
-    def _place(self, panel: Int) -> tuple[Int | None, Int]:
+    def _locate(self, panel: Int) -> tuple[Int | None, Int]:
         """Return the head of ``panel``, an index among the panels of all heads, and its index among the head's."""
         if not self._by_head:
             return None, panel
@@ -303,8 +302,8 @@ class Expand:
     def _b(self, slot: RecordView, head: Int | None) -> Ptr:
         return slot.pointer("b") if head is None else slot.pointer("b") + head * slot.number("b_stride")
 
-    def added(self, row: Int, panel: Int, totals: list[Vec]) -> list[Vec]:
-        """Return the sums of both tiles of ``panel`` plus the adapter's part for ``row``."""
+    def add_to(self, row: Int, panel: Int, totals: list[Vec]) -> list[Vec]:
+        """Return the sums of both tiles of ``panel``, plus those of the adapter of ``row``, if it has one."""
         k = self._k
         slot = k.load_int(self._row_slots + row * 4, 32)
         variables = [k.variable(total) for total in totals]
@@ -312,8 +311,8 @@ class Expand:
             view = self._slot(slot)
             steps = view.number("b_steps")
             with k.when(steps > 0):
-                head, own = self._place(panel)
-                tile, shrunk = own * 2, self._shrunk + row * self._shrunk_stride
+                head, panel = self._locate(panel)
+                tile, shrunk = panel * 2, self._shrunk + row * self._shrunk_stride
                 if head is not None:
                     size = 2 if self._rows == "bf16" else 4
                     shrunk = shrunk + head * (view.number("a_tiles") * (TILE_COLUMNS * size))

@@ -1,4 +1,4 @@
-"""Micro-kernels of attention, from a few query rows of one KV head to at most a partition of its tokens.
+"""Inner kernels of attention, of a few query rows of one KV head and at most a partition of its tokens.
 
     scores    S[r, t] = query r . key t                               accumulators: rows x groups side by side
     weights   P[r, t] = 2**(S * factor - m[r]), 0 if masked           m[r] the largest visible score, l[r] their sum
@@ -9,9 +9,9 @@
 A *line* is 64 bytes of the pool: 16 pairs of bfloat16, 16 float32, or 16 times 4 codes of 8 bits
 (:mod:`pillion.kernels.cpu.attention.kv_layout`). The scales of codes stay out of the products: a score is multiplied by
 its key's scale, and a weight by its value's scale after it was added to l. Both products iterate over lines and
-multiply each with the corresponding values of a row (a *step*). Every sum is one chain of additions whose order follows
-from positions alone, so a row's bits do not depend on the rows beside it: scores add up a key's values in ascending
-order, weighted sums take TURN_TOKENS tokens of each of SIDE_GROUPS groups in turn.
+multiply each by the corresponding values of a row (a *step*). Every sum is one chain of additions whose order follows
+from positions alone, so a row's bits do not depend on other rows: scores sum a key's values in ascending order,
+weighted sums alternate between SIDE_GROUPS groups, TURN_TOKENS tokens of each.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from pillion.kernels.cpu.language.emit import LOG2E, VECTOR_BYTES, Int, Kernel, 
 from pillion.kernels.cpu.language.isa import LANES
 
 PARTITION_GROUPS = PARTITION_TOKENS // LANES
-# Score of a masked token, below the lower bound of a row's maximum. So a row that sees nothing of a partition has
-# weights of exactly 0 there, and folding such a partition changes nothing.
+# Score of a masked token, and the lower bound of a row's maximum, which is higher. So a row that sees no token of a
+# partition has weights of exactly 0 in it, and folding that partition changes nothing.
 HIDDEN_SCORE = -1e30
 MAXIMUM_FLOOR = -1e29
 # Bytes of a row of scores, or of the weights that replace them. A spare line keeps rows from sharing cache sets.
 SCORE_BYTES = PARTITION_TOKENS * 4 + VECTOR_BYTES
-# Groups read interleaved, a few lines of each per turn, which is faster than one after the other. Later groups are
-# prefetched into L2, since L1 has too few fill buffers.
+# Groups that are read interleaved, a few lines of each per turn, which is faster than one by one. The groups after them
+# are prefetched, into L2, because L1 has too few fill buffers.
 SIDE_GROUPS = 4
-# Tokens of V, or lines of K, that are read of a group in each turn.
+# Tokens of V, and lines of K, that are read of a group per turn.
 TURN_TOKENS, TURN_LINES = 8, 8
-# Entries that are read after the list's last group, for prefetches and to fill up interleaved groups.
+# Entries after the list's last group, which are read for prefetches and to fill up interleaved groups.
 TAIL_GROUPS = 2 * SIDE_GROUPS
 
 
@@ -49,12 +49,12 @@ class AttentionShape:
 
     Attributes:
         head_dim: values of a head, a multiple of 16.
-        group: query heads of a KV head.
-        block_size: tokens of a block, a multiple of 16.
+        group: query heads per KV head.
+        block_size: tokens per block, a multiple of 16.
         bf16: whether queries, results, and keys and values of the model's type are bfloat16, not float32.
         codes: the 8-bit type of keys and values, "fp8_e4m3" or "int8"; "" for the model's type.
-        latents: number of a key's first values that are also its value; 0 if V is separate.
-        index: values of an index key after each key, which attention does not read; 0 for none.
+        latents: number of first values of a key that are also the token's value; 0 if V is separate.
+        index: values of an index key that follows each key, and that attention does not read; 0 for none.
     """
 
     head_dim: int
@@ -67,7 +67,7 @@ class AttentionShape:
 
     @property
     def name(self) -> str:
-        """Name with every parameter, for the names of kernels."""
+        """Name with all parameters, part of the names of kernels."""
         model = "bf16" if self.bf16 else "f32"
         latents, index = (
             f"{kind}{size}" if size else "" for kind, size in (("latents", self.latents), ("index", self.index))
@@ -92,12 +92,12 @@ class AttentionShape:
 
     @property
     def lines_bytes(self) -> int:
-        """Bytes of the lines of 16 tokens in K (the same in V)."""
+        """Bytes of the keys of 16 tokens of a KV head, without scales and index keys (the same for values)."""
         return lines_bytes(self.head_dim, self.kind)
 
     @property
     def group_bytes(self) -> int:
-        """Bytes of 16 tokens in K (the same in V): their lines, and their scales, if any."""
+        """Bytes of the keys of 16 tokens of a KV head, with scales and index keys, if any (the same for values)."""
         return group_bytes(self.head_dim + self.index, self.kind, 2 if self.latents else 1)
 
     @property
@@ -113,10 +113,10 @@ class AttentionShape:
 
 
 class PoolLines:
-    """Products of the pool's lines of keys and values with rows in the thread's scratch memory.
+    """Emitter of products of lines of K or V with rows in the thread's scratch memory.
 
-    If the processor multiplies pairs, rows are stored in bfloat16; elsewhere, and for ``wide`` lines, keys and values
-    are widened when they are loaded, and rows are stored in float32.
+    If the processor multiplies bfloat16 pairs, rows are stored in bfloat16. Otherwise, or if ``wide``, lines are
+    widened to float32 when loaded, and rows are stored in float32.
     """
 
     def __init__(self, k: Kernel, shape: AttentionShape, *, wide: bool = False) -> None:
@@ -138,11 +138,11 @@ class PoolLines:
 
     @property
     def factor(self) -> float:
-        """Factor of values beside their scales, a power of two."""
+        """Constant factor of loaded values in addition to their scales, a power of two."""
         return FLOAT_FACTORS[self._shape.codes] if self.scaled and not self.bf16_rows else 1.0
 
     def scales(self, group: Ptr, part: int = 0) -> Vec:
-        """Load the scales of the tokens of a group. In rows of latents, those of rotated keys are part 1."""
+        """Load the scales of a group's tokens. In rows of latents, ``part`` 1 has those of the rotated keys."""
         return self._k.load(group + (self._shape.lines_bytes + part * VECTOR_BYTES))
 
     def add(
@@ -158,23 +158,23 @@ class PoolLines:
                 at = rows + (row * stride + 4 * part)
                 value = k.broadcast_pair(at) if self.bf16_rows else k.broadcast(at)
                 for total, line in zip(totals, loaded, strict=True):
-                    each = line[part]
-                    if isinstance(each, Pairs) and isinstance(value, Pairs):
-                        total.value = k.dot(total.value, each, value)
+                    operand = line[part]
+                    if isinstance(operand, Pairs) and isinstance(value, Pairs):
+                        total.value = k.dot(total.value, operand, value)
                     else:
-                        assert isinstance(each, Vec)
+                        assert isinstance(operand, Vec)
                         assert isinstance(value, Vec)
-                        total.value = k.fma(each, value, total.value)
+                        total.value = k.fma(operand, value, total.value)
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The addresses of the groups of 16 tokens of a partition.
+    """A list of groups of 16 tokens of a partition, with their addresses.
 
     Attributes:
         pool: the layer's K of this KV head in slot 0.
-        places: [2 * values + TAIL_GROUPS] int64: byte offsets from ``pool`` to each group of K, to each group of V, and
-            to the groups that are likely to be read next.
+        places: [2 * values + TAIL_GROUPS] int64, byte offsets from ``pool``: of the groups of K, of the groups of V,
+            and of groups likely to be read next.
         first: position of the first group's first token.
         count: number of groups.
         values: index in ``places`` of the first group of V.
@@ -187,6 +187,7 @@ class Groups:
     values: Int
 
     def at(self, index: Int) -> Ptr:
+        """Return the address of the group at ``index`` in ``places``."""
         return self.pool + self.pool.k.load_int(self.places + index * 8)
 
     def part(self, begin: Int, end: Int) -> Groups:
@@ -196,17 +197,17 @@ class Groups:
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """The tokens visible to a query row: positions ``first`` to ``behind`` - 1. ``first`` is None without a sliding
+    """The tokens visible to a query row, at positions ``first`` .. ``end`` - 1; ``first`` is None without a sliding
     window."""
 
     first: Int | None
-    behind: Int
+    end: Int
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Address of a row's weights of the first listed group, followed by the other groups'. ``narrow``: they are
-    bfloat16, not float32."""
+    """Where to store a row's weights of all groups of a list: from ``begin`` on. ``narrow``: they are bfloat16, not
+    float32."""
 
     lines: PoolLines
     begin: Ptr
@@ -219,14 +220,14 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class RowTile:
-    """Rows that are computed at a time, and how many of their sums stay in registers.
+    """The rows that are computed at a time, and the number of their sums in registers.
 
     Attributes:
         rows: the number of rows.
         side: groups whose scores are computed at a time: 1, 2 or 4.
         columns: vectors of V's columns that are summed at a time, a divisor of a head's vectors.
-        in_turns: whether groups are read in turns, some lines of each, which moves the sums out of the registers after
-            each turn. Faster while memory is the bottleneck, slower with so many rows that the products are.
+        in_turns: whether groups are read in turns, a few lines of each, which stores and reloads the sums at each turn.
+            Faster if memory is the bottleneck, slower with more rows, when the products are.
     """
 
     rows: int
@@ -236,27 +237,28 @@ class RowTile:
 
 
 class _Sums:
-    """Sums in registers: ``columns`` vectors, adjacent in memory, of each of ``rows`` rows."""
+    """Sums in registers: ``columns`` vectors for each of ``rows`` rows. In memory, vectors of a row are adjacent, and
+    rows ``row_bytes`` apart."""
 
     def __init__(self, k: Kernel, rows: int, columns: int, row_bytes: int) -> None:
         self._k, self._row_bytes = k, row_bytes
         self.rows = [[k.variable(k.vector(0.0)) for _ in range(columns)] for _ in range(rows)]
 
     def clear(self) -> None:
-        for _, total in self._places():
+        for _, total in self._with_offsets():
             total.value = self._k.vector(0.0)
 
     def load(self, ptr: Ptr) -> None:
-        for place, total in self._places():
-            total.value = self._k.load(ptr + place)
+        for offset, total in self._with_offsets():
+            total.value = self._k.load(ptr + offset)
 
     def store(self, ptr: Ptr) -> None:
-        for place, total in self._places():
-            self._k.store(ptr + place, total.value)
+        for offset, total in self._with_offsets():
+            self._k.store(ptr + offset, total.value)
 
     def add_to(self, ptr: Ptr) -> None:
-        for place, total in self._places():
-            self._k.store(ptr + place, self._k.load(ptr + place) + total.value)
+        for offset, total in self._with_offsets():
+            self._k.store(ptr + offset, self._k.load(ptr + offset) + total.value)
 
     def scale(self, factors: Sequence[Vec]) -> None:
         """Multiply each row's sums by ``factors``, one per column."""
@@ -264,20 +266,20 @@ class _Sums:
             for total, factor in zip(row, factors, strict=True):
                 total.value = total.value * factor
 
-    def _places(self) -> Iterator[tuple[int, KernelVariable]]:
-        for r, row in enumerate(self.rows):
+    def _with_offsets(self) -> Iterator[tuple[int, KernelVariable]]:
+        for number, row in enumerate(self.rows):
             for column, total in enumerate(row):
-                yield r * self._row_bytes + column * VECTOR_BYTES, total
+                yield number * self._row_bytes + column * VECTOR_BYTES, total
 
 
 def emit_scores(
     lines: PoolLines, shape: AttentionShape, groups: Groups, queries: Ptr, scores: Ptr, tile: RowTile
 ) -> None:
-    """Emit code that stores the scores of the tile's queries [rows, head_dim] for all groups, and a few beyond the last
-    group, which are never read."""
+    """Store the scores of the tile's queries [rows, head_dim] for all groups, and some after the last group, which are
+    never read."""
     k = groups.pool.k
     all_lines = shape.lines_bytes // VECTOR_BYTES
-    # If rotated keys have separate scales, the lines before theirs come first.
+    # If rotated keys have separate scales, their lines are summed after those of the latents.
     first_lines = shape.latents // line_values(shape.kind) if lines.scaled and shape.latents else all_lines
     turn = math.gcd(first_lines, TURN_LINES) if tile.in_turns and tile.side < SIDE_GROUPS else first_lines
     sums = _Sums(k, tile.rows, tile.side, SCORE_BYTES)
@@ -296,15 +298,15 @@ def emit_scores(
         return here
 
     with k.range(groups.count, step=SIDE_GROUPS) as first:
-        behind = k.min(first + SIDE_GROUPS, groups.count)
+        end = k.min(first + SIDE_GROUPS, groups.count)
         if lines.scaled:
             for i in range(SIDE_GROUPS):
-                for begin in (behind, groups.count + first):
+                for begin in (end, groups.count + first):
                     k.prefetch(groups.at(begin + i) + shape.lines_bytes, near=False)
         if turn < first_lines:
-            with k.range(tile.rows) as row, k.range(behind, first) as index:
+            with k.range(tile.rows) as row, k.range(end, first) as index:
                 k.store(scores + (row * SCORE_BYTES + index * VECTOR_BYTES), k.vector(0.0))
-        with k.range(first_lines, step=turn) as line, k.range(behind, first, step=tile.side) as index:
+        with k.range(first_lines, step=turn) as line, k.range(end, first, step=tile.side) as index:
             at = scores + index * VECTOR_BYTES
             if turn < first_lines:
                 sums.load(at)
@@ -315,11 +317,11 @@ def emit_scores(
                 sums.scale([lines.scales(ptr) * lines.factor for ptr in here])
             sums.store(at)
         if lines.scaled and turn < first_lines:
-            with k.range(behind, first) as index, k.range(tile.rows) as row:
+            with k.range(end, first) as index, k.range(tile.rows) as row:
                 at = scores + (row * SCORE_BYTES + index * VECTOR_BYTES)
                 k.store(at, k.load(at) * (lines.scales(groups.at(index)) * lines.factor))
         if first_lines < all_lines:
-            with k.range(behind, first, step=tile.side) as index:
+            with k.range(end, first, step=tile.side) as index:
                 sums.clear()
                 here = add(k.int(first_lines), all_lines, index)
                 sums.scale([lines.scales(ptr, 1) * lines.factor for ptr in here])
@@ -357,7 +359,7 @@ def emit_weights(
 
 
 def emit_maximum(groups: Groups, visibility: Visibility, scores: Ptr, factor: Vec | None, maximum: Ptr) -> Vec:
-    """Mask a row's scores; store their scaled maximum at ``maximum``, and return it, negated."""
+    """Mask a row's scores; store their scaled maximum at ``maximum``, and return the negated maximum."""
     k = scores.k
     top = k.maximum(k.max_lane(_masked_maximum(groups, visibility, scores).value), MAXIMUM_FLOOR)
     if factor is not None:
@@ -367,19 +369,19 @@ def emit_maximum(groups: Groups, visibility: Visibility, scores: Ptr, factor: Ve
 
 
 def _masked_maximum(groups: Groups, visibility: Visibility, scores: Ptr) -> KernelVariable:
-    """Return the maximum per lane, and set scores of masked tokens to HIDDEN_SCORE; only groups at an edge are
-    masked."""
+    """Set the scores of masked tokens, which are only in groups at an edge, to HIDDEN_SCORE; return the maximum per
+    lane."""
     k = scores.k
     best = k.variable(k.vector(HIDDEN_SCORE))
-    whole_end = k.min(k.max(visibility.behind - groups.first, 0) // LANES, groups.count)
+    whole_end = k.min(k.max(visibility.end - groups.first, 0) // LANES, groups.count)
     whole_begin = k.int(0)
     if visibility.first is not None:
         whole_begin = k.min((k.max(visibility.first - groups.first, 0) + (LANES - 1)) // LANES, groups.count)
-    # A chain of single maxima would wait for each of them.
+    # Maxima of SIDE_GROUPS vectors at a time shorten the chain of dependent instructions.
     side_end = whole_begin + k.max(whole_end - whole_begin, 0) // SIDE_GROUPS * SIDE_GROUPS
     with k.range(side_end, whole_begin, SIDE_GROUPS) as index:
-        one, two, three, four = (k.load(scores + index * VECTOR_BYTES + i * VECTOR_BYTES) for i in range(SIDE_GROUPS))
-        best.value = k.maximum(best.value, k.maximum(k.maximum(one, two), k.maximum(three, four)))
+        a, b, c, d = (k.load(scores + index * VECTOR_BYTES + i * VECTOR_BYTES) for i in range(SIDE_GROUPS))
+        best.value = k.maximum(best.value, k.maximum(k.maximum(a, b), k.maximum(c, d)))
     with k.range(whole_end, side_end) as index:
         best.value = k.maximum(best.value, k.load(scores + index * VECTOR_BYTES))
 
@@ -387,7 +389,7 @@ def _masked_maximum(groups: Groups, visibility: Visibility, scores: Ptr) -> Kern
         with k.range(end, begin) as index:
             at = scores + index * VECTOR_BYTES
             first, hidden = groups.first + index * LANES, k.vector(HIDDEN_SCORE)
-            score = k.select(k.below(first, visibility.behind), k.load(at), hidden)
+            score = k.select(k.below(first, visibility.end), k.load(at), hidden)
             if visibility.first is not None:
                 score = k.select(k.below(first, visibility.first), hidden, score)
             k.store(at, score)
@@ -408,21 +410,21 @@ def emit_weighted(
     steps = shape.lines_bytes // row_bytes
     turn = TURN_TOKENS * steps // LANES
     totals = _Sums(k, tile.rows, tile.columns, shape.sum_bytes)
-    # A window may begin inside the groups that are read in turns.
+    # Turns begin at multiples of SIDE_GROUPS groups of the context; a window may begin between them.
     lowest = k.int(0) - groups.first // LANES % SIDE_GROUPS
 
     def add(first: Int, left: Int) -> None:
         """Add the weighted values of up to SIDE_GROUPS groups of the list to the columns from ``left`` bytes on."""
-        behind = k.min(first + SIDE_GROUPS, groups.count)
-        with k.range(steps, step=turn) as begin, k.range(behind, k.max(first, 0)) as group:
-            place, at = groups.count + group, begin * row_bytes + left
-            here, ahead = groups.at(place) + at, groups.at(place + SIDE_GROUPS) + at
+        end = k.min(first + SIDE_GROUPS, groups.count)
+        with k.range(steps, step=turn) as begin, k.range(end, k.max(first, 0)) as group:
+            index, at = groups.count + group, begin * row_bytes + left
+            here, ahead = groups.at(index) + at, groups.at(index + SIDE_GROUPS) + at
             row = weights + (group * steps + begin) * lines.step_bytes
             for step in range(turn):
-                places = range(step * row_bytes, step * row_bytes + column_bytes, VECTOR_BYTES)
-                for column in places:
+                columns = range(step * row_bytes, step * row_bytes + column_bytes, VECTOR_BYTES)
+                for column in columns:
                     k.prefetch(ahead + column, near=False)
-                values = [lines.load(here + column) for column in places]
+                values = [lines.load(here + column) for column in columns]
                 lines.add(totals.rows, values, row + step * lines.step_bytes, SCORE_BYTES)
 
     if not tile.in_turns or column_bytes == row_bytes:
@@ -440,17 +442,20 @@ def emit_weighted(
         totals.store(sums + left)
 
 
-def emit_weighted_keys(shape: AttentionShape, groups: Groups, weights: Ptr, sums: Ptr, rows: int, most: int) -> None:
-    """Store A if values are the first values of keys: for ``rows`` rows of float32 weights, with at most ``most`` sums
-    in registers, or those of one line. 8-bit codes become float32.
+def emit_weighted_keys(
+    shape: AttentionShape, groups: Groups, weights: Ptr, sums: Ptr, rows: int, max_sums: int
+) -> None:
+    """Store A for keys whose first values are also their values: for ``rows`` rows of float32 weights, with at most
+    ``max_sums`` sums in registers, or those of one line. 8-bit codes become float32.
 
-    Lanes are tokens here, so a sum is one vector per value, whose lanes are added up after the last group.
+    Lanes are tokens in keys, so the sum of a value is a vector, whose lanes are added up after the last group.
     """
     k = groups.pool.k
-    pool, each = PoolLines(k, shape, wide=True), line_values(shape.kind)
-    lines = shape.latents // each
-    width = max(count for count in (1, 2, 4, 8) if lines % count == 0 and (count == 1 or rows * count * each <= most))
-    totals = _Sums(k, rows, width * each, SCORE_BYTES)
+    pool, lane_values = PoolLines(k, shape, wide=True), line_values(shape.kind)
+    lines = shape.latents // lane_values
+    fitting = max(1, max_sums // (rows * lane_values))
+    width = max(count for count in (1, 2, 4, 8) if lines % count == 0 and count <= fitting)
+    totals = _Sums(k, rows, width * lane_values, SCORE_BYTES)
     with k.range(lines, step=width) as line:
         totals.clear()
         with k.range(groups.count) as group:
@@ -460,7 +465,7 @@ def emit_weighted_keys(shape: AttentionShape, groups: Groups, weights: Ptr, sums
                 factor = k.load(weight + row * SCORE_BYTES)
                 for total, value in zip(sums_of_row, loaded, strict=True):
                     total.value = k.fma(value, factor, total.value)
-        out = sums + line * (4 * each)
+        out = sums + line * (4 * lane_values)
         for row, sums_of_row in enumerate(totals.rows):
             for column, total in enumerate(sums_of_row):
                 k.store_first(out + (row * shape.sum_bytes + 4 * column), k.sum(total.value))
@@ -484,7 +489,7 @@ def emit_fold(shape: AttentionShape, left: Ptr, right: Ptr) -> None:
 
 
 def emit_sink(shape: AttentionShape, sums: Ptr, sink: Vec) -> None:
-    """Fold a score without a value into the (A, m, l) at ``sums``: only l grows, relative to A."""
+    """Fold a score without a value, an attention sink, into the (A, m, l) at ``sums``."""
     k = sums.k
     at_maximum, at_total = 4 * shape.value_dim, 4 * shape.value_dim + VECTOR_BYTES
     score, left = sink * LOG2E, k.load(sums + at_maximum)
@@ -496,8 +501,8 @@ def emit_sink(shape: AttentionShape, sums: Ptr, sink: Vec) -> None:
 
 
 def emit_result(shape: AttentionShape, sums: Ptr, out: Ptr, factor: float) -> None:
-    """Store A / l, a row's attention, in the model's type. Widened values are multiplied by their constant ``factor``
-    only here, since applying it earlier would cost small weights some bits."""
+    """Store A / l, a row's attention, in the model's type. ``factor``, the constant factor of widened values, is
+    applied only here: earlier, small weights would lose bits."""
     k = sums.k
     share = k.vector(factor) / k.load(sums + (4 * shape.value_dim + VECTOR_BYTES))
     with k.range(shape.value_dim // LANES) as column:

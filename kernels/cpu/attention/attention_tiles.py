@@ -1,16 +1,16 @@
 """Attention of bfloat16 queries in matrix tiles (:mod:`pillion.kernels.cpu.language.matrix_tiles`): products of a
 *strip*, up to 32 query rows, with the tokens of a partition.
 
-    scores    S[r, t]: tiles of 16 queries with 32 values each, and of K the 16 lines with these values of 16 tokens
+    scores    S[r, t]: tiles of 16 queries with 32 values each, and the 16 lines of K with these values of 16 tokens
     weights   P[r, t] = 2**(S * factor - m[r]) in bfloat16, 0 if masked; m[r] the largest visible score, l[r] their sum
-    weighted  A[r, c]: tiles of 16 rows of 32 weights, and of V the 16 lines of their tokens' pairs with 16 columns
+    weighted  A[r, c]: tiles of 16 rows of 32 weights, and the 16 lines of V with 16 columns of these 32 tokens
 
-Each loaded tile of K and V is multiplied by both tiles of rows. All strips of an item share a partition's values, which
-are first copied into whole tiles; 8-bit codes are dequantized on the way, those of K too.
+Each loaded tile of K or V is multiplied by both tiles of rows. All strips of an item share a partition's values, which
+are first copied into tiles; 8-bit codes are dequantized by this copy, and K is copied, too.
 
 Every sum is one chain of instructions. For a score an instruction adds 32 values of the key, and for a weighted sum the
-32 tokens from a multiple of 32 on, so a row's bits depend neither on the rows beside it nor on the listed groups. If
-one half of these tokens is not listed, its weights are 0, and its values are those of the other half.
+32 tokens from a multiple of 32 on, so a row's bits depend neither on other rows nor on the listed groups. If one half
+of these tokens is not listed, its weights are 0, and the other half's values are read in its place.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from pillion.kernels.cpu.attention.eight_bits import widen_to_pairs
 from pillion.kernels.cpu.attention.kv_layout import line_values
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Pairs, Ptr, Vec
 from pillion.kernels.cpu.language.isa import LANES, Isa
-from pillion.kernels.cpu.language.matrix_tiles import STEP_BYTES, TILE_ROWS, TILE_STEPS, MatrixTiles
+from pillion.kernels.cpu.language.matrix_tiles import STEP_BYTES, TILE_ROWS, TILE_STEPS, TILES, MatrixTiles
 
 # Max query rows of a strip, and strips of an item.
 STRIP_ROWS, MAX_STRIPS = 2 * TILE_ROWS, 8
-# Values of a key, or tokens of a weighted sum, per instruction: two per step.
+# Values of a key, or tokens of a weighted sum, per instruction: a pair per step.
 _STEP_VALUES = 2 * TILE_STEPS
-# Tiles of sums, before those of rows and those of K or V.
+# Tiles of sums, the first ones; tiles of rows and of K or V follow.
 SUMS = 4
 TILE_BYTES = TILE_ROWS * VECTOR_BYTES
 _GROUP_PAIRS = LANES // 2
@@ -52,15 +52,12 @@ def in_matrix_tiles(isa: Isa, bf16: bool) -> bool:
 
 
 def key_parts(shape: AttentionShape) -> list[list[int]]:
-    """Return the first value of each instruction of a score, for each part of a key with its own scales. The last one
-    of a part may begin with values of an earlier one, by which the query is 0 there."""
-    apart = shape.codes and shape.latents
+    """Return the first values of a score's instructions, for each part of a key that has scales of its own. A part's
+    last instruction may overlap the one before it; its query is 0 for the values that were already multiplied."""
+    separate = shape.codes and shape.latents
     width = min(_STEP_VALUES, shape.head_dim)
-    bounds = (0, shape.latents, shape.head_dim) if apart else (0, shape.head_dim)
-    return [
-        [max(0, min(first, behind - width)) for first in range(begin, behind, width)]
-        for begin, behind in pairwise(bounds)
-    ]
+    bounds = (0, shape.latents, shape.head_dim) if separate else (0, shape.head_dim)
+    return [[max(0, min(first, end - width)) for first in range(begin, end, width)] for begin, end in pairwise(bounds)]
 
 
 def tiles_bytes(shape: AttentionShape) -> int:
@@ -71,11 +68,11 @@ def tiles_bytes(shape: AttentionShape) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StripTiles:
-    """The configuration of tiles for the products of strips, and their queries.
+    """Base of the products of strips: their queries, and the configuration of tiles.
 
     Attributes:
-        rows: rows of a strip; with ``height`` 2 all 32, of which the last strip's may be unused.
-        height: tiles of a strip's rows.
+        rows: rows of a strip. With ``height`` 2 always 32; the last strip's last rows may be unused.
+        height: tiles per strip, in its rows: 1 or 2.
         queries: the queries in tiles, [strips][steps][16 * height] of 64 bytes.
         scratch: scratch memory for intermediate values.
     """
@@ -89,13 +86,13 @@ class StripTiles:
 
     @property
     def side(self) -> int:
-        """Tiles of K or V whose sums are in tiles at a time."""
+        """Tiles of K or V that are multiplied at a time, so that their sums fit into SUMS tiles."""
         return SUMS // self.height
 
     @property
     def prefetches(self) -> bool:
-        """Whether memory is prefetched. Chunks of prompts find it in the L2 cache after a head's first item, and
-        prefetches would take a fifth of their time."""
+        """Whether K and V are prefetched. In chunks of prompts they are in the L2 cache after a head's first item, and
+        prefetches would take a fifth of the time."""
         return self.height == 1
 
     @property
@@ -105,7 +102,7 @@ class StripTiles:
 
     @property
     def one_shape(self) -> bool:
-        """True if all instructions of an item use tiles of the same shapes."""
+        """True if scores and weighted sums use tiles of the same shapes, so that tiles are configured once per item."""
         return self.width == _STEP_VALUES and not self.shape.latents
 
     @property
@@ -124,11 +121,11 @@ class StripTiles:
             for part in key_parts(self.shape):
                 for first in part:
                     for value in range(first, first + self.width, LANES):
-                        seen = k.vector(0.0)
+                        values = k.vector(0.0)
                         if value >= done:
-                            seen = k.load_float(source + row * (2 * self.shape.head_dim) + 2 * value, True)
-                        place = step * self.height * TILE_BYTES + 2 * (value - first)
-                        k.store_float(self.queries + at_row + place, seen, True)
+                            values = k.load_float(source + row * (2 * self.shape.head_dim) + 2 * value, True)
+                        offset = step * self.height * TILE_BYTES + 2 * (value - first)
+                        k.store_float(self.queries + at_row + offset, values, True)
                     done = first + self.width
                     step += 1
 
@@ -136,26 +133,26 @@ class StripTiles:
         """Configure all tiles for ``rows`` rows and instructions of ``steps`` steps."""
         k = self.tiles.k
         heights = [k.min(k.int(rows) - TILE_ROWS * i, TILE_ROWS) for i in range(self.height)]
-        others = 8 - SUMS - self.height
+        others = TILES - SUMS - self.height
         self.tiles.shape(
             [heights[tile // self.side] for tile in range(SUMS)] + heights + [k.int(steps)] * others,
             [VECTOR_BYTES] * SUMS + [STEP_BYTES * steps] * self.height + [VECTOR_BYTES] * others,
         )
 
     def other(self, number: int) -> int:
-        """Return a tile for K or V."""
+        """Return the number of the ``number``-th tile for K or V; tiles are reused cyclically."""
         begin = SUMS + self.height
-        return begin + number % (8 - begin)
+        return begin + number % (TILES - begin)
 
     def load_rows(self, rows: Ptr, stride: int) -> None:
-        """Load a step of all of a strip's rows, ``stride`` bytes apart."""
+        """Load one instruction's values of a strip's rows, which are ``stride`` bytes apart."""
         k = self.tiles.k
         with k.when(k.in_bounds(rows, (self.rows - 1) * stride + STEP_BYTES * TILE_STEPS)):
             for row in range(self.height):
                 self.tiles.load(SUMS + row, rows + row * (TILE_ROWS * stride), stride)
 
     def store_sums(self, out: Ptr, stride: int, side: int) -> None:
-        """Store the sums of ``side`` tiles of columns in rows ``stride`` bytes apart."""
+        """Store the strip's sums for ``side`` tiles of columns, in rows ``stride`` bytes apart."""
         k = self.tiles.k
         with k.when(k.in_bounds(out, (self.rows - 1) * stride + side * VECTOR_BYTES)):
             for row in range(self.height):
@@ -171,16 +168,16 @@ class StripTiles:
 
 @dataclass(frozen=True, slots=True)
 class QueryTiles(StripTiles):
-    """Products of strips with keys and values that are stored apart."""
+    """Products of strips with separate keys and values."""
 
     @property
     def _keys(self) -> Ptr:
-        """The dequantized keys of a partition."""
+        """Address of a partition's dequantized keys."""
         return self.scratch + PARTITION_GROUPS * self.shape.head_dim * VECTOR_BYTES // 2
 
     def copy_values(self, groups: Groups) -> None:
         """Copy a partition's values into tiles, [32 tokens][columns / 16], and dequantize its keys if they are codes.
-        A single strip copies them right before their products instead."""
+        A single tile of rows copies them right before their products instead."""
         if self.height == 1:
             return
         k, columns, begin = self.tiles.k, self.shape.head_dim // LANES, first_group(groups)
@@ -196,7 +193,7 @@ class QueryTiles(StripTiles):
         return self.shape.head_dim * VECTOR_BYTES // 2
 
     def _copy_key(self, groups: Groups, index: Int, to: Ptr) -> None:
-        """Dequantize the keys of a group."""
+        """Dequantize the keys of a group to ``to``."""
         k, shape = self.tiles.k, self.shape
         key, ahead = groups.at(index), groups.at(index + SIDE_GROUPS)
         with k.range(shape.lines_bytes, step=VECTOR_BYTES) as at:
@@ -208,10 +205,10 @@ class QueryTiles(StripTiles):
             k.prefetch(ahead + shape.lines_bytes, near=False)
 
     def _copy_pair(self, groups: Groups, pair: Int, to: Ptr, column: Int, columns: int) -> None:
-        """Copy some columns of 32 tokens' values into tiles. With the first ones, also prefetch all columns of the
-        following groups, in memory order."""
+        """Copy ``columns`` columns of 32 tokens' values, from ``column`` on, into tiles at ``to``. With column 0, also
+        prefetch all values of the following groups, in memory order."""
         k, shape = self.tiles.k, self.shape
-        row_bytes, each = shape.head_dim // LANES * VECTOR_BYTES, line_values(shape.kind) // 2
+        row_bytes, lane_pairs = shape.head_dim // LANES * VECTOR_BYTES, line_values(shape.kind) // 2
         for half in range(2):
             listed = k.min(k.max(pair * 2 + half - first_group(groups), 0), groups.count - 1)
             value = groups.at(groups.values + listed) + column * VECTOR_BYTES
@@ -222,17 +219,19 @@ class QueryTiles(StripTiles):
                         k.prefetch(ahead + at, near=False)
                     if shape.codes:
                         k.prefetch(ahead + shape.lines_bytes, near=False)
-            with k.range(_GROUP_PAIRS // each) as line:
+            with k.range(_GROUP_PAIRS // lane_pairs) as line:
                 for number in range(columns):
                     tile = (
-                        to + line * (each * VECTOR_BYTES) + (number * TILE_BYTES + half * _GROUP_PAIRS * VECTOR_BYTES)
+                        to
+                        + line * (lane_pairs * VECTOR_BYTES)
+                        + (number * TILE_BYTES + half * _GROUP_PAIRS * VECTOR_BYTES)
                     )
                     for i, pairs in enumerate(self.pairs(value + line * row_bytes + number * VECTOR_BYTES)):
                         k.write(tile + i * VECTOR_BYTES, pairs.ir, 4)
 
     def emit_scores(self, groups: Groups, strip: Int, scores: Ptr) -> None:
-        """Store the scores of some groups, and a few more after the last one and before the first one, which are never
-        read."""
+        """Store the scores of a strip for all listed groups, and some after the last and before the first group, which
+        are never read."""
         k = self.tiles.k
         if not self.one_shape:
             self.set_shape(self.rows, self.width // 2)
@@ -249,30 +248,30 @@ class QueryTiles(StripTiles):
                 self._add_keys(keys, ahead, range(SUMS), queries, [])
                 self.store_sums(begin + first * VECTOR_BYTES, SCORE_BYTES, SUMS)
         else:
-            self._emit_wide_scores(groups, queries, begin)
+            self._emit_two_tile_scores(groups, queries, begin)
 
     def scale_scores(self, groups: Groups, scores: Ptr) -> None:
-        """Multiply a row's scores by the scales of dequantized keys, right before their softmax, which then finds them
-        in the L1 cache."""
+        """Multiply a row's scores by the scales of 8-bit keys, right before the softmax, which reads them from the L1
+        cache."""
         k = self.tiles.k
         if self.shape.codes:
             with k.range(groups.count) as index:
                 at = scores + index * VECTOR_BYTES
                 k.store(at, k.load(at) * PoolLines(k, self.shape).scales(groups.at(index)))
 
-    def _emit_wide_scores(self, groups: Groups, queries: Ptr, scores: Ptr) -> None:
-        """Store the scores of two tiles of rows, those of a group while the next one's are computed."""
-        k, units = self.tiles.k, ((0, 1), (2, 3))
-        for tile in units[1]:
+    def _emit_two_tile_scores(self, groups: Groups, queries: Ptr, scores: Ptr) -> None:
+        """Store the scores of two tiles of rows; those of a group are stored while the next group's are computed."""
+        k, sum_tiles = self.tiles.k, ((0, 1), (2, 3))
+        for tile in sum_tiles[1]:
             self.tiles.clear(tile)
         with k.range(groups.count, step=2) as first:
-            for number, unit in enumerate(units):
+            for number, tiles in enumerate(sum_tiles):
                 index, before = first + number, scores + first * VECTOR_BYTES + (number - 1) * VECTOR_BYTES
                 key = self._keys + (first_group(groups) + index) * self._key_bytes
-                pending = [(tile, before) for tile in units[1 - number]]
-                self._add_keys([key if self.shape.codes else groups.at(index)], [], unit, queries, pending)
+                pending = [(tile, before) for tile in sum_tiles[1 - number]]
+                self._add_keys([key if self.shape.codes else groups.at(index)], [], tiles, queries, pending)
         last = scores + (groups.count - 1) // 2 * (2 * VECTOR_BYTES) + VECTOR_BYTES
-        for row, tile in enumerate(units[1]):
+        for row, tile in enumerate(sum_tiles[1]):
             self._store_scores(tile, last, row)
 
     def _add_keys(
@@ -283,9 +282,9 @@ class QueryTiles(StripTiles):
         queries: Ptr,
         pending: Sequence[tuple[int, Ptr]],
     ) -> None:
-        """Compute the scores of some groups in the tiles ``sums``, and prefetch the groups ``ahead``. Between the
-        products, store the ``pending`` scores of the groups before them: a processor does not overlap products with
-        stores that follow each other."""
+        """Compute the scores of groups, whose keys are at ``keys``, in the tiles ``sums``; prefetch the groups
+        ``ahead``. Between the products, store the ``pending`` (tile, address) scores of earlier groups: processors do
+        not overlap products with consecutive stores."""
         k, tiles = self.tiles.k, self.tiles
         size = self.width * (VECTOR_BYTES // 2)
         (firsts,) = key_parts(self.shape)
@@ -300,9 +299,9 @@ class QueryTiles(StripTiles):
                     tiles.load(self.other(number), key + at, VECTOR_BYTES, near=self.height == 1)
                 for row in range(self.height):
                     tiles.add_pairs(sums[row * len(keys) + number], SUMS + row, self.other(number))
-            for place in range(0, size, VECTOR_BYTES):
+            for line in range(0, size, VECTOR_BYTES):
                 for key in ahead:
-                    k.prefetch(key + at + place, near=False)
+                    k.prefetch(key + at + line, near=False)
             if stores and step in (0, len(firsts) - 1):
                 row, (tile, out) = stores.pop(0)
                 self._store_scores(tile, out, row)
@@ -316,26 +315,26 @@ class QueryTiles(StripTiles):
             self.tiles.store(tile, at, stride)
 
     def emit_sums(self, groups: Groups, weights: Ptr, sums: Ptr) -> None:
-        """Store A, the weighted values of a partition, in rows of ``sum_bytes``."""
+        """Store A, the weighted sums of a partition's values, in rows of ``sum_bytes``."""
         k, tiles, columns = self.tiles.k, self.tiles, self.shape.head_dim // LANES
         if not self.one_shape:
             self.set_shape(self.rows, TILE_STEPS)
         side, begin = min(self.side, columns), first_group(groups)
         end = (begin + groups.count + 1) // 2
-        with k.range(columns, step=side) as place:
+        with k.range(columns, step=side) as first:
             # The last tiles may overlap those before them.
-            column = k.min(place, columns - side)
+            column = k.min(first, columns - side)
             for tile in range(SUMS):
                 tiles.clear(tile)
             if self.height == 1:
-                self._copy_pair(groups, begin // 2, self._step(begin // 2), column, side)
+                self._copy_pair(groups, begin // 2, self._pair_values(begin // 2), column, side)
             with k.range(end, begin // 2) as pair:
                 values = self.scratch + pair * (columns * TILE_BYTES) + column * TILE_BYTES
                 if self.height == 1:
                     # Copy the next tiles while the processor multiplies these.
-                    values = self._step(pair)
+                    values = self._pair_values(pair)
                     with k.when(pair + 1 < end):
-                        self._copy_pair(groups, pair + 1, self._step(pair + 1), column, side)
+                        self._copy_pair(groups, pair + 1, self._pair_values(pair + 1), column, side)
                 self.load_rows(weights + pair * VECTOR_BYTES, SCORE_BYTES)
                 for number in range(side):
                     with k.when(k.in_bounds(values + number * TILE_BYTES, TILE_BYTES)):
@@ -346,16 +345,16 @@ class QueryTiles(StripTiles):
                         tiles.add_pairs(row * self.side + number, SUMS + row, self.other(number))
             self.store_sums(sums + column * VECTOR_BYTES, self.shape.sum_bytes, side)
 
-    def _step(self, pair: Int) -> Ptr:
-        """Return the tiles of 32 tokens in a single strip, which has two such steps in memory."""
+    def _pair_values(self, pair: Int) -> Ptr:
+        """Return where a single tile of rows has its copy of a pair of groups' values; two copies alternate."""
         return self.scratch + (pair & 1) * (SUMS * TILE_BYTES)
 
 
 def emit_tile_weights(
     shape: AttentionShape, groups: Groups, visibility: Visibility, scores: Ptr, factor: Vec | None, maximum: Ptr
 ) -> None:
-    """Replace a row's scores by its weights, and store its maximum m at ``maximum``, then a part of its sum l in each
-    lane. ``scores`` are those of the whole partition. Without ``factor`` they are scaled already.
+    """Replace a row's scores by its weights, and store its maximum m at ``maximum``, then partial sums of l in its
+    lanes. ``scores`` are those of the whole partition. Without ``factor`` they are scaled already.
 
     If V is stored as 8-bit codes, the weights are multiplied by the scales of V.
     """
@@ -368,13 +367,13 @@ def emit_tile_weights(
     total = k.variable(k.vector(0.0))
     with k.range((end + 1) // 2, begin // 2) as pair:
         weights = []
-        for place in range(2):
-            score = k.load(scores + pair * (2 * VECTOR_BYTES) + place * VECTOR_BYTES)
+        for half in range(2):
+            score = k.load(scores + pair * (2 * VECTOR_BYTES) + half * VECTOR_BYTES)
             weights.append(k.exp2_rough(score + below if factor is None else k.fma(score, factor, below)))
         total.value = total.value + (weights[0] + weights[1])
         if shape.codes:
-            # An unlisted group has the scales of a listed one: its own may be NaN.
-            listed = [k.min(k.max(pair * 2 + place - begin, 0), groups.count - 1) for place in range(2)]
+            # Unlisted groups get the scales of a listed one, because their own may be NaN.
+            listed = [k.min(k.max(pair * 2 + half - begin, 0), groups.count - 1) for half in range(2)]
             scales = [PoolLines(k, shape).scales(groups.at(groups.values + index)) for index in listed]
             weights = [weight * scale for weight, scale in zip(weights, scales, strict=True)]
         k.store_two(scores + pair * VECTOR_BYTES, *weights)
@@ -382,5 +381,5 @@ def emit_tile_weights(
 
 
 def first_group(groups: Groups) -> Int:
-    """Return the place of the first listed group in its partition."""
+    """Return the index of the first listed group in its partition."""
     return groups.first // LANES % PARTITION_GROUPS

@@ -5,10 +5,10 @@
     partials   [kv_heads][partial rows]      (A, m, l) of a row and one partition
     (:mod:`pillion.kernels.cpu.attention.attention_rows`)
 
-Threads draw pairs of a KV head and an item of the plan. For each partition of 512 tokens the kernel computes the scores
-of the item's rows, then their softmax, then the product with V; partitions are folded from left to right as in
-FlashAttention-2 (Dao 2023) and its split over the context (Flash-Decoding). Partitions begin at multiples of 512 in the
-sequence and masked tokens have weights of exactly 0, so a row's bits depend on its query and its context alone.
+Threads draw work items, each a KV head and an item of the plan. For each partition of 512 tokens the kernel computes
+the scores of the item's rows, then their softmax, then the product with V; partitions are folded from left to right as
+in FlashAttention-2 (Dao 2023) and its split over the context (Flash-Decoding). Partitions begin at multiples of 512 in
+the sequence and masked tokens have weights of exactly 0, so a row's bits depend on its query and its context alone.
 """
 
 from __future__ import annotations
@@ -51,20 +51,14 @@ from pillion.kernels.cpu.attention.cpu_attention_plan import ITEM_WORDS, PARTITI
 from pillion.kernels.cpu.attention.latent_tiles import LatentTiles, latents_bytes
 from pillion.kernels.cpu.attention.token_selection import GROUP_BYTES
 from pillion.kernels.cpu.language.emit import LOG2E, VECTOR_BYTES, Int, Kernel, Ptr, Vec
-from pillion.kernels.cpu.language.isa import ATTENTION_PLANS, LANES, Isa
+from pillion.kernels.cpu.language.isa import LANES, Isa
 from pillion.kernels.cpu.language.matrix_tiles import TILE_ROWS, MatrixTiles
 from pillion.kernels.cpu.language.module import SCRATCH_BYTES, KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
 
-# Suffixes of the plans' fields in the step's record.
-_PLANS = ("", "_2")
-assert len(_PLANS) == ATTENTION_PLANS
-# Max vectors of sums in registers where lines of the pool are widened to float32.
-CODE_SUMS = 16
-
 
 def row_counts(isa: Isa, group: int, bf16: bool) -> RowCounts:
-    """Return the rows of an item. ``bf16``: rows are bfloat16, not float32."""
+    """Return the rows per item, for ``group`` query heads per KV head. ``bf16``: queries are bfloat16, not float32."""
     if in_matrix_tiles(isa, bf16):
         narrow = group if group <= STRIP_ROWS else -(-group // -(-group // STRIP_ROWS))
         return RowCounts(narrow, MAX_STRIPS * STRIP_ROWS, STRIP_ROWS)
@@ -77,13 +71,13 @@ class AttentionScratch:
     """Layout of a thread's scratch memory for ``rows`` rows, in bytes from its start.
 
     Attributes:
-        places: places of groups, [2 * PARTITION_GROUPS + TAIL_GROUPS] int64, less than 1,024 bytes.
+        places: offsets of groups in the pool, [2 * PARTITION_GROUPS + TAIL_GROUPS] int64, less than 1,024 bytes.
         queries: queries [rows][head_dim] in bfloat16 or float32, allocated for float32.
-        scores: scores, then weights: [rows] of SCORE_BYTES; in matrix tiles at most a strip's, between spare lines.
+        scores: scores, then weights: [rows] of SCORE_BYTES; in matrix tiles those of one strip, between spare lines.
         sums: sums of the partitions folded so far: [rows] of sum_bytes.
-        fresh: sums of the partition to fold next: [rows] of sum_bytes.
-        tiles: scratch memory of the products, if in matrix tiles.
-        end: bytes of the whole layout.
+        fresh: sums of the next partition to fold: [rows] of sum_bytes.
+        tiles: scratch memory of the products in matrix tiles.
+        end: total bytes.
     """
 
     def __init__(self, shape: AttentionShape, rows: int, in_tiles: bool) -> None:
@@ -94,14 +88,14 @@ class AttentionScratch:
         )
         self.fresh = self.sums + rows * shape.sum_bytes
         self.tiles = self.fresh + rows * shape.sum_bytes
-        room = latents_bytes(shape) if shape.latents else tiles_bytes(shape)
-        self.end = self.tiles + (room if in_tiles else 0)
+        size = latents_bytes(shape) if shape.latents else tiles_bytes(shape)
+        self.end = self.tiles + (size if in_tiles else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class QueryVectors:
-    """Products of an item's ``rows`` query rows in vectors, with the rows of ``tile``. If an item has fewer, its last
-    row is computed repeatedly and not stored.
+    """Products of an item's ``rows`` query rows in vectors, with the rows of ``tile``. If the item has fewer rows
+    than the tile, its last row is repeated, and the repetitions' results are unused.
 
     Attributes:
         queries: the queries [rows][head_dim], in the type that ``lines`` are multiplied with.
@@ -114,7 +108,7 @@ class QueryVectors:
     queries: Ptr
 
     def copy_queries(self, source: Ptr) -> None:
-        """Copy the queries [rows, head_dim] at ``source``."""
+        """Copy the queries [rows, head_dim] at ``source``, in the type of the products."""
         k, shape = self.queries.k, self.shape
         from_bytes = shape.head_dim * shape.element_bytes
         to_bytes = shape.head_dim * (2 if self.lines.bf16_rows else 4)
@@ -130,21 +124,21 @@ class QueryVectors:
         emit_scores(self.lines, self.shape, groups, self.queries, scores, self.tile)
 
     def weights(self, groups: Groups, scores: Ptr) -> Weights:
-        """Return the address of a row's weights, which replace its ``scores``."""
+        """Return where to store a row's weights, which replace its ``scores``."""
         return Weights(self.lines, scores, self.lines.bf16_rows and not self.shape.latents)
 
     def emit_sums(self, groups: Groups, weights: Ptr, sums: Ptr) -> None:
         """Store the weighted sums of a partition's values."""
         if self.shape.latents:
-            most = self.queries.k.isa.attention_sums
-            emit_weighted_keys(self.shape, groups, weights, sums, self.tile.rows, most)
+            max_sums = self.queries.k.isa.attention_sums
+            emit_weighted_keys(self.shape, groups, weights, sums, self.tile.rows, max_sums)
         else:
             emit_weighted(self.lines, self.shape, groups, weights, sums, self.tile)
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The tokens visible to a row: its last ``tokens``, or with ``chunked`` those since the last multiple of it."""
+    """A sliding window of ``tokens`` tokens, or with ``chunked`` the tokens since the last multiple of ``tokens``."""
 
     tokens: Int
     chunked: bool
@@ -154,9 +148,9 @@ class Window:
         """Return the window of a kernel's layer, or None."""
         return Window(call.args.number("window"), spec.chunked) if spec.window else None
 
-    def first(self, behind: Int) -> Int:
-        """Return the first token visible to the row of token ``behind`` - 1; may be negative."""
-        return (behind - 1) // self.tokens * self.tokens if self.chunked else behind - self.tokens
+    def first(self, end: Int) -> Int:
+        """Return the first token visible to the query of token ``end`` - 1; may be negative."""
+        return (end - 1) // self.tokens * self.tokens if self.chunked else end - self.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,26 +170,26 @@ class AttentionItem:
     def read(k: Kernel, item: Ptr) -> AttentionItem:
         return AttentionItem(*(k.load_int(item + 4 * word, 32) for word in range(len(fields(AttentionItem)))))
 
-    def behind(self, group: int, row: Int) -> Int:
-        """Return the position after the last token visible to a row."""
+    def visible_end(self, group: int, row: Int) -> Int:
+        """Return the number of tokens up to a row's own one. ``group``: query heads per KV head."""
         return (self.row + row) // group + self.shift + 1
 
     def begin(self, k: Kernel, group: int, window: Window | None) -> Int:
-        """Return the first partition with a token visible to any of the rows."""
+        """Return the first partition that has a token visible to any of the rows."""
         if window is None:
             return self.first
-        lowest = k.max(window.first(self.behind(group, k.int(0))), 0)
+        lowest = k.max(window.first(self.visible_end(group, k.int(0))), 0)
         return k.max(self.first, lowest // PARTITION_TOKENS)
 
 
 def step_field(name: str, plan: int) -> str:
-    """Return the name of a field of the step's record in the plan ``plan``."""
-    return name + _PLANS[plan]
+    """Return the name of a plan's field in the step's record, for plan 0 or 1."""
+    return f"{name}_2" if plan else name
 
 
 @contextmanager
 def each_attention_item(call: KernelCall, kind: str, plan: int) -> Iterator[tuple[Int, AttentionItem]]:
-    """Yield the pairs (KV head, item) that a thread draws of the step's ``kind``, "items" or "merges".
+    """Append a loop over what a thread draws of the step's ``kind``, "items" or "merges"; yield a KV head and an item.
 
     All items of a KV head come before those of the next head, so that chunks of a prompt find its keys in the cache.
     """
@@ -220,9 +214,8 @@ class Attention(KernelSpec):
     layout = RecordLayout(
         "attention",
         pointers=("queries", "out", "partials", "sinks", "selected"),
-        # kv_heads and window are counts; the others are distances in bytes: head_stride of queries, out_stride of a
-        # token's results, partial_stride of a KV head's partials, layer_offset from a slot to the layer's K,
-        # value_offset from K to V.
+        # kv_heads and window are counts; the others are bytes: strides of the queries of a KV head, the results of a
+        # token and the partials of a KV head, layer_offset from a slot to the layer's K, value_offset from K to V.
         numbers=(
             "head_stride", "out_stride", "partial_stride", "layer_offset", "slot_bytes", "piece_bytes", "value_offset",
             "kv_heads", "window", "selected_stride",
@@ -244,23 +237,23 @@ class Attention(KernelSpec):
         tiles = MatrixTiles.of(k) if in_matrix_tiles(k.isa, shape.bf16) else None
         counts = sorted({narrow, wide}) if tiles is None else [TILE_ROWS, wide]
         with each_attention_item(call, "items", self.plan) as (head, item):
-            for fewer, most in zip((0, *counts), counts, strict=False):
-                with k.when((item.rows > fewer) & (item.rows <= most)):
+            for lower, max_rows in zip((0, *counts), counts, strict=False):
+                with k.when((item.rows > lower) & (item.rows <= max_rows)):
                     if tiles is None:
-                        _VectorPass(self, call, item, head, most).emit()
+                        _VectorPass(self, call, item, head, max_rows).emit()
                     else:
-                        _TilePass(self, call, item, head, most, tiles).emit()
+                        _TilePass(self, call, item, head, max_rows, tiles).emit()
             if tiles is not None:
                 tiles.release()
 
 
 class _ItemPass:
-    """Emitter of the attention of one item of at most ``most`` rows."""
+    """Emitter of the attention of one item of at most ``max_rows`` rows."""
 
-    def __init__(self, spec: Attention, call: KernelCall, item: AttentionItem, head: Int, most: int) -> None:
+    def __init__(self, spec: Attention, call: KernelCall, item: AttentionItem, head: Int, max_rows: int) -> None:
         self._spec, self._shape, self._call, self._k = spec, spec.shape, call, call.k
         self._item, self._head = item, head
-        self._scratch = AttentionScratch(spec.shape, most, in_matrix_tiles(call.k.isa, spec.shape.bf16))
+        self._scratch = AttentionScratch(spec.shape, max_rows, in_matrix_tiles(call.k.isa, spec.shape.bf16))
         assert self._scratch.end <= SCRATCH_BYTES
         self._window = Window.of(spec, call)
 
@@ -271,17 +264,17 @@ class _ItemPass:
         self._copy_queries(queries + item.row * (shape.head_dim * shape.element_bytes))
         begin = item.begin(k, shape.group, self._window)
         is_cut = item.partial >= 0
-        sums, fresh = (self._call.scratch + place for place in (scratch.sums, scratch.fresh))
+        sums, fresh = (self._call.scratch + offset for offset in (scratch.sums, scratch.fresh))
         with k.range(item.last, begin) as partition:
             # The first partition's sums need no folding; those of a cut item are folded by the merge.
-            apart = k.select(is_cut | partition.equals(begin), k.int(0), k.int(scratch.fresh - scratch.sums))
-            self._emit_partition(partition, sums + apart)
-            with k.when(apart > 0), k.range(item.rows) as row:
+            to_fold = k.select(is_cut | partition.equals(begin), k.int(0), k.int(scratch.fresh - scratch.sums))
+            self._emit_partition(partition, sums + to_fold)
+            with k.when(to_fold > 0), k.range(item.rows) as row:
                 emit_fold(shape, sums + row * shape.sum_bytes, fresh + row * shape.sum_bytes)
             with k.when(is_cut):
-                place = item.partial + (partition - item.first) * item.rows
+                index = item.partial + (partition - item.first) * item.rows
                 partials = args.pointer("partials") + self._head * args.number("partial_stride")
-                k.copy(sums, partials + place * shape.sum_bytes, item.rows * shape.sum_bytes)
+                k.copy(sums, partials + index * shape.sum_bytes, item.rows * shape.sum_bytes)
         with k.when(item.partial < 0), k.range(item.rows) as row:
             _emit_result(self._call, shape, self._head, item.row + row, sums + row * shape.sum_bytes, self._spec.sinks)
 
@@ -290,7 +283,7 @@ class _ItemPass:
         raise NotImplementedError
 
     def _emit_partition(self, partition: Int, sums: Ptr) -> None:
-        """Store the sums of a partition."""
+        """Store the sums (A, m, l) of a partition."""
         raise NotImplementedError
 
     def _range(self, partition: Int) -> GroupRange:
@@ -298,20 +291,21 @@ class _ItemPass:
         k, item, group = self._k, self._item, self._shape.group
         begin = partition * PARTITION_GROUPS
         if self._window is not None:
-            lowest = k.max(self._window.first(item.behind(group, k.int(0))), 0)
+            lowest = k.max(self._window.first(item.visible_end(group, k.int(0))), 0)
             begin = k.max(begin, lowest // LANES)
-        last = (item.behind(group, item.rows - 1) + (LANES - 1)) // LANES
+        last = (item.visible_end(group, item.rows - 1) + (LANES - 1)) // LANES
         return GroupRange(begin, k.min((partition + 1) * PARTITION_GROUPS, last), last)
 
-    def _groups(self, wanted: GroupRange) -> Groups:
-        return emit_groups(self._call, self._shape, self._item.sequence, self._head, wanted, self._scratch.places)
+    def _groups(self, group_range: GroupRange) -> Groups:
+        return emit_groups(self._call, self._shape, self._item.sequence, self._head, group_range, self._scratch.places)
 
     def _visibility(self, row: Int) -> Visibility:
-        behind = self._item.behind(self._shape.group, row)
-        return Visibility(None if self._window is None else self._window.first(behind), behind)
+        end = self._item.visible_end(self._shape.group, row)
+        return Visibility(None if self._window is None else self._window.first(end), end)
 
     def _prepare_scores(self, groups: Groups, row: Int, scores: Ptr) -> Vec | None:
-        """Apply the layer's options to a row's scores; return the factor that is left to apply."""
+        """Apply token selection and soft cap to a row's scores; return the factor still to apply, or None after a
+        cap."""
         args = self._call.args
         if self._spec.sparse:
             self._hide_unselected(groups, row, scores)
@@ -330,9 +324,11 @@ class _ItemPass:
 
 
 class _VectorPass(_ItemPass):
-    def __init__(self, spec: Attention, call: KernelCall, item: AttentionItem, head: Int, most: int) -> None:
-        super().__init__(spec, call, item, head, most)
-        queries, tile = call.scratch + self._scratch.queries, row_tile(call.k.isa, spec.shape, most)
+    """The attention of an item in vectors."""
+
+    def __init__(self, spec: Attention, call: KernelCall, item: AttentionItem, head: Int, max_rows: int) -> None:
+        super().__init__(spec, call, item, head, max_rows)
+        queries, tile = call.scratch + self._scratch.queries, row_tile(call.k.isa, spec.shape, max_rows)
         self._products = QueryVectors(PoolLines(call.k, spec.shape), spec.shape, item.rows, tile, queries)
 
     def _copy_queries(self, source: Ptr) -> None:
@@ -353,17 +349,17 @@ class _VectorPass(_ItemPass):
 
 
 class _TilePass(_ItemPass):
-    """An item of one strip of up to 16 rows, or of several strips of 32."""
+    """The attention of an item in matrix tiles: one strip of up to 16 rows, or several strips of 32."""
 
     def __init__(
-        self, spec: Attention, call: KernelCall, item: AttentionItem, head: Int, most: int, tiles: MatrixTiles
+        self, spec: Attention, call: KernelCall, item: AttentionItem, head: Int, max_rows: int, tiles: MatrixTiles
     ) -> None:
-        super().__init__(spec, call, item, head, most)
-        self._height = 1 if most == TILE_ROWS else 2
+        super().__init__(spec, call, item, head, max_rows)
+        self._height = 1 if max_rows == TILE_ROWS else 2
         rows = item.rows if self._height == 1 else call.k.int(STRIP_ROWS)
-        queries, room = (call.scratch + place for place in (self._scratch.queries, self._scratch.tiles))
+        queries, scratch = (call.scratch + offset for offset in (self._scratch.queries, self._scratch.tiles))
         products = LatentTiles if spec.shape.latents else QueryTiles
-        self._products = products(tiles, spec.shape, rows, self._height, queries, room)
+        self._products = products(tiles, spec.shape, rows, self._height, queries, scratch)
 
     def _copy_queries(self, source: Ptr) -> None:
         self._products.copy_queries(source, self._item.rows)
@@ -374,21 +370,21 @@ class _TilePass(_ItemPass):
         scores = self._call.scratch + self._scratch.scores
         products.copy_values(groups)
         with k.range(item.rows, step=STRIP_ROWS) as row:
-            seen = self._seen(groups, row)
-            products.emit_scores(seen, row // STRIP_ROWS, scores)
-            self._emit_weights(seen, row, scores, sums)
-            products.emit_sums(seen, scores, sums + row * stride)
+            visible = self._visible_groups(groups, row)
+            products.emit_scores(visible, row // STRIP_ROWS, scores)
+            self._emit_weights(visible, row, scores, sums)
+            products.emit_sums(visible, scores, sums + row * stride)
 
-    def _seen(self, groups: Groups, row: Int) -> Groups:
-        """Return the groups that any row of the strip from ``row`` on sees; one of them if it sees none."""
+    def _visible_groups(self, groups: Groups, row: Int) -> Groups:
+        """Return the groups visible to any row of the strip that begins with ``row``; one group if none is."""
         if self._height == 1:
             return groups
         k, item, group = self._k, self._item, self._shape.group
-        behind = item.behind(group, k.min(row + STRIP_ROWS, item.rows) - 1) - groups.first
-        end = k.max(k.min((behind + (LANES - 1)) // LANES, groups.count), 1)
+        tokens = item.visible_end(group, k.min(row + STRIP_ROWS, item.rows) - 1) - groups.first
+        end = k.max(k.min((tokens + (LANES - 1)) // LANES, groups.count), 1)
         if self._window is None:
             return groups.part(k.int(0), end)
-        begin = k.max(self._window.first(item.behind(group, row)) - groups.first, 0) // LANES
+        begin = k.max(self._window.first(item.visible_end(group, row)) - groups.first, 0) // LANES
         return groups.part(k.min(begin, end - 1), end)
 
     def _emit_weights(self, groups: Groups, first_row: Int, scores: Ptr, sums: Ptr) -> None:
@@ -428,8 +424,8 @@ class AttentionMerge(KernelSpec):
             with k.range(item.rows) as row:
 
                 def partial(partition: Int, row: Int = row, item: AttentionItem = item, base: Ptr = partials) -> Ptr:
-                    place = item.partial + (partition - item.first) * item.rows + row
-                    return base + place * shape.sum_bytes
+                    index = item.partial + (partition - item.first) * item.rows + row
+                    return base + index * shape.sum_bytes
 
                 k.copy(partial(begin), call.scratch, shape.sum_bytes)
                 with k.range(item.last, begin + 1) as partition:
@@ -439,8 +435,8 @@ class AttentionMerge(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class GroupRange:
-    """The groups of cached tokens that one work item attends to: begin .. end - 1, of ``last`` groups of the
-    sequence."""
+    """The groups of 16 tokens of a partition that a work item attends to, begin .. end - 1. Groups up to ``last`` - 1
+    are visible to it."""
 
     begin: Int
     end: Int
@@ -448,43 +444,45 @@ class GroupRange:
 
 
 def emit_groups(
-    call: KernelCall, shape: AttentionShape, sequence: Int, head: Int, wanted: GroupRange, places_at: int
+    call: KernelCall, shape: AttentionShape, sequence: Int, head: Int, group_range: GroupRange, places_at: int
 ) -> Groups:
-    """Write the list of the groups' places into the scratch, in the order of reading, for prefetches."""
+    """Write the groups' offsets in the pool into the scratch, at ``places_at``, in the order in which they are read and
+    prefetched."""
     k, args = call.k, call.args
     places = call.scratch + places_at
     table = call.step.pointer("block_tables") + sequence * call.step.number("table_stride") * 4
     per_block = shape.block_size // LANES
     slot_bytes, value_offset = args.number("slot_bytes"), args.number("value_offset")
-    count = wanted.end - wanted.begin
+    count = group_range.end - group_range.begin
 
     def place(group: Int) -> Int:
         slot = k.load_int(table + (group // per_block) * 4, 32)
         return slot * slot_bytes + (group % per_block) * shape.group_bytes
 
     with k.range(count) as index:
-        key = place(wanted.begin + index)
+        key = place(group_range.begin + index)
         k.store_int(places + index * 8, key)
         k.store_int(places + (count + index) * 8, key + value_offset)
     with k.range(TAIL_GROUPS) as index:
-        k.store_int(places + (count * 2 + index) * 8, place(k.min(wanted.end + index, wanted.last - 1)))
+        k.store_int(places + (count * 2 + index) * 8, place(k.min(group_range.end + index, group_range.last - 1)))
     pool = call.step.pointer("pool") + (args.number("layer_offset") + head * args.number("piece_bytes"))
-    return Groups(pool, places, wanted.begin * LANES, count, count)
+    return Groups(pool, places, group_range.begin * LANES, count, count)
 
 
 def row_tile(isa: Isa, shape: AttentionShape, rows: int) -> RowTile:
-    """Return the tile of ``rows`` rows, with enough sums in flight to hide the latency of a product, and few enough to
-    leave registers for tables and lines of codes, if any."""
-    sums = min(isa.attention_sums, CODE_SUMS) if shape.codes else isa.attention_sums
-    most = max(1, sums // rows)
-    side = 1 << (min(isa.decode_blocks, SIDE_GROUPS, most).bit_length() - 1)
+    """Return the tile of ``rows`` rows, with as many sums as fit into the registers, to hide the latency of
+    products."""
+    # Lines of codes that are widened to float32 need registers, so that at most 16 sums fit.
+    sums = min(isa.attention_sums, 16) if shape.codes else isa.attention_sums
+    max_columns = max(1, sums // rows)
+    side = 1 << (min(isa.decode_groups, SIDE_GROUPS, max_columns).bit_length() - 1)
     width = shape.head_dim // LANES
-    columns = max(count for count in range(1, width + 1) if width % count == 0 and count <= most)
+    columns = max(count for count in range(1, width + 1) if width % count == 0 and count <= max_columns)
     return RowTile(rows, side, columns, in_turns=rows <= row_counts(isa, shape.group, shape.bf16)[0])
 
 
 def _emit_result(call: KernelCall, shape: AttentionShape, head: Int, row: Int, sums: Ptr, sinks: bool) -> None:
-    """Store the result of a row whose partitions are folded into ``sums``, with its head's sink, if any."""
+    """Store the result of a row whose folded sums are ``sums``; ``sinks``: first fold its head's sink."""
     if in_matrix_tiles(call.k.isa, shape.bf16):
         total = sums + (4 * shape.value_dim + VECTOR_BYTES)
         call.k.store(total, call.k.sum(call.k.load(total)))

@@ -33,8 +33,9 @@ VECTOR_BYTES = 64
 _I1, I8, _I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 _F32 = ir.FloatType()
 VF, VI = ir.VectorType(_F32, LANES), ir.VectorType(I32, LANES)
-_VH = ir.VectorType(_I16, LANES)
-_WORDS = ir.VectorType(_I16, 2 * LANES)
+# Sixteen lanes of 8 and 16 bits and of float16, and a vector's 32 words of 16 bits.
+LANE_BYTES, LANE_WORDS, HALVES = (ir.VectorType(kind, LANES) for kind in (I8, _I16, ir.HalfType()))
+WORDS = ir.VectorType(_I16, 2 * LANES)
 # Python's int, which :meth:`Kernel.int` hides inside the class.
 Count = int
 LOG2E = 1.4426950408889634
@@ -44,13 +45,11 @@ _EXP2 = (1.5403530393381609e-4, 1.3333558146428443e-3, 9.618129107628477e-3, 5.5
          2.402265069591007e-1, 6.931471805599453e-1, 1.0)  # fmt: skip
 # 2**x on [0, 1) within a relative 8e-5, highest power first.
 _EXP2_ROUGH = (7.802452e-2, 2.2606716e-1, 6.9583354e-1, 9.9992522e-1)
-# Below this exponent 2**x is 0, so that a masked token has a weight of exactly 0 whatever its score.
+# Exponents below this one yield 0, so that the weight of a masked token is exactly 0.
 _MIN_EXPONENT = -126.0
-# Operands of AVX-512 intrinsics: a bit per lane; the rounding mode of MXCSR.
+# Operands of AVX-512 intrinsics: a mask with a bit per lane; 4 for the rounding mode of MXCSR.
 _LANE_BITS, _CURRENT_ROUNDING = ir.IntType(16), 4
 _ALL_LANES = _LANE_BITS(0xFFFF)
-# Operand of VREDUCEPS: x - floor(x), without exceptions.
-_ROUND_DOWN = 9
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]
@@ -224,7 +223,7 @@ class Kernel:
         return Quads(self, self.builder.fptosi(value.ir, VI))
 
     def below(self, start: Int, limit: Int) -> Bool:
-        """Return the mask of lanes whose 32-bit integer start + lane is below ``limit``."""
+        """Return the mask of lanes for which start + lane is below ``limit``, compared as 32-bit integers."""
         counted = ir.Constant(VI, list(range(LANES)))
         lanes = self.builder.add(counted, self.splat(self.builder.trunc(start.ir, I32)))
         bound = self.splat(self.builder.trunc(limit.ir, I32))
@@ -247,7 +246,7 @@ class Kernel:
         return Int(self, self.builder.call(self.function("llvm.ctpop.i64", I64, [I64]), [bits.ir]))
 
     def sortable(self, value: Vec, valid: Bool) -> Quads:
-        """Return integers ordered like the values; the least integer in lanes that are not ``valid``."""
+        """Return integers that order like the values; the smallest integer in lanes that are not ``valid``."""
         b = self.builder
         raw = b.bitcast(value.ir, VI)
         ordered = b.xor(raw, b.and_(b.ashr(raw, int_lanes(31)), int_lanes(0x7FFFFFFF)))
@@ -273,47 +272,47 @@ class Kernel:
     def range(self, end: Int | Count, begin: Int | Count = 0, step: Count = 1) -> Iterator[Int]:
         """Append a loop over begin, begin + step ... below end, and yield its index."""
         b, first, last = self.builder, self.int(begin).ir, self.int(end).ir
-        before, body, behind = b.block, b.append_basic_block("body"), b.append_basic_block("behind")
-        b.cbranch(b.icmp_signed("<", first, last), body, behind)
+        before, body, after = b.block, b.append_basic_block("body"), b.append_basic_block("after")
+        b.cbranch(b.icmp_signed("<", first, last), body, after)
         b.position_at_end(body)
         index = b.phi(I64)
         index.add_incoming(first, before)
         yield Int(self, index)
         following = b.add(index, I64(step))
         index.add_incoming(following, b.block)
-        b.cbranch(b.icmp_signed("<", following, last), body, behind)
-        b.position_at_end(behind)
+        b.cbranch(b.icmp_signed("<", following, last), body, after)
+        b.position_at_end(after)
 
-    def cases(self, value: Int, most: Count) -> Iterator[Count]:
-        """Yield 1 .. most, one for each case of a switch: instructions appended after a number was yielded run if
+    def cases(self, value: Int, count: Count) -> Iterator[Count]:
+        """Append a switch; yield 1 .. ``count``, one per case: instructions appended after a number was yielded run if
         ``value`` equals it."""
         b = self.builder
-        behind, blocks = b.append_basic_block("behind"), [b.append_basic_block("case") for _ in range(most)]
+        after, blocks = b.append_basic_block("after"), [b.append_basic_block("case") for _ in range(count)]
         choice = b.switch(value.ir, blocks[0])
         for number, block in enumerate(blocks, 1):
             if number > 1:
                 choice.add_case(number, block)
             b.position_at_end(block)
             yield number
-            b.branch(behind)
-        b.position_at_end(behind)
+            b.branch(after)
+        b.position_at_end(after)
 
     @contextmanager
     def forever(self) -> Iterator[Any]:
         """Append a loop that only :meth:`break_if` ends; yield the block after it, to pass to :meth:`break_if`."""
         b = self.builder
-        body, behind = b.append_basic_block("body"), b.append_basic_block("behind")
+        body, after = b.append_basic_block("body"), b.append_basic_block("after")
         b.branch(body)
         b.position_at_end(body)
-        yield behind
+        yield after
         b.branch(body)
-        b.position_at_end(behind)
+        b.position_at_end(after)
 
-    def break_if(self, behind: Any, condition: Bool) -> None:
-        """Break out of a :meth:`forever` loop if the condition holds."""
-        on = self.builder.append_basic_block("on")
-        self.builder.cbranch(condition.ir, behind, on)
-        self.builder.position_at_end(on)
+    def break_if(self, after: Any, condition: Bool) -> None:
+        """Break out of a :meth:`forever` loop, which yielded ``after``, if the condition holds."""
+        following = self.builder.append_basic_block("next")
+        self.builder.cbranch(condition.ir, after, following)
+        self.builder.position_at_end(following)
 
     def when(self, condition: Bool) -> AbstractContextManager[Any]:
         """Return a context whose instructions run only if the condition holds."""
@@ -326,8 +325,8 @@ class Kernel:
             return Bool(self, _I1(1))
         assert ptr.begin is not None, "checked kernels need pointers with bounds"
         b = self.builder
-        behind = b.add(ptr.ir, self.int(size).ir)
-        inside = b.and_(b.icmp_unsigned(">=", ptr.ir, ptr.begin), b.icmp_unsigned("<=", behind, ptr.end))
+        end = b.add(ptr.ir, self.int(size).ir)
+        inside = b.and_(b.icmp_unsigned(">=", ptr.ir, ptr.begin), b.icmp_unsigned("<=", end, ptr.end))
         with b.if_then(b.not_(inside), likely=False):
             b.store(self._own_address, b.inttoptr(self._fault, I64.as_pointer()))
             b.store(b.sub(ptr.ir, ptr.begin), b.inttoptr(b.add(self._fault, I64(8)), I64.as_pointer()))
@@ -337,8 +336,8 @@ class Kernel:
         if self._fault is None:
             return ptr.ir
         # Redirect out-of-bounds accesses to the line after the fault cell.
-        stray = self.builder.add(self._fault, I64(VECTOR_BYTES))
-        return self.builder.select(self.in_bounds(ptr, size).ir, ptr.ir, stray)
+        dummy = self.builder.add(self._fault, I64(VECTOR_BYTES))
+        return self.builder.select(self.in_bounds(ptr, size).ir, ptr.ir, dummy)
 
     def read(self, ptr: Ptr, kind: Any, align: Count) -> Any:
         """Load an LLVM value of type ``kind``."""
@@ -357,7 +356,7 @@ class Kernel:
 
     def load_half(self, ptr: Ptr) -> Vec:
         """Load 16 float16 as float32."""
-        halves = self.builder.bitcast(self.read(ptr, _VH, 2), ir.VectorType(ir.HalfType(), LANES))
+        halves = self.builder.bitcast(self.read(ptr, LANE_WORDS, 2), HALVES)
         return Vec(self, self.builder.fpext(halves, VF))
 
     def store(self, ptr: Ptr, value: Vec) -> None:
@@ -405,7 +404,7 @@ class Kernel:
         """Load 16 values that are bfloat16 or float32 in memory, as float32."""
         if not bf16:
             return self.load(ptr)
-        wide = self.builder.zext(self.read(ptr, _VH, 2), VI)
+        wide = self.builder.zext(self.read(ptr, LANE_WORDS, 2), VI)
         return Vec(self, self.builder.bitcast(self.builder.shl(wide, int_lanes(16)), VF))
 
     def store_float(self, ptr: Ptr, value: Vec, bf16: bool) -> None:
@@ -471,15 +470,15 @@ class Kernel:
 
     @property
     def code_bias(self) -> Count:
-        """Excess of each stored weight code in :meth:`dot_codes`."""
+        """The bias of stored weight codes that remains in results of :meth:`dot_codes`."""
         return 0 if self.isa.int8_dot == "sdot" else 128
 
     def dot_codes(self, total: Quads, weights: Quads, x: Quads, *, small: bool = False) -> Quads:
         """Return ``total`` plus the dot product of each lane's four codes of both sides, exact modulo 2**32.
 
-        Codes of ``x`` are signed, those of ``weights`` are stored with 128 added. On processors that multiply unsigned
-        by signed codes, :attr:`code_bias` of it remains in the result, and callers subtract it. ``small`` weight codes
-        are 0 to 127, stored as they are.
+        Codes of ``x`` are signed, those of ``weights`` are stored with 128 added. The result is too large by
+        :attr:`code_bias` times the sum of the lane's codes of ``x``, which callers subtract: most processors multiply
+        unsigned by signed codes. ``small`` weight codes are 0 to 127, stored without a bias.
         """
         b, isa = self.builder, self.isa
         if isa.int8_dot == "vpdpbusd":
@@ -492,17 +491,17 @@ class Kernel:
             signed = weights.ir if small else b.xor(weights.ir, int_lanes(-0x7F7F7F80))
             return Quads(self, self._in_parts(dot, (total.ir, signed, x.ir)))
         if isa.machine == "aarch64":
-            for place in range(0, 32, 8):
-                first = b.and_(b.lshr(weights.ir, int_lanes(place)), int_lanes(0xFF))
-                second = b.ashr(b.shl(x.ir, int_lanes(24 - place)), int_lanes(24))
+            for bit in range(0, 32, 8):
+                first = b.and_(b.lshr(weights.ir, int_lanes(bit)), int_lanes(0xFF))
+                second = b.ashr(b.shl(x.ir, int_lanes(24 - bit)), int_lanes(24))
                 total = total + Quads(self, b.mul(first, second))
             return total
-        wide, words = (ir.VectorType(I32, LANES), "avx512.pmaddw.d.512") if "avx512f" in isa.needs else (
+        wide, name = (ir.VectorType(I32, LANES), "avx512.pmaddw.d.512") if "avx512f" in isa.needs else (
             ir.VectorType(I32, LANES // 2), "avx2.pmadd.wd")  # fmt: skip
         halves = ir.VectorType(_I16, 2 * wide.count)
-        multiply = self.function(f"llvm.x86.{words}", wide, [halves, halves])
-        eight, low = (ir.Constant(_WORDS, [value] * (2 * LANES)) for value in (8, 0xFF))
-        first, second = b.bitcast(weights.ir, _WORDS), b.bitcast(x.ir, _WORDS)
+        multiply = self.function(f"llvm.x86.{name}", wide, [halves, halves])
+        eight, low = (ir.Constant(WORDS, [value] * (2 * LANES)) for value in (8, 0xFF))
+        first, second = b.bitcast(weights.ir, WORDS), b.bitcast(x.ir, WORDS)
         # As 16-bit numbers: the even codes of each lane first, then the odd ones.
         even = b.and_(first, low), b.ashr(b.shl(second, eight), eight)
         odd = b.lshr(first, eight), b.ashr(second, eight)
@@ -510,8 +509,8 @@ class Kernel:
             total = total + Quads(self, self._in_parts(multiply, tuple(b.bitcast(each, VI) for each in pair)))
         return total
 
-    def table_lookup(self, places: Quads, table: Sequence[Count]) -> Quads:
-        """Look up each of the 64 bytes of ``places``, all below 16, in a table of 16 bytes."""
+    def table_lookup(self, indices: Quads, table: Sequence[Count]) -> Quads:
+        """Look up each of the 64 bytes of ``indices``, all below 16, in a table of 16 bytes."""
         if self.isa.machine == "aarch64":
             name, wide = "aarch64.neon.tbl1.v16i8", ir.VectorType(I8, 16)
         elif "avx512f" in self.isa.needs:
@@ -519,24 +518,25 @@ class Kernel:
         else:
             name, wide = "x86.avx2.pshuf.b", ir.VectorType(I8, 32)
         entries = self.builder.bitcast(ir.Constant(ir.VectorType(I8, 64), [*table] * 4), VI)
-        return Quads(self, self._in_parts(self.function(f"llvm.{name}", wide, [wide, wide]), (entries, places.ir)))
+        return Quads(self, self._in_parts(self.function(f"llvm.{name}", wide, [wide, wide]), (entries, indices.ir)))
 
     def _in_parts(self, function: Any, values: Sequence[Any]) -> Any:
-        """Call an LLVM function of narrower vectors once per part of the sixteen lanes; return the results joined."""
+        """Call an LLVM function of narrower vectors for successive parts of the sixteen lanes; return the joined
+        results."""
         b, part_lanes = self.builder, _bytes_of(function.function_type.return_type) // 4
         part = ir.VectorType(I32, part_lanes)
-        found = []
+        results = []
         for first in range(0, LANES, part_lanes):
             order = ir.Constant(part, list(range(first, first + part_lanes)))
             parts = values if part_lanes == LANES else [b.shuffle_vector(each, each, order) for each in values]
             kinds = function.function_type.args
             called = b.call(function, [b.bitcast(one, kind) for one, kind in zip(parts, kinds, strict=True)])
-            found.append(b.bitcast(called, part))
-        while len(found) > 1:
-            count = 2 * found[0].type.count
+            results.append(b.bitcast(called, part))
+        while len(results) > 1:
+            count = 2 * results[0].type.count
             order = ir.Constant(ir.VectorType(I32, count), list(range(count)))
-            found = [b.shuffle_vector(low, high, order) for low, high in zip(found[::2], found[1::2], strict=True)]
-        return found[0]
+            results = [b.shuffle_vector(a, c, order) for a, c in zip(results[::2], results[1::2], strict=True)]
+        return results[0]
 
     def pairs(self, low: Vec, high: Vec) -> Pairs:
         """Pack values that are exact in bfloat16 into pairs."""
@@ -558,14 +558,14 @@ class Kernel:
         if self.isa.bf16_dot == "x86":
             narrow = ir.VectorType(BFLOAT, LANES)
             function = self.function("llvm.x86.avx512bf16.cvtneps2bf16.512", narrow, [VF])
-            return b.bitcast(b.call(function, [value.ir]), _VH)
+            return b.bitcast(b.call(function, [value.ir]), LANE_WORDS)
         bits = b.bitcast(value.ir, VI)
         odd = b.and_(b.lshr(bits, int_lanes(16)), int_lanes(1))
         rounded = b.add(b.add(bits, odd), int_lanes(0x7FFF))
         # A NaN would round to infinity or zero: make it a quiet NaN of the same sign.
         unordered = b.fcmp_unordered("uno", value.ir, value.ir)
         result = b.select(unordered, b.or_(bits, int_lanes(0x00400000)), rounded)
-        return b.trunc(b.lshr(result, int_lanes(16)), _VH)
+        return b.trunc(b.lshr(result, int_lanes(16)), LANE_WORDS)
 
     def store_two(self, ptr: Ptr, first: Vec, second: Vec) -> None:
         """Store two vectors as 32 bfloat16, rounded to nearest even."""
@@ -595,20 +595,20 @@ class Kernel:
         """Return the smaller value per lane; b's if a is NaN."""
         return self.select(a < b, a, self.vector(b))  # type: ignore[no-any-return]
 
-    def maximum_abs(self, size: Vec, value: Vec) -> Vec:
-        """Return the larger of ``size``, which is not negative, and the magnitude of ``value``; NaN is the largest."""
+    def maximum_abs(self, magnitude: Vec, value: Vec) -> Vec:
+        """Return max(magnitude, abs(value)) per lane; ``magnitude`` is not negative. NaN exceeds all numbers."""
         b = self.builder
-        one, other = b.bitcast(size.ir, VI), b.and_(b.bitcast(value.ir, VI), int_lanes(0x7FFFFFFF))
-        return Vec(self, b.bitcast(b.select(b.icmp_signed(">", one, other), one, other), VF))
+        a, c = b.bitcast(magnitude.ir, VI), b.and_(b.bitcast(value.ir, VI), int_lanes(0x7FFFFFFF))
+        return Vec(self, b.bitcast(b.select(b.icmp_signed(">", a, c), a, c), VF))
 
-    def max_abs_lane(self, size: Vec) -> Vec:
-        """Return the largest of the magnitudes in ``size`` in all lanes, NaN if a lane is NaN."""
+    def max_abs_lane(self, magnitude: Vec) -> Vec:
+        """Return the largest lane of ``magnitude``, which is not negative, in every lane; NaN if a lane is NaN."""
         for distance in (8, 4, 2, 1):
-            size = self.maximum_abs(size, self._rotated(size, distance))
-        return size
+            magnitude = self.maximum_abs(magnitude, self._rotated(magnitude, distance))
+        return magnitude
 
     def rounded(self, value: Vec) -> Vec:
-        """Round to whole numbers, ties to even."""
+        """Round to integers, ties to even."""
         return Vec(self, self.builder.call(self.function("llvm.rint.v16f32", VF, [VF]), [value.ir]))
 
     def sum_quads(self, value: Quads) -> Quads:
@@ -675,7 +675,8 @@ class Kernel:
         if "avx512dq" not in self.isa.needs:
             return self.exp2(x)
         reduce = self.function("llvm.x86.avx512.mask.reduce.ps.512", VF, [VF, I32, VF, _LANE_BITS, I32])
-        operands = [x.ir, I32(_ROUND_DOWN), self.vector(0.0).ir, _ALL_LANES, I32(_CURRENT_ROUNDING)]
+        # 9: x - floor(x), without exceptions.
+        operands = [x.ir, I32(9), self.vector(0.0).ir, _ALL_LANES, I32(_CURRENT_ROUNDING)]
         part = Vec(self, self.builder.call(reduce, operands))
         value = self.vector(_EXP2_ROUGH[0])
         for factor in _EXP2_ROUGH[1:]:
@@ -684,7 +685,7 @@ class Kernel:
         return self._scaled(value, x, _ALL_LANES)
 
     def _scaled(self, value: Vec, exponent: Vec, lanes: Any) -> Vec:
-        """Return value * 2**floor(exponent), and 0 in other lanes than ``lanes``. Needs AVX-512."""
+        """Return value * 2**floor(exponent) in the lanes of the mask ``lanes``, else 0. Needs AVX-512."""
         scale = self.function("llvm.x86.avx512.mask.scalef.ps.512", VF, [VF, VF, VF, _LANE_BITS, I32])
         operands = [value.ir, exponent.ir, self.vector(0.0).ir, lanes, I32(_CURRENT_ROUNDING)]
         return Vec(self, self.builder.call(scale, operands))
@@ -702,8 +703,8 @@ class Kernel:
 
     def softplus(self, x: Vec) -> Vec:
         """Return log(1 + e**x), within a relative 1e-5 where it is at least e**-85. NaN stays NaN."""
-        size = self.maximum(x, x * -1.0)
-        power = self.exp2(size * -LOG2E)
+        magnitude = self.maximum(x, x * -1.0)
+        power = self.exp2(magnitude * -LOG2E)
         # log(1 + y) is twice the inverse hyperbolic tangent of y / (2 + y), which is at most a third.
         part = power / (power + 2.0)
         square, series = part * part, self.vector(1 / 15)
@@ -738,15 +739,15 @@ class Kernel:
         order = ir.Constant(VI, list(range(LANES)))
         return Vec(self, self.builder.shuffle_vector(self.read(low, half, 4), self.read(high, half, 4), order))
 
-    def scatter(self, ptr: Ptr, values: Any, places: Sequence[Count]) -> None:
-        """Store each lane of an LLVM vector of integers at ``ptr`` plus its offset in ``places``, bytes, ascending."""
+    def scatter(self, ptr: Ptr, values: Any, offsets: Sequence[Count]) -> None:
+        """Store each lane of an LLVM vector of integers at ``ptr`` plus its byte offset; ``offsets`` are ascending."""
         b, kind = self.builder, values.type.element
         size = kind.width // 8
         # One bounds check for all lanes: sixteen checks would be sixteen times the code.
-        assert len(places) == values.type.count
-        with self.when(self.in_bounds(ptr, places[-1] + size)):
-            for lane, place in enumerate(places):
-                address = b.inttoptr((ptr + place).ir, kind.as_pointer())
+        assert len(offsets) == values.type.count
+        with self.when(self.in_bounds(ptr, offsets[-1] + size)):
+            for lane, offset in enumerate(offsets):
+                address = b.inttoptr((ptr + offset).ir, kind.as_pointer())
                 b.store(b.extract_element(values, I32(lane)), address).align = size
 
     def store_first(self, ptr: Ptr, value: Vec) -> None:
@@ -760,9 +761,8 @@ class Kernel:
     def call_subroutine(self, name: str, values: Sequence[Int | Ptr], body: Callable[..., None]) -> None:
         """Call the module's function ``name`` with ``values``; kernels of one module share it, compiled once.
 
-        ``body`` writes it on first use: it gets a :class:`Kernel` and the values as the function sees them. The
-        function does not check its accesses: in checked mode the caller checks with :meth:`in_bounds` all that it reads
-        and writes.
+        On first use, ``body`` emits it: it gets a :class:`Kernel` and the function's parameters. The function does not
+        check its accesses: in checked mode the caller checks with :meth:`in_bounds` all memory that it accesses.
         """
         function = self._module.globals.get(name)
         if function is None:
@@ -770,15 +770,15 @@ class Kernel:
             function.attributes.add("noinline")
             builder = ir.IRBuilder(function.append_basic_block("entry"))
             inner = Kernel(builder, self.isa)
-            seen: list[Any] = [type(value)(inner, raw) for value, raw in zip(values, function.args, strict=True)]
-            body(inner, *seen)
+            params: list[Any] = [type(value)(inner, raw) for value, raw in zip(values, function.args, strict=True)]
+            body(inner, *params)
             builder.ret_void()
         self.builder.call(function, [value.ir for value in values])
 
     def function(self, name: str, result: Any, arguments: Sequence[Any], var_arg: bool = False) -> Any:
         """Return an external function: an LLVM intrinsic or a function of libc."""
-        found = self._module.globals.get(name)
-        return found or ir.Function(self._module, ir.FunctionType(result, arguments, var_arg), name)
+        declared = self._module.globals.get(name)
+        return declared or ir.Function(self._module, ir.FunctionType(result, arguments, var_arg), name)
 
     def _rotated(self, value: Vec, distance: Count) -> Vec:
         order = ir.Constant(VI, [(lane + distance) % LANES for lane in range(LANES)])

@@ -16,26 +16,22 @@ from pillion.errors import ConfigError
 
 # Lanes of a vector in the kernels' language, on every processor; also the tokens of a group in the KV pool.
 LANES = 16
-# Attention plans of a step, at most: one for each distinct number of KV heads among the layers.
+# Max attention plans of a step: one per distinct number of KV heads among the layers.
 ATTENTION_PLANS = 2
-# Values of ``--cpu-kernels`` besides the names of the table's rows.
-AUTO, TORCH = "auto", "torch"
-# Features of the matrix tiles: usable only after the kernel grants the process their registers.
+# Features of the matrix tiles: usable only after Linux has granted the process their registers.
 _TILE_FEATURES = ("amx-tile", "amx-bf16", "amx-int8")
-# System call arch_prctl, ARCH_REQ_XCOMP_PERM, and the state component XTILEDATA.
-_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
 
 @dataclass(frozen=True, slots=True)
 class TileRows:
-    """Max rows of a register tile that leave registers for weights and rows: ``wide`` for a tile as wide as a panel (32
-    columns), ``narrow`` for one half as wide (0: no narrow tiles)."""
+    """Max rows of tiles whose sums stay in registers: ``wide`` for tiles of all 32 columns of a panel, ``narrow`` for
+    tiles of 16 columns (0: no narrow tiles)."""
 
     wide: int
     narrow: int = 0
 
     @property
-    def most(self) -> int:
+    def tallest(self) -> int:
         return max(self.wide, self.narrow)
 
 
@@ -46,27 +42,27 @@ class Isa:
     Attributes:
         name: its value of ``--cpu-kernels``.
         needs: features that the processor must have.
-        without: features that stay unused even where the processor has them, so that a row is the same code everywhere.
-        machine: the kind of processor, as ``uname -m`` prints it.
-        model: the processor that LLVM compiles for where this machine is of another kind.
+        without: features that stay unused even if the processor has them, so that the code is the same everywhere.
+        machine: the architecture, as ``uname -m`` prints it.
+        model: LLVM's CPU name to compile for if this machine cannot run the instruction set.
         bf16_dot: "x86" with an instruction for the dot product of bfloat16 pairs (VDPBF16PS), else "".
-        int8_dot: the instruction for the dot product of four 8-bit codes: "vpdpbusd", "sdot", or "" where such
-            products are built from 16-bit ones.
-        bf16_tiles: tiles of products of bfloat16 rows.
-        fp32_tiles: tiles of products of float32 rows.
-        int8_tiles: tiles of products of rows of int8.
-        dot_tiles: tiles of products of rows of int8 with scales for groups of inputs.
-        matrix_tiles: whether one instruction multiplies tiles of 16 rows of bfloat16 pairs or codes
+        int8_dot: the instruction for the dot product of four 8-bit codes: "vpdpbusd" or "sdot"; "" if wider products
+            are used instead.
+        bf16_tiles: tile sizes for bfloat16 rows.
+        fp32_tiles: tile sizes for float32 rows.
+        int8_tiles: tile sizes for int8 rows with one scale per row.
+        dot_tiles: tile sizes for int8 rows with a scale per group of inputs.
+        matrix_tiles: whether one instruction multiplies tiles of 16 rows of bfloat16 pairs or codes, as AMX's do
             (:mod:`pillion.kernels.cpu.language.matrix_tiles`).
-        emulated_tiles: whether such instructions are emulated, for tests on processors without them.
-        version: version of the row's arithmetic, incremented by a release that changes its bits.
+        emulated_tiles: whether AMX's instructions are emulated, for tests on processors without them.
+        version: version of the arithmetic, incremented by releases that change bits of results.
         rounds_codes: whether bfloat16 rows are multiplied by scale * code + offset rounded to bfloat16, not by the
             exact value (:mod:`pillion.kernels.cpu.quantized.rounded_codes`). Needs ``matrix_tiles``.
         attention_rows: query rows that share a pass over a KV head's blocks.
-        attention_sums: vectors of sums that stay in registers in such a pass, beside their operands.
-        decode_blocks: blocks whose scores are computed side by side for few rows.
+        attention_sums: accumulator vectors of such a pass that fit into the registers besides its operands.
+        decode_groups: groups of 16 tokens whose scores are computed at a time for few rows.
         products_load: whether tiles that unpack codes load a row's value as an operand of each product, instead of once
-            for both halves of a panel. Results have the same bits either way, so it needs no row of the table.
+            for both halves of a panel. Results have the same bits, so it does not make another instruction set.
     """
 
     name: str
@@ -86,12 +82,12 @@ class Isa:
     dot_tiles: TileRows = TileRows(12)
     attention_rows: int = 12
     attention_sums: int = 24
-    decode_blocks: int = 4
+    decode_groups: int = 4
     products_load: bool = True
 
     @property
     def label(self) -> str:
-        """Name in logs and in a worker's registration; differs where bits differ."""
+        """Name in logs and in a worker's registration. Instruction sets whose results differ in bits differ in it."""
         version = f".{self.version}" if self.version > 1 else ""
         return f"{self.name}{version}{'-rounded' if self.rounds_codes else ''}"
 
@@ -130,7 +126,7 @@ _NEON = Isa(
     attention_sums=4,
 )
 
-# Best row first: ``auto`` takes the first row whose features the processor has.
+# Best instruction set first: ``auto`` selects the first one whose features the processor has.
 TABLE = (
     replace(
         _AVX512_BF16,
@@ -178,55 +174,55 @@ TABLE = (
     _NEON,
 )
 BY_NAME = {isa.name: isa for isa in TABLE}
-CHOICES = (AUTO, *BY_NAME, TORCH)
+# Values of ``--cpu-kernels``.
+CHOICES = ("auto", *BY_NAME, "torch")
 
 
 def host_features() -> frozenset[str]:
-    """Return the features of this processor that this process may use; empty where the kernels cannot run (not Linux,
-    or without LLVM)."""
+    """Return the processor features that this process may use; empty if the kernels cannot run (not Linux, no LLVM)."""
     if sys.platform != "linux" or sys.maxsize < 2**32 or sys.byteorder != "little":
         return frozenset()
     try:
         import llvmlite.binding as llvm
 
-        found = llvm.get_host_cpu_features()
+        host = llvm.get_host_cpu_features()
     except (ImportError, OSError, RuntimeError):  # no LLVM, or it cannot read this processor's features
         return frozenset()
-    features = {name for name, has in found.items() if has}
+    features = {name for name, has in host.items() if has}
     if platform.machine() == "aarch64":
         # LLVM may not list NEON and floating point, but Linux requires both on 64-bit ARM.
         features |= {"neon", "fp-armv8"}
-    if "amx-tile" in features and not _may_use_tiles():
+    if "amx-tile" in features and not _request_tiles():
         features -= set(_TILE_FEATURES)
     return frozenset(features)
 
 
 @cache
-def _may_use_tiles() -> bool:
+def _request_tiles() -> bool:
     """Request the tiles' registers for all threads of this process and its children; return whether they were granted.
     Signal frames grow with them, so Linux refuses if a thread has a small alternate signal stack."""
-    words = map(ctypes.c_long, (_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA))
-    return int(ctypes.CDLL(None).syscall(*words)) == 0
+    # arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA)
+    return int(ctypes.CDLL(None).syscall(*map(ctypes.c_long, (158, 0x1023, 18)))) == 0
 
 
 def choose_isa(choice: str, features: Collection[str], *, exact_codes: bool = False) -> Isa | None:
-    """Return the row to compile for, or None if torch runs the model.
+    """Return the instruction set to compile for, or None if torch runs the model.
 
     Args:
-        choice: one of ``CHOICES``. ``auto`` is the best row, or None if the processor matches none.
+        choice: one of ``CHOICES``. ``auto`` selects the best instruction set that the processor has, or None.
         features: the processor's features, as :func:`host_features` lists them.
-        exact_codes: products never round quantized weights.
+        exact_codes: whether products must not round quantized weights.
 
     Raises:
-        ConfigError: ``choice`` is not in ``CHOICES``, or the processor lacks features that its row needs.
+        ConfigError: ``choice`` is not in ``CHOICES``, or the processor lacks features that it needs.
     """
     if choice not in CHOICES:
         raise ConfigError(f"--cpu-kernels: {choice!r} is none of {', '.join(CHOICES)}")
-    if choice == TORCH:
+    if choice == "torch":
         return None
-    if choice == AUTO:
-        found = next((isa for isa in TABLE if not _lacking(isa, features)), None)
-        return found and _tuned(found, features, exact_codes)
+    if choice == "auto":
+        best = next((isa for isa in TABLE if not _lacking(isa, features)), None)
+        return best and _tuned(best, features, exact_codes)
     lacking = _lacking(BY_NAME[choice], features)
     if lacking:
         raise ConfigError(f"--cpu-kernels {choice}: this processor lacks {', '.join(lacking)}; use auto or torch")
@@ -234,10 +230,10 @@ def choose_isa(choice: str, features: Collection[str], *, exact_codes: bool = Fa
 
 
 def _tuned(isa: Isa, features: Collection[str], exact_codes: bool) -> Isa:
-    """Return a row tuned for a processor with these features."""
+    """Return the instruction set adapted to ``exact_codes`` and to a processor with these features."""
     if isa.rounds_codes and exact_codes:
         isa = replace(isa, rounds_codes=False)
-    # Zen 5: bfloat16 pair products, of which two start per cycle, with at most two loads of vectors in it.
+    # Zen 5 starts two bfloat16 dot products per cycle, but at most two vector loads.
     return replace(isa, products_load=False) if isa.bf16_dot and "avx512vp2intersect" in features else isa
 
 

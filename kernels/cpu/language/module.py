@@ -22,9 +22,9 @@ from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.language.records import STEP, RecordLayout, RecordView
 
 SIGNATURE = ir.FunctionType(ir.VoidType(), [I64] * 6)
-# A cache line per operation's counter, to avoid false sharing.
+# Counters are a cache line apart, to avoid false sharing.
 COUNTER_BYTES = 64
-# Scratch memory of a thread.
+# Scratch memory per thread.
 SCRATCH_BYTES = 2**22
 # Symbol of the fault cell in compiled code.
 FAULT_CELL = "fault_cell"
@@ -44,31 +44,31 @@ class KernelCall:
 
     @contextmanager
     def shared_range(self, count: Int, chunk: Int | int) -> Iterator[tuple[Int, Int]]:
-        """Yield ranges (begin, end) of 0 .. count, ``chunk`` each, drawn dynamically by the calls. At most once per
-        kernel."""
+        """Append a loop over the ranges of ``chunk`` numbers of 0 .. count that this call draws, and yield a range
+        (begin, end). At most once per kernel."""
         k = self.k
-        with k.forever() as behind:
+        with k.forever() as end:
             begin = k.fetch_add(self.counter, chunk)
-            k.break_if(behind, begin >= count)
+            k.break_if(end, begin >= count)
             yield begin, k.min(begin + chunk, count)
 
     @contextmanager
     def items_ahead(self, count: Int, chunk: Int) -> Iterator[tuple[Int, Int]]:
-        """Yield the work items of 0 .. count that this call draws, ``chunk`` at a time, each with the item after it,
-        whose memory may be prefetched. At most once per kernel."""
+        """Append a loop over the work items of 0 .. count that this call draws, ``chunk`` at a time; yield an item and
+        the one after it, whose memory may be prefetched. At most once per kernel."""
         k = self.k
         chunk = k.max(chunk, 1)
         # The next range is drawn before this one is processed, so that its first item can be prefetched.
         drawn = k.variable(k.fetch_add(self.counter, chunk))
-        with k.forever() as behind:
+        with k.forever() as done:
             begin = drawn.value
-            k.break_if(behind, begin >= count)
+            k.break_if(done, begin >= count)
             following = k.fetch_add(self.counter, chunk)
             drawn.value = following
             end = k.min(begin + chunk, count)
             with k.range(end, begin) as item:
                 after = k.select(item + 1 < end, item + 1, following)
-                # The last item is its own successor: there is nothing to prefetch.
+                # The last item counts as its own successor: nothing is left to prefetch.
                 yield item, k.select(after < count, after, item)
 
     @contextmanager
@@ -80,7 +80,8 @@ class KernelCall:
 
 
 class KernelSpec:
-    """A kernel's parameters, as a frozen dataclass, and the layout of its record. Equal specs are one kernel."""
+    """Base of kernels: a frozen dataclass of parameters, and the layout of the argument record. Equal specs are one
+    kernel."""
 
     __slots__ = ()
     layout: ClassVar[RecordLayout]
@@ -88,11 +89,11 @@ class KernelSpec:
     @property
     def name(self) -> str:
         """Name made of the kernel and every parameter: specs with equal names are equal."""
-        words = [self.layout.name]
+        parts = [self.layout.name]
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
-            words += [field.name] * value if isinstance(value, bool) else [getattr(value, "name", str(value))]
-        return "_".join(filter(None, words))
+            parts += [field.name] * value if isinstance(value, bool) else [getattr(value, "name", str(value))]
+        return "_".join(filter(None, parts))
 
     def emit(self, call: KernelCall) -> None:
         """Append the kernel's instructions to ``call.k``."""

@@ -1,4 +1,4 @@
-"""Records that pass arguments from Python to a kernel: arrays of 64-bit words with named fields.
+"""Records of arguments that Python passes to kernels: arrays of 64-bit words with named fields.
 
 A pointer has two words, its address and its accessible bytes; a number and a float32 have one word each. Python fills a
 record through :class:`RecordLayout`, a kernel reads it through :class:`RecordView`.
@@ -19,16 +19,17 @@ Words = npt.NDArray[np.int64]
 
 
 class RecordLayout:
-    """The word index of each field of a record."""
+    """Layout of a record; ``place`` is the word index of each field."""
 
     def __init__(
         self, name: str, *, pointers: tuple[str, ...] = (), numbers: tuple[str, ...] = (), reals: tuple[str, ...] = ()
     ) -> None:
         self.name = name
         self.pointers, self.numbers, self.reals = pointers, numbers, reals
-        words = [word for field in pointers for word in (field, "")] + [*numbers, *reals]
-        self.place = {field: at for at, field in enumerate(words) if field}
-        self.num_words = len(words)
+        # A pointer's second word has no name.
+        names = [name for field in pointers for name in (field, "")] + [*numbers, *reals]
+        self.place = {field: index for index, field in enumerate(names) if field}
+        self.num_words = len(names)
 
     def fill(self, words: Words, values: Mapping[str, Any]) -> None:
         """Write ``values`` into ``words`` [num_words]. A pointer's value is an array, (address, bytes), or None.
@@ -46,7 +47,7 @@ class RecordLayout:
 
 
 class RecordView:
-    """Access to the record at ``base`` in the code of kernel ``k``; each read of a field appends a load."""
+    """The record at ``base``, as the code of kernel ``k`` reads it; each read of a field appends a load."""
 
     def __init__(self, layout: RecordLayout, k: Kernel, base: Ptr) -> None:
         self._layout, self._k, self._base = layout, k, base
@@ -63,7 +64,7 @@ class RecordView:
         return self._k.load_int(self._at(field))
 
     def real(self, field: str) -> Vec:
-        """Return a float32 field in all sixteen lanes."""
+        """Load a float32 field into all sixteen lanes."""
         assert field in self._layout.reals, field
         return self._k.broadcast(self._at(field))
 
@@ -93,7 +94,7 @@ STEP = RecordLayout(
         # Attention's work, int32 [num_items, ITEM_WORDS] (pillion.kernels.cpu.attention.cpu_attention_plan).
         "items",
         "merges",  # int32 [num_merges, ITEM_WORDS]: queries whose context is split over several items
-        # The same for layers with another number of KV heads, in models that have such layers.
+        # The same, for layers with another number of KV heads.
         "items_2",
         "merges_2",
         "pool",  # the paged cache

@@ -1,4 +1,4 @@
-"""Atomics, futexes and pauses, by which threads and processes that share memory wait for one another.
+"""Atomics, futexes and pauses, with which threads and processes that share memory wait for one another.
 
 Used by the thread pool and the sums over ranks. Accesses are sequentially consistent and unchecked.
 """
@@ -11,8 +11,9 @@ from llvmlite import ir
 
 from pillion.kernels.cpu.language.emit import I32, I64, Int, Kernel, Ptr
 
-# Operations of Linux's futex(2). PRIVATE is added where all sleepers are threads of one process.
+# Operations of Linux's futex(2), and the flag PRIVATE for futexes whose sleepers are threads of one process.
 FUTEX_WAIT, FUTEX_WAKE, PRIVATE = 0, 1, 128
+# FUTEX_WAKE's number of sleepers to wake, for all of them.
 ALL_SLEEPERS = 2**31 - 1
 NS_PER_S = 1_000_000_000
 
@@ -38,8 +39,8 @@ def atomic_raise(k: Kernel, ptr: Ptr, value: Int) -> Int:
 
 def atomic_exchange(k: Kernel, ptr: Ptr, old: Int, new: Int) -> Int:
     """Write ``new`` if the word is ``old`` (compare and exchange); return its previous value."""
-    found = k.builder.cmpxchg(_word(k, ptr), old.ir, new.ir, "seq_cst", "seq_cst")
-    return Int(k, k.builder.extract_value(found, 0))
+    result = k.builder.cmpxchg(_word(k, ptr), old.ir, new.ir, "seq_cst", "seq_cst")
+    return Int(k, k.builder.extract_value(result, 0))
 
 
 def futex(k: Kernel, word: Ptr, operation: int, value: Any, timeout_ns: Int | None = None) -> None:
@@ -57,7 +58,7 @@ def futex(k: Kernel, word: Ptr, operation: int, value: Any, timeout_ns: Int | No
 
 
 def time_cell(k: Kernel) -> Ptr:
-    """Reserve stack space for seconds and nanoseconds."""
+    """Allocate a timespec, seconds and nanoseconds, on the stack."""
     with k.builder.goto_entry_block():
         return Ptr(k, k.builder.ptrtoint(k.builder.alloca(ir.ArrayType(I64, 2)), I64))
 

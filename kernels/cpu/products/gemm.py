@@ -1,4 +1,4 @@
-"""Products of rows with packed weights (:mod:`pillion.kernels.cpu.products.packing`), with an epilogue on the sums.
+"""GEMM of rows with packed weights (:mod:`pillion.kernels.cpu.products.packing`), with an epilogue on the sums.
 
     ranges of panels -> for each panel: tiles of rows -> sums (gemm_tiles) -> epilogue -> out
 
@@ -8,7 +8,7 @@ memory and arithmetic overlap. Quantized weights have separate tiles
 (:mod:`pillion.kernels.cpu.quantized.quantized_tiles`), and so have many rows in matrix tiles
 (:mod:`pillion.kernels.cpu.products.many_rows`).
 
-A row's result has the same bits whatever and however many the other rows are: each output is one chain of additions
+A row's result has the same bits whatever the other rows and their number: each output is one chain of additions
 over ascending inputs (gemm_tiles), and all rows share the epilogue's code.
 """
 
@@ -28,7 +28,7 @@ from pillion.kernels.cpu.products.many_rows import (
     MAX_PANELS,
     MAX_ROW_TILES,
     SCRATCH_NEEDED,
-    SUMS_PLACE,
+    SUMS_OFFSET,
     TILED_ROWS,
     Epilogue,
     ManyRows,
@@ -50,13 +50,13 @@ LAYOUT = RecordLayout(
     "gemm",
     pointers=(
         "x",  # [rows, depth], bfloat16 or float32, with zeros after depth, or int8 codes
-        "weights",  # the packed matrix, or the matrices of all groups in turn
-        # float32: the sum of each group's inputs of each row, for weights with offsets, or ROW_CONSTANTS for rows of
-        # codes.
+        "weights",  # the packed matrix, or those of all groups, one after the other
+        # float32 per row and group of inputs: the sum of the inputs, for weights with offsets; ROW_CONSTANTS for rows
+        # of codes.
         "input_sums",
         "bias",  # float32 [groups, pairs * 32] in the order of packed columns, if there is one
         "out",  # float32 [rows, pairs * 32], or gated [rows, pairs * 16] or activated, both of x's type
-        "group_starts",  # int32 [groups + 1]: a group has the rows from its start to the next
+        "group_starts",  # int32 [groups + 1]: first row of each group, and the number of rows
     ),
     numbers=(
         "x_stride",  # bytes
@@ -79,23 +79,12 @@ LAYOUT = RecordLayout(
 
 GATED = ("gated_silu", "gated_gelu", "gated_clamped")
 ACTIVATED = ("act_none", "act_silu", "act_gelu", "act_erf_gelu", "act_relu", "act_relu2", "act_xielu")
-# Ranges that each thread draws, if there are enough panels. A range still takes many microseconds, and the last ranges
-# end at about the same time.
+# Ranges that each thread draws, if there are enough panels: so many that threads end at about the same time, so few
+# that a range takes many microseconds.
 RANGES_PER_THREAD = 16
 GROUP_RANGES_PER_THREAD = 4
-# Work items per thread, if there are enough rows to divide a panel's work into blocks of rows.
+# Work items per thread, if enough rows allow dividing a panel's work into blocks of rows.
 ITEMS_PER_THREAD = 2
-# In matrix tiles: work items per thread if threads copy rows once; min panels per item, in that case and if each item
-# copies its rows; min 32-row tiles per item, since each reads its weights.
-_SHALLOW_ITEMS_PER_THREAD = 4
-_MIN_PANELS, _MIN_DEEP_PANELS, _MIN_ROW_TILES = 2, 8, 2
-# gelu(x) in its tanh approximation is x * sigmoid(x * (a + b * x * x)).
-_GELU_A = 1.5957691216057308
-_GELU_B = 0.0713548162726009
-# 1 - erf(z) is about t * (a polynomial of t) * e**(-z * z) for z >= 0, where t = 1 / (1 + p * z), within 1.5e-7
-# (Abramowitz and Stegun, 7.1.26): p, and the polynomial from its highest power on.
-_ERF_P = 0.3275911
-_ERF = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +121,7 @@ class Gemm(KernelSpec):
     out_step: int = 0
 
     def expand(self, call: KernelCall) -> Addition | None:
-        """Return the addition to the sums before the epilogue, or None."""
+        """Return what is added to the sums before the epilogue, or None."""
         return None
 
     def emit(self, call: KernelCall) -> None:
@@ -148,12 +137,12 @@ class Gemm(KernelSpec):
 
 
 class Addition(Protocol):
-    """Code that adds something to the sums of rows."""
+    """Emitter of code that adds to the sums of rows."""
 
     def prefetch(self, panel: Int) -> None:
         """Emit code that runs before the sums of a panel are computed; ``panel`` counts through the groups."""
 
-    def added(self, row: Int, panel: Int, totals: list[Vec]) -> list[Vec]:
+    def add_to(self, row: Int, panel: Int, totals: list[Vec]) -> list[Vec]:
         """Return the sums of both tiles of a row and a panel, after the addition."""
 
 
@@ -186,8 +175,8 @@ class GemmBody:
         self.column = call.k.int(0)
 
     def emit_blocks(self) -> None:
-        """Emit the plain product. A work item is a panel with a block of the rows, or with all rows if there are enough
-        panels."""
+        """Emit the product with one matrix. A work item is a panel times a block of the rows, or times all rows if
+        there are enough panels."""
         k, call, pairs = self.k, self.call, self.pairs
         rows = call.step.number(self.spec.rows_of)
         tiles = self._tiles(rows)
@@ -201,11 +190,11 @@ class GemmBody:
             self._panel(cut, panel, panel, weights, self.weights + after // blocks * self.panels.panel_bytes)
 
     def emit_groups(self) -> None:
-        """Emit the grouped product. A work item is a panel of a group with all rows of the group, possibly none."""
+        """Emit the grouped product. A work item is a panel of a group times all rows of the group, possibly none."""
         k, call, pairs = self.k, self.call, self.pairs
         starts = call.args.pointer("group_starts")
         group_bytes = call.args.number("group_bytes")
-        # One group may have all the work, so the length of a range follows from one group's panels.
+        # One group may have all the work, so the size of a range follows from one group's panels.
         chunk = pairs // (call.threads * GROUP_RANGES_PER_THREAD)
         with call.items_ahead(pairs * call.args.number("num_groups"), chunk) as (item, after):
             group, next_group = item // pairs, after // pairs
@@ -219,7 +208,8 @@ class GemmBody:
                 self._panel(RowCut(begin, rows, tiles, k.int(0), tiles), panel, item, weights, ahead)
 
     def emit_heads(self) -> None:
-        """Emit the product of all rows with the matrix of each head. A work item is a panel of a head's matrix."""
+        """Emit the product of all rows with the matrix of each head. A work item is a panel of a head's matrix times
+        all rows."""
         k, call, pairs, x, out = self.k, self.call, self.pairs, self.x, self.out
         rows, group_bytes = call.step.number(self.spec.rows_of), call.args.number("group_bytes")
         tiles, count = self._tiles(rows), pairs * call.args.number("num_groups")
@@ -232,50 +222,54 @@ class GemmBody:
             self._panel(RowCut(k.int(0), rows, tiles, k.int(0), tiles), panel, item, weights, ahead)
 
     def emit_ranges(self, many: ManyRows) -> None:
-        """Emit any product in matrix tiles. A work item is a range of a matrix's panels with a block of its rows: with
-        all of them in a grouped product, and a single panel for few rows."""
+        """Emit any product in matrix tiles. A work item is a range of a matrix's panels times a block of its rows.
+        Grouped products do not divide the rows; otherwise, with at most TILED_ROWS rows, an item is a single panel and
+        all rows."""
         k, call, spec, x, out = self.k, self.call, self.spec, self.x, self.out
         matrices = call.args.number("num_groups") if spec.grouped or spec.x_step else k.int(1)
         starts = call.args.pointer("group_starts") if spec.grouped else None
         cut = self._range_cut(many, matrices)
         panel_bytes, group_bytes = self.panels.panel_bytes, call.args.number("group_bytes")
         with call.items_ahead(matrices * cut.blocks * cut.ranges, cut.draw) as (item, after):
-            matrix, block, first, last = cut.place(item, self.pairs)
-            next_matrix, _, next_first, _ = cut.place(after, self.pairs)
+            matrix, block, first, end = cut.locate(item, self.pairs)
+            next_matrix, _, next_first, _ = cut.locate(after, self.pairs)
             ahead = self.weights + (next_matrix * group_bytes + next_first * panel_bytes)
             begin, rows = cut.block(block)
             if starts is not None:
                 begin = k.load_int(starts + matrix * 4, 32)
                 rows = k.load_int(starts + matrix * 4 + 4, 32) - begin
             self.x, self.out = x + matrix * spec.x_step, out + matrix * spec.out_step
-            panels = PanelRange(first, last, self.weights + matrix * group_bytes, panel_bytes, ahead)
+            panels = PanelRange(first, end, self.weights + matrix * group_bytes, panel_bytes, ahead)
             with k.when(rows > 0), k.builder.if_else((rows <= TILED_ROWS).ir) as (few_rows, many_rows):
-                with few_rows, k.range(last, first) as panel:
+                with few_rows, k.range(end, first) as panel:
                     weights = panels.weights + panel * panel_bytes
-                    following = k.select_ptr(panel + 1 < last, weights + panel_bytes, ahead)
-                    one = RowCut(begin, rows, k.int(1), k.int(0), k.int(1))
-                    self._panel(one, panel, matrix * self.pairs + panel, weights, following)
+                    following = k.select_ptr(panel + 1 < end, weights + panel_bytes, ahead)
+                    single = RowCut(begin, rows, k.int(1), k.int(0), k.int(1))
+                    self._panel(single, panel, matrix * self.pairs + panel, weights, following)
                 with many_rows:
                     self._multiply_many(many, begin, rows, matrix * self.pairs, panels)
 
     def _range_cut(self, many: ManyRows, matrices: Int) -> RangeCut:
         """Return the division of each matrix's rows and panels that gives each thread some work items."""
         k, pairs, threads = self.k, self.pairs, self.call.threads
-        least_ranges = (pairs + (MAX_PANELS - 1)) // MAX_PANELS
+        min_ranges = (pairs + (MAX_PANELS - 1)) // MAX_PANELS
         if self.spec.grouped:
-            ranges = k.max(k.min(pairs, threads * GROUP_RANGES_PER_THREAD), least_ranges)
+            ranges = k.max(k.min(pairs, threads * GROUP_RANGES_PER_THREAD), min_ranges)
             return RangeCut(k.int(0), k.int(0), k.int(1), ranges, k.int(1))
         rows = self.call.step.number(self.spec.rows_of)
         tiles = (rows + (TILED_ROWS - 1)) // TILED_ROWS
-        wanted = threads * k.select(many.deep, k.int(ITEMS_PER_THREAD), k.int(_SHALLOW_ITEMS_PER_THREAD))
-        wanted = (wanted + (matrices - 1)) // matrices
-        panels = k.select(many.deep, k.int(_MIN_DEEP_PANELS), k.int(_MIN_PANELS))
-        ranges = k.max(k.min(wanted, pairs // panels), least_ranges)
-        blocks = k.min((wanted + (ranges - 1)) // ranges, tiles // _MIN_ROW_TILES)
+        # Deep products copy the rows for each item, others once per thread, so deep ones have fewer and larger items: 2
+        # per thread with at least 8 panels, instead of 4 with at least 2. Each item reads its weights, so it has at
+        # least 2 tiles of rows.
+        items = threads * k.select(many.deep, k.int(ITEMS_PER_THREAD), k.int(4))
+        items = (items + (matrices - 1)) // matrices
+        min_panels = k.select(many.deep, k.int(8), k.int(2))
+        ranges = k.max(k.min(items, pairs // min_panels), min_ranges)
+        blocks = k.min((items + (ranges - 1)) // ranges, tiles // 2)
         blocks = k.max(blocks, (tiles + (MAX_ROW_TILES - 1)) // MAX_ROW_TILES)
-        few = tiles < 2
-        draw = k.select(few, matrices * pairs // (threads * RANGES_PER_THREAD), k.int(1))
-        return RangeCut(rows, tiles, k.select(few, k.int(1), blocks), k.select(few, pairs, ranges), draw)
+        single = tiles < 2
+        draw = k.select(single, matrices * pairs // (threads * RANGES_PER_THREAD), k.int(1))
+        return RangeCut(rows, tiles, k.select(single, k.int(1), blocks), k.select(single, pairs, ranges), draw)
 
     def _multiply_many(self, many: ManyRows, begin: Int, rows: Int, first_column: Int, panels: PanelRange) -> None:
         """Multiply many rows by a range of panels; ``first_column`` is the index of panel 0 among all groups'."""
@@ -286,7 +280,7 @@ class GemmBody:
                 self.addition.prefetch(first_column + panel)
 
         def prefetch_rows(first: Int, count: Int, panel: Int) -> None:
-            # Stores that miss the L2 cache would take up to half of the time of few inputs. In L1, the lines would be
+            # Into L2: with few inputs, stores that miss it would take up to half of the time. In L1, the lines would be
             # evicted before they are written.
             out, size = self._panel_out(panel), self._out_bytes() * PANEL_COLUMNS
             with k.range(count) as row:
@@ -307,7 +301,7 @@ class GemmBody:
 
     def _tiles(self, rows: Int) -> Int:
         """Return the number of tiles for ``rows`` rows."""
-        highest = self.panels.most_rows()
+        highest = self.panels.max_rows()
         return (rows + (highest - 1)) // highest
 
     def _panel(self, cut: RowCut, panel: Int, column: Int, weights: Ptr, ahead: Ptr) -> None:
@@ -330,41 +324,41 @@ class GemmBody:
         at = self.call.args.pointer("bias") + offset
         return self.k.load(at), self.k.load(at + VECTOR_BYTES)
 
-    def finish(self, row: Int, panel: Int, totals: list[Vec], outs: Ptr, bias: tuple[Vec, Vec] | None) -> None:
-        """Apply the epilogue to one row of a panel; ``outs`` is the panel's address in the first row."""
-        k, spec, out = self.k, self.spec, outs + row * self.out_stride
+    def finish(self, row: Int, panel: Int, totals: list[Vec], first_out: Ptr, bias: tuple[Vec, Vec] | None) -> None:
+        """Apply the epilogue to one row of a panel; ``first_out`` is the panel's address in the first row of out."""
+        k, spec, out = self.k, self.spec, first_out + row * self.out_stride
         if bias is not None:
             totals = [total + shift for total, shift in zip(totals, bias, strict=True)]
         if self.addition is not None:
-            totals = self.addition.added(row, self.column, totals)
+            totals = self.addition.add_to(row, self.column, totals)
         if spec.epilogue in GATED:
             k.store_float(out, self._gated(totals[0], totals[1]), spec.rows == "bf16")
             return
         if spec.epilogue in ACTIVATED:
             for half, total in enumerate(totals):
-                place = out + half * (self._out_bytes() * PANEL_COLUMNS // 2)
-                found = self._xielu(total) if spec.epilogue == "act_xielu" else self._activated(total)
-                k.store_float(place, found, spec.rows == "bf16")
+                at = out + half * (self._out_bytes() * PANEL_COLUMNS // 2)
+                value = self._xielu(total) if spec.epilogue == "act_xielu" else self._activated(total)
+                k.store_float(at, value, spec.rows == "bf16")
             return
         for half, total in enumerate(totals):
-            place = out + half * VECTOR_BYTES
-            k.store(place, k.fma(self.factor, total, k.load(place)) if spec.epilogue == "add" else total)
+            at = out + half * VECTOR_BYTES
+            k.store(at, k.fma(self.factor, total, k.load(at)) if spec.epilogue == "add" else total)
 
     def _gated(self, gate: Vec, up: Vec) -> Vec:
         k = self.k
         if self.spec.epilogue != "gated_clamped":
             return self._activated(gate) * up
         # The comparisons keep a NaN in the second argument.
-        gate, least = k.minimum(self.limit, gate), self.limit * -1.0
-        up = k.maximum(least, k.minimum(self.limit, up))
+        gate, lowest = k.minimum(self.limit, gate), self.limit * -1.0
+        up = k.maximum(lowest, k.minimum(self.limit, up))
         return (up + 1.0) * (gate * self._sigmoid(gate * self.alpha))
 
     def _activated(self, gate: Vec) -> Vec:
         return _activated(self.k, self.spec.epilogue, gate, self._sigmoid)
 
     def _sigmoid(self, x: Vec) -> Vec:
-        """Return the sigmoid; for sums of matrix tiles, beside which a division would take as long as 16 inputs, only
-        as exactly as bfloat16 needs it. Sums of integers have the same bits in all kernels, so they are exempt."""
+        """Return the sigmoid. In matrix tiles it is only as exact as bfloat16 needs, because a division would take as
+        long as 16 inputs; except for integer sums, whose results have the same bits in all kernels."""
         rough = self.panels.many is not None and self.spec.weights != INT8_DOTS
         return self.k.sigmoid_rough(x) if rough else self.k.sigmoid(x)
 
@@ -379,12 +373,12 @@ class GemmBody:
         """Return the bytes of a packed column in ``out``."""
         if self.spec.epilogue not in GATED + ACTIVATED:
             return 4
-        wide = 4 if self.spec.rows == "fp32" else 2
-        return wide // 2 if self.spec.epilogue in GATED else wide
+        element = 4 if self.spec.rows == "fp32" else 2
+        return element // 2 if self.spec.epilogue in GATED else element
 
 
 class Panels:
-    """Panels of plain numbers, and the products of tiles of rows with them."""
+    """Emitter of products of tiles of rows with panels of plain weights."""
 
     # Bytes of a panel before its weights.
     before_bytes = 0
@@ -400,13 +394,13 @@ class Panels:
             assert SCRATCH_NEEDED <= SCRATCH_BYTES
             self.many = ManyRows(body.k, self.kind, self.steps, body.call.scratch)
             # Products of few rows must not overwrite copies of other rows in scratch memory.
-            self.sums = body.call.scratch + SUMS_PLACE
+            self.sums = body.call.scratch + SUMS_OFFSET
 
     def tile_kind(self) -> TileKind:
         return TileKind(self.body.spec.weights, self.body.spec.rows)
 
-    def most_rows(self) -> int:
-        return self.kind.tiles(self.body.k.isa).most
+    def max_rows(self) -> int:
+        return self.kind.tiles(self.body.k.isa).tallest
 
     def totals(self, sums: Ptr, panel: Ptr, row: Int) -> list[Vec]:
         """Return a row's products with the two halves of a panel, a vector each, from the row's accumulated sums; for
@@ -421,18 +415,17 @@ class Panels:
         step_bytes = k.int(PANEL_STEP_BYTES) // (cut.last - cut.first)
         with k.range(cut.last, cut.first) as tile:
             begin, rows = cut.begin(tile), cut.begin(tile + 1) - cut.begin(tile)
-            wanted = ahead + (tile - cut.first) * self.steps * step_bytes
+            prefetched = ahead + (tile - cut.first) * self.steps * step_bytes
             x, sums = body.x + begin * body.x_stride, self.sums
-            args = TileArgs(x, body.x_stride, weights + self.before_bytes, self.steps, wanted, step_bytes, sums)
+            args = TileArgs(x, body.x_stride, weights + self.before_bytes, self.steps, prefetched, step_bytes, sums)
             multiply_rows(k, self.kind, rows, args)
             with k.range(rows) as row:
-                mine = sums + row * TOTALS_BYTES
-                totals = self.totals(mine, weights, begin + row)
+                totals = self.totals(sums + row * TOTALS_BYTES, weights, begin + row)
                 body.finish(begin + row, panel, totals, out, constants)
 
 
 class DotPanels(Panels):
-    """Panels of int8 codes for rows of int8 codes, with integer sums."""
+    """Products of int8 rows with panels of int8 codes, with integer sums."""
 
     def __init__(self, body: GemmBody) -> None:
         self.before_bytes = dots_constants_bytes(body.spec.offsets)
@@ -443,21 +436,21 @@ class DotPanels(Panels):
 
     def totals(self, sums: Ptr, panel: Ptr, row: Int) -> list[Vec]:
         k, args, spec = self.body.k, self.body.call.args, self.body.spec
-        about = args.pointer("input_sums") + row * args.number("input_sums_stride")
-        scale, shift, sum_ = (about + ROW_CONSTANTS[name] for name in ROW_CONSTANTS)
-        found = []
+        constants = args.pointer("input_sums") + row * args.number("input_sums_stride")
+        scale, shift, sum_ = (constants + ROW_CONSTANTS[name] for name in ROW_CONSTANTS)
+        values = []
         for half in range(2):
             at = half * VECTOR_BYTES
             total = k.load_quads(sums + at) + k.broadcast_quad(shift)
             value = k.real_lanes(total) * k.broadcast(scale) * k.load(panel + at)
             if spec.offsets:
                 value = k.fma(k.load(panel + (TOTALS_BYTES + at)), k.broadcast(sum_), value)
-            found.append(value)
-        return found
+            values.append(value)
+        return values
 
 
 class CodedPanels(Panels):
-    """Panels of codes, multiplied group by group."""
+    """Products of rows with panels of codes, group by group."""
 
     def __init__(self, body: GemmBody) -> None:
         spec, args = body.spec, body.call.args
@@ -471,8 +464,8 @@ class CodedPanels(Panels):
         """True if all products run in matrix tiles, however few rows."""
         return self.body.k.isa.matrix_tiles and in_pairs(self.body.k, self.coded.wide_rows)
 
-    def most_rows(self) -> int:
-        return TILED_ROWS if self.in_tiles else self.coded.most_rows(self.coded.widens)
+    def max_rows(self) -> int:
+        return TILED_ROWS if self.in_tiles else self.coded.max_rows(self.coded.widens)
 
     def multiply(
         self, cut: RowCut, panel: Int, out: Ptr, weights: Ptr, ahead: Ptr, constants: tuple[Vec, Vec] | None
@@ -509,16 +502,16 @@ class CodedPanels(Panels):
 
 
 class RoundedPanels(CodedPanels):
-    """Panels of codes, rounded to plain weights."""
+    """Products of bfloat16 rows with panels of codes, which are rounded to bfloat16 weights."""
 
     def __init__(self, body: GemmBody) -> None:
         super().__init__(body)
         steps = body.call.args.number("depth") // TILE.inputs
         self.many = ManyRows(body.k, TILE, steps, body.call.scratch, self._widen)
-        self.sums = body.call.scratch + SUMS_PLACE
+        self.sums = body.call.scratch + SUMS_OFFSET
 
-    def most_rows(self) -> int:
-        return TILE.tiles(self.body.k.isa).most
+    def max_rows(self) -> int:
+        return TILE.tiles(self.body.k.isa).tallest
 
     def multiply(
         self, cut: RowCut, panel: Int, out: Ptr, weights: Ptr, ahead: Ptr, constants: tuple[Vec, Vec] | None
@@ -538,7 +531,7 @@ class RoundedPanels(CodedPanels):
 
 
 class GroupDotPanels(Panels):
-    """Panels of codes for rows of int8 codes, multiplied group by group."""
+    """Products of int8 rows with panels of codes, group by group."""
 
     def __init__(self, body: GemmBody) -> None:
         spec, args = body.spec, body.call.args
@@ -547,8 +540,8 @@ class GroupDotPanels(Panels):
         self.units, self.group_units = (args.number(name) // UNIT_INPUTS for name in ("depth", "inputs"))
         self.panel_bytes = self.product.panel_bytes(self.units, self.group_units)
 
-    def most_rows(self) -> int:
-        return self.product.most_rows()
+    def max_rows(self) -> int:
+        return self.product.max_rows()
 
     def multiply(
         self, cut: RowCut, panel: Int, out: Ptr, weights: Ptr, ahead: Ptr, constants: tuple[Vec, Vec] | None
@@ -575,7 +568,7 @@ class GroupDotPanels(Panels):
         if not body.k.isa.matrix_tiles:
             self.product.multiply(count, rows, finish)
             return
-        with body.k.builder.if_else((count <= self.product.most_rows()).ir) as (few, many):
+        with body.k.builder.if_else((count <= self.product.max_rows()).ir) as (few, many):
             with few:
                 self.product.multiply(count, rows, finish)
             with many:
@@ -583,6 +576,7 @@ class GroupDotPanels(Panels):
 
 
 def loaded(k: Kernel, sums: Ptr) -> list[Vec]:
+    """Load a row's sums for both tiles of a panel."""
     return [k.load(sums + half * VECTOR_BYTES) for half in range(2)]
 
 
@@ -591,7 +585,7 @@ class RangeCut:
     """The division of each matrix's rows into ``blocks`` of whole tiles, and of its panels into ``ranges``.
 
     Attributes:
-        rows, tiles: number of rows, and of tiles of 32 rows; 0 in grouped products, where the groups' starts decide.
+        rows, tiles: number of rows, and of tiles of 32 rows; 0 in grouped products, whose groups differ.
         draw: work items to draw at a time.
     """
 
@@ -601,17 +595,17 @@ class RangeCut:
     ranges: Int
     draw: Int
 
-    def place(self, item: Int, panels: Int) -> tuple[Int, Int, Int, Int]:
+    def locate(self, item: Int, panels: Int) -> tuple[Int, Int, Int, Int]:
         """Return an item's matrix, block of rows, first panel, and end panel. Items of one block are consecutive."""
         blocks = item // self.ranges
         matrix, number = blocks // self.blocks, item - blocks * self.ranges
-        first, last = (panels * each // self.ranges for each in (number, number + 1))
-        return matrix, blocks - matrix * self.blocks, first, last
+        first, end = (panels * index // self.ranges for index in (number, number + 1))
+        return matrix, blocks - matrix * self.blocks, first, end
 
     def block(self, number: Int) -> tuple[Int, Int]:
         """Return the first row of a block, and its number of rows."""
-        first, behind = (self.tiles * each // self.blocks * TILED_ROWS for each in (number, number + 1))
-        return first, first.k.min(behind, self.rows) - first
+        first, end = (self.tiles * index // self.blocks * TILED_ROWS for index in (number, number + 1))
+        return first, first.k.min(end, self.rows) - first
 
 
 @dataclass(frozen=True, slots=True)
@@ -626,6 +620,7 @@ class RowCut:
     last: Int
 
     def begin(self, tile: Int) -> Int:
+        """Return the first row of a tile."""
         return self.base + self.rows * tile // self.tiles
 
 
@@ -639,14 +634,21 @@ def _activated(k: Kernel, epilogue: str, gate: Vec, sigmoid: Callable[[Vec], Vec
         return positive if epilogue == "act_relu" else positive * positive
     if epilogue == "act_erf_gelu":
         return _erf_gelu(k, gate)
-    return gate * sigmoid(gate * k.fma(gate * gate, k.vector(_GELU_B), k.vector(_GELU_A)))
+    # gelu(x) in its tanh approximation is x * sigmoid(x * (a + b * x * x)).
+    inner = k.fma(gate * gate, k.vector(0.0713548162726009), k.vector(1.5957691216057308))
+    return gate * sigmoid(gate * inner)
 
 
 def _erf_gelu(k: Kernel, x: Vec) -> Vec:
+    """Return x * (1 + erf(x / sqrt(2))) / 2.
+
+    1 - erf(z) is about t * (a polynomial of t) * e**(-z * z) for z >= 0, where t = 1 / (1 + p * z), within 1.5e-7
+    (Abramowitz and Stegun, 7.1.26).
+    """
     distance = k.maximum(x, x * -1.0) * math.sqrt(0.5)
-    t = k.vector(1.0) / (distance * _ERF_P + 1.0)
-    curve = k.vector(_ERF[0])
-    for factor in _ERF[1:]:
+    t = k.vector(1.0) / (distance * 0.3275911 + 1.0)
+    curve = k.vector(1.061405429)
+    for factor in (-1.453152027, 1.421413741, -0.284496736, 0.254829592):
         curve = k.fma(curve, t, k.vector(factor))
     tail = x * 0.5 * (curve * t * k.exp2(distance * distance * -LOG2E))
     return k.select(x < 0.0, tail, x - tail)  # type: ignore[no-any-return]

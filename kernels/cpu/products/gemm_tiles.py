@@ -1,4 +1,4 @@
-"""The innermost products: a few rows with one panel of packed weights (32 outputs), over its whole depth.
+"""The inner kernels of products: a few rows times one panel of packed weights (32 outputs), over the whole depth.
 
 A tile's sums stay in registers: 2 vectors per row, or 1 in a narrow tile, which computes half of the panel's outputs. A
 processor of few registers reads fewer weights per product with narrow tiles of many rows than with wide tiles of few.
@@ -29,9 +29,10 @@ from pillion.kernels.cpu.language.isa import Isa, TileRows
 from pillion.kernels.cpu.language.matrix_tiles import STEP_BYTES, TILE_ROWS, TILE_STEPS, MatrixTiles
 from pillion.kernels.cpu.products.tiles import TOTALS_BYTES
 
+# Bytes of a panel per step: a line for each of its two tiles.
 PANEL_STEP_BYTES = 128
 _STEPS_PER_ITERATION = 2
-# Groups of 16 rows that share the loads of a panel in matrix tiles.
+# In matrix tiles: groups of 16 rows that share the loads of a panel.
 ROW_GROUPS = 2
 
 
@@ -63,7 +64,7 @@ class TileKind:
         return self.inputs * {"int8": 1, "bf16": 2, "fp32": 4}[self.rows]
 
     def tiles(self, isa: Isa) -> TileRows:
-        """Return the max rows of such tiles."""
+        """Return the max rows of tiles of this kind."""
         if self.in_matrix_tiles(isa):
             return TileRows(ROW_GROUPS * TILE_ROWS)
         return self.register_tiles(isa)
@@ -103,12 +104,12 @@ class TileArgs:
         """Return the arguments of a narrow tile: one half of the panel, and of the memory to prefetch."""
         step = self.ahead_step // 2
         ahead = self.ahead + self.steps * step * number
-        panel, sums = (place + number * VECTOR_BYTES for place in (self.panel, self.sums))
+        panel, sums = (pointer + number * VECTOR_BYTES for pointer in (self.panel, self.sums))
         return TileArgs(self.x, self.x_stride, panel, self.steps, ahead, step, sums)
 
 
 def multiply_rows(k: Kernel, kind: TileKind, rows: Int, args: TileArgs) -> None:
-    """Multiply ``rows`` rows, 1 to ``kind.tiles(isa).most``, with a panel."""
+    """Multiply ``rows`` rows, 1 to ``kind.tiles(isa).tallest``, with a panel."""
     x_bytes = (rows - 1) * args.x_stride + args.steps * kind.row_step_bytes
     inside = k.in_bounds(args.x, x_bytes) & k.in_bounds(args.panel, args.steps * PANEL_STEP_BYTES)
     with k.when(inside & k.in_bounds(args.sums, rows * TOTALS_BYTES)):
@@ -118,7 +119,7 @@ def multiply_rows(k: Kernel, kind: TileKind, rows: Int, args: TileArgs) -> None:
             _call_matrix_tiles(k, kind, rows, args)
         else:
             # Integer sums are the same either way, and few rows take less time in registers.
-            with k.builder.if_else((rows <= k.isa.int8_tiles.most).ir) as (few, many):
+            with k.builder.if_else((rows <= k.isa.int8_tiles.tallest).ir) as (few, many):
                 with few:
                     _call_tiles(k, kind, rows, args)
                 with many:
@@ -127,7 +128,7 @@ def multiply_rows(k: Kernel, kind: TileKind, rows: Int, args: TileArgs) -> None:
 
 def _call_tiles(k: Kernel, kind: TileKind, rows: Int, args: TileArgs) -> None:
     tiles = kind.register_tiles(k.isa)
-    for height in k.cases(rows, tiles.most):
+    for height in k.cases(rows, tiles.tallest):
         if height <= tiles.wide:
             _call_tile(k, kind, height, 2, args)
         else:
@@ -136,8 +137,8 @@ def _call_tiles(k: Kernel, kind: TileKind, rows: Int, args: TileArgs) -> None:
 
 
 def _call_tile(k: Kernel, kind: TileKind, rows: int, width: int, args: TileArgs) -> None:
-    def body(inner: Kernel, *seen: Any) -> None:
-        _Tile(inner, kind, rows, width, TileArgs(*seen)).write()
+    def body(inner: Kernel, *params: Any) -> None:
+        _Tile(inner, kind, rows, width, TileArgs(*params)).write()
 
     values = (args.x, args.x_stride, args.panel, args.steps, args.ahead, args.ahead_step, args.sums)
     k.call_subroutine(f"gemm_tile_{kind.name}_{rows}x{width}", values, body)
@@ -164,10 +165,10 @@ class _Tile:
                 line = args.panel + at * PANEL_STEP_BYTES
                 self._prefetch(args.ahead + at * args.ahead_step)
                 for offset, weights in self._weights(line):
-                    place = at * self.kind.row_step_bytes + offset
+                    at_row = at * self.kind.row_step_bytes + offset
                     for row, totals in zip(rows, sums, strict=True):
                         for total, weight in zip(totals, weights, strict=True):
-                            total.value = self._sum(total.value, row + place, weight)
+                            total.value = self._sum(total.value, row + at_row, weight)
         for number, totals in enumerate(sums):
             for half, total in enumerate(totals):
                 k.write(args.sums + (number * TOTALS_BYTES + half * VECTOR_BYTES), total.value.ir, 4)
@@ -208,20 +209,20 @@ class _Tile:
 def _call_matrix_tiles(k: Kernel, kind: TileKind, rows: Int, args: TileArgs) -> None:
     """Multiply 1 to 32 rows with a panel in matrix tiles."""
     values = (rows, args.x, args.x_stride, args.panel, args.steps, args.ahead, args.ahead_step, args.sums)
-    for groups, wanted in ((1, rows <= TILE_ROWS), (ROW_GROUPS, rows > TILE_ROWS)):
+    for groups, fits in ((1, rows <= TILE_ROWS), (ROW_GROUPS, rows > TILE_ROWS)):
 
-        def body(inner: Kernel, rows: Int, *seen: Any, groups: int = groups) -> None:
-            MatrixTile(inner, kind, groups, rows, TileArgs(*seen), MatrixTiles.of(inner)).write()
+        def body(inner: Kernel, rows: Int, *params: Any, groups: int = groups) -> None:
+            MatrixTile(inner, kind, groups, rows, TileArgs(*params), MatrixTiles.of(inner)).write()
 
-        with k.when(wanted):
+        with k.when(fits):
             k.call_subroutine(f"gemm_matrix_tile_{kind.name}_{groups}", values, body)
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixTile:
-    """Emitter of the function for ``groups`` groups of rows, the last one possibly of less than 16.
+    """Emitter of the function for ``groups`` groups of 16 rows; the last group may have fewer.
 
-    Tiles: the sums of each group and half of the panel, the rows of each group, and the weights of each half.
+    Tiles, in order: the sums of each group and half of the panel, the rows of each group, the weights of each half.
     """
 
     k: Kernel
@@ -269,11 +270,11 @@ class MatrixTile:
         """Load or store all sums."""
         for group in range(self.groups):
             for half in range(2):
-                place = group * TILE_ROWS * TOTALS_BYTES + half * VECTOR_BYTES
-                move(self._sums(group, half), self.args.sums + place, TOTALS_BYTES)
+                offset = group * TILE_ROWS * TOTALS_BYTES + half * VECTOR_BYTES
+                move(self._sums(group, half), self.args.sums + offset, TOTALS_BYTES)
 
     def multiply(self, number: Int) -> None:
-        """Multiply the steps from 16 * ``number`` on."""
+        """Multiply one instruction's steps, from step 16 * ``number`` on."""
         args, tiles = self.args, self.tiles
         add = tiles.add_codes if self.kind.rows == "int8" else tiles.add_pairs
         self._prefetch(number)

@@ -1,5 +1,5 @@
-"""Kernels around a mixture of experts' grouped products: they choose experts, sort rows by expert, and combine the
-results; and the one that weighs the results of shared experts.
+"""Kernels around the grouped products of a mixture of experts: choice of experts, sorting of rows by expert, and
+combination of the outputs; and the gate of shared experts.
 
     RouteToExperts -> [ScaleChosen] -> GroupByExpert -> GatherGroups -> (products, group by group) -> Combine
     (products) -> WeighRows
@@ -19,19 +19,19 @@ from pillion.kernels.cpu.language.module import SCRATCH_BYTES, KernelCall, Kerne
 from pillion.kernels.cpu.language.records import RecordLayout
 from pillion.kernels.cpu.rows.rows import vectors_of
 
-# Max experts whose two 4-byte numbers fit a thread's scratch.
+# Max experts: routing keeps two 4-byte numbers per expert in a thread's scratch.
 MAX_EXPERTS = SCRATCH_BYTES // 8 - LANES
 
 
 @dataclass(frozen=True, slots=True)
 class RouteToExperts(KernelSpec):
     """Top-k routing: ``logits`` [rows, experts] float32 -> ``scores`` [rows, chosen] float32, best first, and the
-    numbers of these ``experts`` [rows, chosen] int32.
+    indices of their ``experts`` [rows, chosen] int32.
 
-    Scores are the softmax over all experts, or with ``sigmoid`` sigmoids; with ``normalize`` the scores of a row's
-    chosen experts sum up to 1. ``scale`` multiplies them at last. Of experts with equal scores the first wins.
-    ``biased``: experts are chosen by the sum of their scores and ``bias`` [experts] float32. With several ``groups`` of
-    experts, only those of the best ``kept_groups`` are chosen, by the sum of each group's best ``group_best``, 1 or 2.
+    Scores are a softmax over all experts, or with ``sigmoid`` sigmoids; with ``normalize`` they are divided by the sum
+    of the row's chosen scores; finally ``scale`` multiplies them. Of equal scores the first expert wins. ``biased``:
+    experts are chosen by score + ``bias`` [experts] float32. With several ``groups``, experts are chosen only in the
+    ``kept_groups`` groups with the largest sum of their best ``group_best`` scores, 1 or 2.
     """
 
     layout = RecordLayout(
@@ -62,13 +62,13 @@ class RouteToExperts(KernelSpec):
                 total = self._exponentials(k, logits + row * stride, call.scratch)
             choices = self._choices(call, total) if self.biased else call.scratch
             if self.groups > 1:
-                self._leave_groups(k, choices, call.scratch + 2 * self._choices_bytes)
+                self._drop_groups(k, choices, call.scratch + 2 * self._choices_bytes)
             chosen_total = k.variable(k.vector(0.0))
             with k.range(self.chosen) as i:
                 best, expert = self._best(k, choices, self.experts)
                 if self.biased:
                     best = k.broadcast(call.scratch + expert * 4)
-                # Lower the score of a chosen expert below all others, so that it is not chosen again.
+                # Below all other scores, so that the expert is not chosen again.
                 k.store_first(choices + expert * 4, k.vector(self._lowest))
                 k.store_first(row_scores + i * 4, best)
                 k.store_int(row_experts + i * 4, expert, 32)
@@ -79,7 +79,7 @@ class RouteToExperts(KernelSpec):
 
     @property
     def _lowest(self) -> float:
-        """A score below those of all experts."""
+        """A score below those of all experts that may be chosen."""
         return -math.inf if self.biased else -1.0
 
     @property
@@ -87,29 +87,30 @@ class RouteToExperts(KernelSpec):
         """Bytes of the scores of all experts, in whole vectors."""
         return -(-self.experts // LANES) * VECTOR_BYTES
 
-    def _leave_groups(self, k: Kernel, choices: Ptr, group_scores: Ptr) -> None:
-        """Lower the scores of experts outside of the best groups below all others."""
+    def _drop_groups(self, k: Kernel, choices: Ptr, group_scores: Ptr) -> None:
+        """Set the scores of experts outside of the best groups below all other scores."""
         size = self.experts // self.groups
         lowest = k.vector(self._lowest)
         with k.range(self.groups) as group:
             first = choices + group * (size * 4)
-            score, place = self._best(k, first, size)
+            score, index = self._best(k, first, size)
             if self.group_best > 1:
-                k.store_first(first + place * 4, lowest)
+                k.store_first(first + index * 4, lowest)
                 second = self._best(k, first, size)[0]
-                k.store_first(first + place * 4, score)
+                k.store_first(first + index * 4, score)
                 score = score + second
             k.store_first(group_scores + group * 4, score)
         with k.range(self.kept_groups):
             best = self._best(k, group_scores, self.groups)[1]
             k.store_first(group_scores + best * 4, lowest)
         with k.range(self.groups) as group:
-            left = k.broadcast(group_scores + group * 4) > lowest
+            # The scores of kept groups have just been set to the lowest.
+            dropped = k.broadcast(group_scores + group * 4) > lowest
             with k.range(vectors_of(k.int(size))) as i:
                 at = choices + group * (size * 4) + i * VECTOR_BYTES
                 value = k.load(at)
                 # The vector may reach into the next group's scores, or past the last group.
-                k.store(at, k.select(k.below(i * LANES, k.int(size)), k.select(left, lowest, value), value))
+                k.store(at, k.select(k.below(i * LANES, k.int(size)), k.select(dropped, lowest, value), value))
 
     def _sigmoids(self, k: Kernel, logits: Ptr, out: Ptr) -> Vec:
         """Store the sigmoids of logits in ``out``, and -1 after the last expert; return 1."""
@@ -124,9 +125,9 @@ class RouteToExperts(KernelSpec):
         k, bias, count = call.k, call.args.pointer("bias"), call.k.int(self.experts)
         out = call.scratch + self._choices_bytes
         with k.range(vectors_of(count)) as i:
-            at, here = i * VECTOR_BYTES, k.below(i * LANES, count)
+            at, valid = i * VECTOR_BYTES, k.below(i * LANES, count)
             k.store(
-                out + at, k.select(here, k.load(call.scratch + at) / total + k.load(bias + at), k.vector(-math.inf))
+                out + at, k.select(valid, k.load(call.scratch + at) / total + k.load(bias + at), k.vector(-math.inf))
             )
         return out
 
@@ -135,22 +136,21 @@ class RouteToExperts(KernelSpec):
         count, vectors = k.int(self.experts), vectors_of(k.int(self.experts))
         largest = k.variable(k.vector(-math.inf))
         with k.range(vectors) as i:
-            here = k.below(i * LANES, count)
+            valid = k.below(i * LANES, count)
             largest.value = k.maximum(
-                k.select(here, k.load(logits + i * VECTOR_BYTES), k.vector(-math.inf)), largest.value
+                k.select(valid, k.load(logits + i * VECTOR_BYTES), k.vector(-math.inf)), largest.value
             )
         top, total = k.max_lane(largest.value), k.variable(k.vector(0.0))
         with k.range(vectors) as i:
-            here = k.below(i * LANES, count)
+            valid = k.below(i * LANES, count)
             power = k.exp2((k.load(logits + i * VECTOR_BYTES) - top) * LOG2E)
-            total.value = total.value + k.select(here, power, k.vector(0.0))
-            k.store(out + i * VECTOR_BYTES, k.select(here, power, k.vector(-1.0)))
+            total.value = total.value + k.select(valid, power, k.vector(0.0))
+            k.store(out + i * VECTOR_BYTES, k.select(valid, power, k.vector(-1.0)))
         return k.sum(total.value)
 
     def _best(self, k: Kernel, values: Ptr, count: int) -> tuple[Vec, Int]:
-        """Return the largest of the first ``count`` ``values`` and its first index; index 0 if all are lowest or NaN.
-        Values after ``count`` are ignored."""
-        best, places = k.variable(k.vector(self._lowest)), k.variable(k.vector(0.0))
+        """Return the largest of the first ``count`` ``values``, and its first index; 0 if all are the lowest or NaN."""
+        best, indices = k.variable(k.vector(self._lowest)), k.variable(k.vector(0.0))
         counted = k.constant([float(lane) for lane in range(LANES)])
         with k.range(vectors_of(k.int(count))) as i:
             value = k.load(values + i * VECTOR_BYTES)
@@ -158,15 +158,15 @@ class RouteToExperts(KernelSpec):
                 value = k.select(k.below(i * LANES, k.int(count)), value, k.vector(self._lowest))
             larger = value > best.value
             best.value = k.select(larger, value, best.value)
-            places.value = k.select(larger, counted + k.real(i * LANES), places.value)
+            indices.value = k.select(larger, counted + k.real(i * LANES), indices.value)
         largest = k.max_lane(best.value)
-        behind = k.select(best.value < largest, k.vector(-math.inf), places.value * -1.0)
-        return largest, k.first_as_int(k.max_lane(behind) * -1.0)
+        negated = k.select(best.value < largest, k.vector(-math.inf), indices.value * -1.0)
+        return largest, k.first_as_int(k.max_lane(negated) * -1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleChosen(KernelSpec):
-    """Product of ``scores`` [rows, chosen] float32, in place, with the ``scales`` [experts] float32 of the chosen
+    """Multiply ``scores`` [rows, chosen] float32, in place, by the ``scales`` [experts] float32 of the chosen
     ``experts`` [rows, chosen] int32."""
 
     layout = RecordLayout("scale_chosen", pointers=("scores", "experts", "scales"))
@@ -183,10 +183,11 @@ class ScaleChosen(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class GroupByExpert(KernelSpec):
-    """Stable counting sort of the pairs by expert, on one thread.
+    """Stable counting sort of the (row, expert) pairs by expert, on one thread.
 
-    ``experts`` [rows, chosen] int32 -> ``group_starts`` [experts + 1] int32: the range of grouped rows of each expert;
-    ``places`` [rows, chosen] int32: each pair's grouped row; ``sources`` [rows * chosen] int32: each grouped row's row.
+    ``experts`` [rows, chosen] int32 -> ``group_starts`` [experts + 1] int32: the first grouped row of each expert;
+    ``places`` [rows, chosen] int32: the grouped row of each pair; ``sources`` [rows * chosen] int32: the row of each
+    grouped row.
     """
 
     layout = RecordLayout("group", pointers=("experts", "group_starts", "places", "sources"))
@@ -199,7 +200,7 @@ class GroupByExpert(KernelSpec):
         assert self.experts <= MAX_EXPERTS
         k, args = call.k, call.args
         experts, starts, places, sources = (args.pointer(field) for field in self.layout.pointers)
-        # Of each expert: its number of pairs, later the index of its next pair.
+        # Per expert: its number of pairs, and later the grouped row of its next pair.
         cursors = call.scratch
         rows = call.step.number(f"num_{self.rows_of}")
         with k.when(call.thread < 1):
@@ -229,7 +230,9 @@ class GatherGroups(KernelSpec):
     """Copy of each pair's row to its expert's group: ``grouped`` [rows * chosen, ...] = ``rows`` [rows, ...] at
     ``sources``.
 
-    Rows have any type: a row is copied with its padding, ``stride`` bytes on both sides, a multiple of 64.
+    Rows of any type are copied with their padding; ``stride``, a multiple of 64 bytes, is that of source and target.
+    ``scaled``: rows, of bfloat16 or float32, are multiplied by their pairs' ``scores`` and written to ``places``; there
+    are no ``sources`` then.
     """
 
     layout = RecordLayout(
@@ -265,8 +268,9 @@ class Combine(KernelSpec):
     """Weighted sum of the experts' outputs: ``out`` [rows, width] = factor * (sum over a row's pairs of the score * the
     expert's output), all float32.
 
-    ``found`` [rows * chosen, width] has the experts' outputs in groups. ``add``: add to ``out`` instead. A row's pairs
-    are summed from its best expert on, wherever they are, so a result does not depend on other rows.
+    ``found`` [rows * chosen, width]: the experts' outputs for grouped rows. ``add``: add to ``out`` instead. Without
+    ``scored``, scores count as 1. A row's pairs are summed from its best expert on, so a result does not depend on
+    other rows.
     """
 
     layout = RecordLayout(
@@ -300,8 +304,8 @@ class Combine(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class WeighRows(KernelSpec):
-    """Gated output of shared experts: ``out`` [rows, width] = factor * sigmoid(the first of a row's ``gates``) *
-    ``found`` [rows, width], all float32. ``add``: add to ``out`` instead."""
+    """Gate of shared experts: ``out`` [rows, width] = factor * sigmoid(the row's gate) * their output ``found`` [rows,
+    width], all float32. A row's gate is the first value of its row of ``gates``. ``add``: add to ``out`` instead."""
 
     layout = RecordLayout(
         "weigh_rows",

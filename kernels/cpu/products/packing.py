@@ -6,8 +6,9 @@ lane of a vector. Kernels read a panel from its first byte to its last:
     bf16   [N / 32][K / 2][2 tiles][16][2]    a lane's pair: two neighbouring inputs of one output
     fp32   [N / 32][K][2 tiles][16]
 
-N is padded with zeros to a multiple of 32 and K to one of 16. The two matrices of a gated MLP are packed as one: in
-each panel, the first tile is 16 outputs of the gate and the second the same 16 of the other matrix.
+N is padded with zeros to a multiple of 32, and K to a multiple of 16. The two matrices of a gated MLP are packed as
+one: in each panel, the first tile is 16 outputs of the gate projection, and the second the same 16 of the up
+projection.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from collections.abc import Iterable
 import torch
 from torch.nn.functional import pad
 
-from pillion.kernels.cpu.products.packed_weight import PLAIN_TYPES, PackedWeight, in_turn
+from pillion.kernels.cpu.products.packed_weight import PLAIN_TYPES, PackedWeight, interleave_tiles
 from pillion.kernels.cpu.products.tiles import DEPTH_MULTIPLE, PANEL_COLUMNS, TILE_COLUMNS
 from pillion.kernels.state_pieces import PIECE_CHANNELS
 
 
 def exact_kind(weights: Iterable[torch.Tensor], kind: str) -> str:
     """Return the smallest kind that represents ``weights`` exactly: "bf16" instead of "fp32" if all are bfloat16
-    numbers, because products with float32 rows are the same then, else ``kind``."""
+    numbers, since products with float32 rows then have the same bits; else ``kind``."""
     if kind == "fp32" and all(torch.equal(weight.float(), weight.bfloat16().float()) for weight in weights):
         return "bf16"
     return kind
@@ -36,8 +37,8 @@ def pack_plain(weight: torch.Tensor, kind: str) -> PackedWeight:
 
 
 def pack_plain_gated(gate: torch.Tensor, up: torch.Tensor, kind: str) -> PackedWeight:
-    """Pack two float32 matrices [N, K] as one matrix of 2 N outputs, with their tiles in turn."""
-    return _pack(in_turn(*(_padded(matrix, TILE_COLUMNS) for matrix in (gate, up))), kind)
+    """Pack two float32 matrices [N, K] as one matrix of 2 N outputs, with alternating tiles."""
+    return _pack(interleave_tiles(*(_padded(matrix, TILE_COLUMNS) for matrix in (gate, up))), kind)
 
 
 def pack_taps(factors: torch.Tensor) -> torch.Tensor:
@@ -53,7 +54,7 @@ def pack_bias(bias: torch.Tensor) -> torch.Tensor:
 
 def pack_gated_bias(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Pack two biases [N] as float32, in the order of :func:`pack_plain_gated`."""
-    return in_turn(*(pad(bias.float(), (0, -len(bias) % TILE_COLUMNS)) for bias in (gate, up)))
+    return interleave_tiles(*(pad(bias.float(), (0, -len(bias) % TILE_COLUMNS)) for bias in (gate, up)))
 
 
 def unpack_plain(packed: PackedWeight) -> torch.Tensor:

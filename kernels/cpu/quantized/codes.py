@@ -1,8 +1,8 @@
-"""Memory order of 4-bit and 8-bit codes, and their dequantization in registers.
+"""Memory layout of 4-bit and 8-bit codes, and their dequantization in registers.
 
-A *unit* is 4 inputs of the 32 outputs of a panel. Its codes become exact numbers, without rounding; scales are applied
-to finished sums (:mod:`pillion.kernels.cpu.quantized.quantized_tiles`). A *constant* is a scale or an offset: float16
-if that represents all of a matrix exactly, because those of small groups are much of the memory, else float32.
+A *unit* is 4 inputs of the 32 outputs of a panel. Its codes are dequantized without rounding; scales are applied to
+finished sums (:mod:`pillion.kernels.cpu.quantized.quantized_tiles`). A *constant* is a scale or an offset: float16 if
+that represents all constants of a matrix exactly, because those of small groups take much of the memory, else float32.
 
     4 bits   one line of 64 bytes; a lane of 32 bits has the 8 codes of column c of both tiles:
              [16 lanes][2 inputs of a pair][2 pairs][2 tiles], the first code in the lowest bits
@@ -12,8 +12,8 @@ if that represents all of a matrix exactly, because those of small groups are mu
 Numbers are bfloat16 pairs if the processor multiplies these and rows are bfloat16, else float32. Pairs come from tables
 in registers: for 4 bits a shift and a look-up yield 16 pairs, for 8 bits both bytes of each bfloat16 are looked up and
 interleaved within each quarter of a line. 4 bits become a float32 by a table with AVX-512, and those of NF4 and E2M1 on
-all processors; other integers become the lowest bits of a float32 from which a subtraction extracts them (AVX2), or are
-shifted and converted (NEON). 8 bits become those of a float16, which is converted.
+all processors; other 4-bit integers become the lowest bits of a float32 from which a subtraction extracts them (AVX2),
+or are shifted and converted (NEON). 8 bits become a float16, which is converted.
 """
 
 from __future__ import annotations
@@ -28,28 +28,35 @@ from llvmlite import ir
 
 from pillion.kernels.cpu.language.byte_codes import (
     FP8_SHRINK,
+    LINE,
     LINE_BYTES,
     QUARTERS,
+    SIGN,
     fp8_floats,
     half_words,
     lookup_values,
     word_lanes,
 )
-from pillion.kernels.cpu.language.emit import I8, I32, VECTOR_BYTES, VF, VI, Kernel, Pairs, Ptr, Vec, int_lanes
+from pillion.kernels.cpu.language.emit import (
+    HALVES,
+    I8,
+    I32,
+    VECTOR_BYTES,
+    VF,
+    VI,
+    WORDS,
+    Kernel,
+    Pairs,
+    Ptr,
+    Vec,
+    int_lanes,
+)
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.torch.quantized_matrix import CODINGS
 
 UNIT_INPUTS = 4
-_SIGN = 0x80
 _MAGNITUDES = 0x7F
-# Highest bit of a float32's 23-bit mantissa at which the 4 bits of a code may be placed, and the shift of codes at
-# higher places.
-_MOST_MANTISSA_BIT, _HIGH_SHIFT = 16, 12
-
-_BYTES = ir.VectorType(I8, LINE_BYTES)
-_WORDS = ir.VectorType(ir.IntType(16), LINE_BYTES // 2)
-_HALVES = ir.VectorType(ir.HalfType(), LANES)
-# Factors of a product with a pair of inputs: Pairs, two Pairs whose sum is the values, or a Vec for each input.
+# Dequantized weights of a pair of inputs: Pairs, two Pairs that add up to the weights, or a Vec per input.
 Parts = tuple[Any, ...]
 
 
@@ -58,10 +65,10 @@ class CodeKind:
     """Packing of codes in panels.
 
     Attributes:
-        codes: the name of the coding.
+        codes: name of the stored codes.
         bits: 4 or 8.
         values: the numbers that stored codes represent before scaling, float32 [16] or [256].
-        scale: power of two by which scales are multiplied when packed.
+        scale: power of two by which packing multiplies the scales.
         constant_bytes: 4 for float32 constants, 2 for float16.
     """
 
@@ -88,25 +95,25 @@ class CodeKind:
 
     @property
     def parts(self) -> int:
-        """Number of bfloat16 numbers that add up to a value: one if bfloat16 represents them all."""
+        """Bfloat16 numbers that add up to a value: 1 if bfloat16 represents all values, else 2."""
         values = torch.tensor(self.values)
         return 1 if torch.equal(values.bfloat16().float().nan_to_num(), values.nan_to_num()) else 2
 
 
 def _signed_bytes(lowest: float) -> tuple[float, ...]:
-    """Return the value of each sign-magnitude byte; ``lowest`` is that of 0x80 (-0)."""
-    return tuple(float(code) if code < _SIGN else float(_SIGN - code) or lowest for code in range(256))
+    """Return the values of sign-magnitude bytes; ``lowest`` is that of 0x80 (-0)."""
+    return tuple(float(code) if code < SIGN else float(SIGN - code) or lowest for code in range(256))
 
 
 def _code_kinds() -> Iterator[CodeKind]:
     int4 = CodeKind("int4", 4, tuple(float(code if code < 8 else code - 16) for code in range(16)))
     yield int4
     yield replace(int4, constant_bytes=2)
-    # Only these codes have float16 offsets: those of int4 would be 8 scales larger, which may not be exact in float16.
+    # uint4 is stored as int4, whose offsets are larger by 8 scales, unless only its own are exact in float16.
     yield CodeKind("uint4", 4, tuple(map(float, range(16))), constant_bytes=2)
     for floats in ("nf4", "fp4_e2m1"):
         yield CodeKind(floats, 4, tuple(CODINGS[floats].tolist()))
-    # int8 without the code -128, and with it ("whole"): looking up -128 costs two more instructions.
+    # int8 without the code -128, and with it ("whole"), whose look-up costs two more instructions.
     for whole in (CodeKind("int8", 8, _signed_bytes(0.0)), CodeKind("int8_whole", 8, _signed_bytes(-128.0))):
         yield whole
         yield replace(whole, constant_bytes=2)
@@ -119,22 +126,22 @@ CODE_KINDS = {kind.name: kind for kind in _code_kinds()}
 
 
 def codes_of(coding: str, codes: Iterable[torch.Tensor]) -> str:
-    """Return the ``CodeKind.codes`` of the kind that represents all these codes, whatever their constants. ``coding``
-    is a key of :data:`pillion.kernels.torch.quantized_matrix.CODINGS`."""
+    """Return the ``CodeKind.codes`` that represent all ``codes`` of a matrix; ``coding`` is a key of
+    :data:`pillion.kernels.torch.quantized_matrix.CODINGS`."""
     if coding in ("uint4", "int4"):
         return "int4"
     if coding == "int8":
-        return "int8_whole" if any(bool((part == _SIGN).any()) for part in codes) else "int8"
+        return "int8_whole" if any(bool((part == SIGN).any()) for part in codes) else "int8"
     return coding
 
 
-def kept_codes(coding: str, codes: torch.Tensor, kind: CodeKind) -> torch.Tensor:
-    """Return codes as stored in panels. Codes of uint4 may become those of int4, which are smaller by 8: their offsets
-    then grow by 8 scales."""
+def stored_codes(coding: str, codes: torch.Tensor, kind: CodeKind) -> torch.Tensor:
+    """Convert a coding's codes to those stored in panels. uint4 may become int4, whose values are smaller by 8; offsets
+    must then grow by 8 scales."""
     if coding in ("uint4", "int4"):
         return codes if kind.codes == "uint4" else codes ^ 8
     return (
-        (codes.view(torch.int8).abs().view(torch.uint8) & _MAGNITUDES) | (codes & _SIGN) if coding == "int8" else codes
+        (codes.view(torch.int8).abs().view(torch.uint8) & _MAGNITUDES) | (codes & SIGN) if coding == "int8" else codes
     )
 
 
@@ -165,61 +172,61 @@ def unpack_codes(units: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def load_constants(k: Kernel, kind: CodeKind, at: Ptr) -> Vec:
+    """Load the scales, or offsets, of a tile's 16 outputs as float32."""
     return k.load(at) if kind.constant_bytes == 4 else k.load_half(at)
 
 
 def in_pairs(k: Kernel, wide_rows: bool) -> bool:
-    """Return whether products multiply bfloat16 pairs, not float32. ``wide_rows``: rows are float32."""
+    """Return whether products multiply bfloat16 pairs, not float32 numbers. ``wide_rows``: rows are float32."""
     return k.isa.bf16_dot == "x86" and not wide_rows
 
 
 def unit_parts(k: Kernel, kind: CodeKind, unit: Ptr, wide_rows: bool) -> Iterator[tuple[Parts, Parts]]:
-    """Yield the packed codes of 4 inputs of 32 outputs, dequantized: for each pair of inputs those of the outputs 0 to
-    15 and of 16 to 31.
+    """Dequantize a unit: yield, for each of its two pairs of inputs, the weights of outputs 0 to 15 and of 16 to 31.
 
-    A pair's instructions are emitted only when the caller asks for the pair, which limits register pressure.
+    A pair's instructions are emitted only when the caller requests the pair, which limits register pressure.
     """
     pairs = in_pairs(k, wide_rows)
     if kind.bits == 4:
         line, widen = k.read(unit, VI, 4), _nibble_pairs if pairs else _nibble_floats
-        for place in (0, 2):
-            yield widen(k, kind, line, place), widen(k, kind, line, place + 1)
+        for nibble in (0, 2):
+            yield widen(k, kind, line, nibble), widen(k, kind, line, nibble + 1)
         return
     for at in (0, LINE_BYTES):
         if pairs:
-            codes, (patterns,) = k.read(unit + at, _BYTES, 1), _patterns(kind)
-            lowest = patterns[_SIGN] >> 8 if kind.codes == "int8_whole" else None
-            first, second = lookup_values(k, codes, codes, patterns[:_SIGN], lowest)
+            codes, (patterns,) = k.read(unit + at, LINE, 1), _patterns(kind)
+            lowest = patterns[SIGN] >> 8 if kind.codes == "int8_whole" else None
+            first, second = lookup_values(k, codes, codes, patterns[:SIGN], lowest)
             yield (first,), (second,)
         else:
-            words = k.read(unit + at, _WORDS, 1)
+            words = k.read(unit + at, WORDS, 1)
             yield _byte_floats(k, kind, words, 0), _byte_floats(k, kind, words, 1)
 
 
-def _nibble_pairs(k: Kernel, kind: CodeKind, line: Any, place: int) -> Parts:
-    """Look up bfloat16 by the lowest 5 bits of each 16; the table has all values twice, so the fifth bit is
-    ignored."""
-    b, words = k.builder, k.builder.bitcast(k.builder.lshr(line, int_lanes(4 * place)), _WORDS)
-    function = k.function("llvm.x86.avx512.permvar.hi.512", _WORDS, [_WORDS, _WORDS])
+def _nibble_pairs(k: Kernel, kind: CodeKind, line: Any, nibble: int) -> Parts:
+    """Look up a bfloat16 by the lowest 5 bits of each 16-bit word; the table contains all values twice, so the fifth
+    bit has no effect."""
+    b, words = k.builder, k.builder.bitcast(k.builder.lshr(line, int_lanes(4 * nibble)), WORDS)
+    function = k.function("llvm.x86.avx512.permvar.hi.512", WORDS, [WORDS, WORDS])
     return tuple(
-        Pairs(k, b.bitcast(b.call(function, [ir.Constant(_WORDS, table * 2), words]), VI)) for table in _patterns(kind)
+        Pairs(k, b.bitcast(b.call(function, [ir.Constant(WORDS, table * 2), words]), VI)) for table in _patterns(kind)
     )
 
 
-def _nibble_floats(k: Kernel, kind: CodeKind, line: Any, place: int) -> Parts:
-    """Return the float32 of the first inputs of pairs, and of the second ones."""
-    return _nibble_float(k, kind, line, place), _nibble_float(k, kind, line, 4 + place)
+def _nibble_floats(k: Kernel, kind: CodeKind, line: Any, nibble: int) -> Parts:
+    """Return the float32 weights of the pairs' first inputs, and of the second ones."""
+    return _nibble_float(k, kind, line, nibble), _nibble_float(k, kind, line, 4 + nibble)
 
 
-def _nibble_float(k: Kernel, kind: CodeKind, line: Any, place: int) -> Vec:
+def _nibble_float(k: Kernel, kind: CodeKind, line: Any, nibble: int) -> Vec:
     b = k.builder
     if "avx512f" in k.isa.needs:
         function = k.function("llvm.x86.avx512.permvar.sf.512", VF, [VF, VI])
-        return Vec(k, b.call(function, [ir.Constant(VF, kind.values), b.lshr(line, int_lanes(4 * place))]))
-    top = b.shl(line, int_lanes(28 - 4 * place))
+        return Vec(k, b.call(function, [ir.Constant(VF, kind.values), b.lshr(line, int_lanes(4 * nibble))]))
+    top = b.shl(line, int_lanes(28 - 4 * nibble))
     if kind.codes in ("int4", "uint4"):
         if k.isa.machine == "x86_64":
-            return _whole_nibble(k, kind, line, place)
+            return _whole_nibble(k, kind, line, nibble)
         shift = b.ashr if kind.codes == "int4" else b.lshr
         return Vec(k, b.sitofp(shift(top, int_lanes(28)), VF))
     if k.isa.machine == "aarch64":
@@ -228,24 +235,25 @@ def _nibble_float(k: Kernel, kind: CodeKind, line: Any, place: int) -> Vec:
     floats = ir.VectorType(VF.element, LANES // 2)
     function = k.function("llvm.x86.avx2.permps", floats, [floats, eight])
     lower, upper = (ir.Constant(floats, list(kind.values[begin : begin + 8])) for begin in (0, 8))
-    found = []
+    halves = []
     for half in range(2):
         order = ir.Constant(eight, list(range(8 * half, 8 * half + 8)))
-        sign, places = (b.shuffle_vector(part, part, order) for part in (top, b.lshr(line, int_lanes(4 * place))))
+        sign, indices = (b.shuffle_vector(part, part, order) for part in (top, b.lshr(line, int_lanes(4 * nibble))))
         high = b.icmp_signed("<", sign, ir.Constant(eight, [0] * 8))
-        found.append(b.select(high, b.call(function, [upper, places]), b.call(function, [lower, places])))
-    return Vec(k, b.shuffle_vector(*found, ir.Constant(VI, list(range(LANES)))))
+        halves.append(b.select(high, b.call(function, [upper, indices]), b.call(function, [lower, indices])))
+    return Vec(k, b.shuffle_vector(*halves, ir.Constant(VI, list(range(LANES)))))
 
 
-def _whole_nibble(k: Kernel, kind: CodeKind, line: Any, place: int) -> Vec:
+def _whole_nibble(k: Kernel, kind: CodeKind, line: Any, nibble: int) -> Vec:
     """Return the float32 of an integer code. AVX2 runs these instructions on more ports than shifts and conversions.
 
-    The code stays in place as the lowest bits of a float32 whose exponent makes their unit 1, so that the number is
+    The code stays where it is, as low bits of a float32 whose exponent makes its lowest bit count 1: the number is
     2**(23 - bit) + code. A subtraction extracts the code, exactly. Flipping int4's sign bit adds 8.
     """
-    b, bit = k.builder, 4 * place
-    if bit > _MOST_MANTISSA_BIT:
-        line, bit = b.lshr(line, int_lanes(_HIGH_SHIFT)), bit - _HIGH_SHIFT
+    b, bit = k.builder, 4 * nibble
+    # The 4 bits of a code must lie below bit 20 of the 23 of the mantissa: shift higher ones down.
+    if bit > 16:
+        line, bit = b.lshr(line, int_lanes(12)), bit - 12
     base = 2.0 ** (23 - bit)
     start = (150 - bit) << 23
     bits = b.and_(line, int_lanes(15 << bit))
@@ -254,19 +262,19 @@ def _whole_nibble(k: Kernel, kind: CodeKind, line: Any, place: int) -> Vec:
     return Vec(k, b.bitcast(b.xor(bits, int_lanes(start)), VF)) - base
 
 
-def _arm_table(k: Kernel, kind: CodeKind, places: Any) -> Vec:
-    """Look up the four bytes of each float32 in a table of 64 bytes."""
-    b, some = k.builder, ir.VectorType(I8, 16)
-    function = k.function("llvm.aarch64.neon.tbl4.v16i8", some, [some] * 5)
+def _arm_table(k: Kernel, kind: CodeKind, indices: Any) -> Vec:
+    """Look up float32 by the codes ``indices``, four bytes each, in a table of 64 bytes."""
+    b, register = k.builder, ir.VectorType(I8, 16)
+    function = k.function("llvm.aarch64.neon.tbl4.v16i8", register, [register] * 5)
     content = torch.tensor(kind.values).view(torch.uint8).tolist()
-    table = [ir.Constant(some, content[begin : begin + 16]) for begin in range(0, 64, 16)]
-    spread = b.add(b.mul(places, int_lanes(0x04040404)), int_lanes(0x03020100))
+    table = [ir.Constant(register, content[begin : begin + 16]) for begin in range(0, 64, 16)]
+    spread = b.add(b.mul(indices, int_lanes(0x04040404)), int_lanes(0x03020100))
     four = ir.VectorType(I32, 4)
-    found = []
+    quarters = []
     for quarter in range(QUARTERS):
         order = ir.Constant(four, list(range(4 * quarter, 4 * quarter + 4)))
-        found.append(b.call(function, [*table, b.bitcast(b.shuffle_vector(spread, spread, order), some)]))
-    halves = [b.shuffle_vector(*found[at : at + 2], _counted(32)) for at in (0, 2)]
+        quarters.append(b.call(function, [*table, b.bitcast(b.shuffle_vector(spread, spread, order), register)]))
+    halves = [b.shuffle_vector(*quarters[at : at + 2], _counted(32)) for at in (0, 2)]
     return Vec(k, b.bitcast(b.shuffle_vector(*halves, _counted(64)), VF))
 
 
@@ -278,36 +286,38 @@ def _byte_floats(k: Kernel, kind: CodeKind, words: Any, tile: int) -> Parts:
     """Convert the codes of a column's two inputs, the bytes of a 16-bit word, to float32."""
     if kind.codes == "fp8_e4m3":
         return fp8_floats(k, words, tile)
-    mine = half_words(k, words, tile)
-    return tuple(_int8_float(k, kind, mine, place) for place in (0, 8))
+    tile_words = half_words(k, words, tile)
+    return tuple(_int8_float(k, kind, tile_words, bit) for bit in (0, 8))
 
 
-def _int8_float(k: Kernel, kind: CodeKind, words: Any, place: int) -> Vec:
-    """Move the sign of a code to that of a float16, and the magnitude to its lowest bits, whose unit is 2**-24."""
+def _int8_float(k: Kernel, kind: CodeKind, words: Any, bit: int) -> Vec:
+    """Convert the code at ``bit`` of each word: its sign becomes a float16's, its magnitude a subnormal, times
+    2**-24."""
     b = k.builder
-    magnitude = b.and_(b.lshr(words, word_lanes(place)) if place else words, word_lanes(_MAGNITUDES))
+    magnitude = b.and_(b.lshr(words, word_lanes(bit)) if bit else words, word_lanes(_MAGNITUDES))
     sign = word_lanes(0x8000 - 0x10000)
-    half = b.or_(magnitude, b.and_(words if place else b.shl(words, word_lanes(8)), sign))
+    half = b.or_(magnitude, b.and_(words if bit else b.shl(words, word_lanes(8)), sign))
     if kind.codes == "int8_whole":
-        half = b.select(b.icmp_unsigned("==", half, sign), word_lanes(0x8000 + _SIGN - 0x10000), half)
-    return Vec(k, b.fpext(b.bitcast(half, _HALVES), VF))
+        half = b.select(b.icmp_unsigned("==", half, sign), word_lanes(0x8000 + SIGN - 0x10000), half)
+    return Vec(k, b.fpext(b.bitcast(half, HALVES), VF))
 
 
 def register_unit(k: Kernel, kind: CodeKind, wide_rows: bool) -> float:
-    """Return the value of a code of 1 in registers; the scales of finished sums compensate."""
+    """Return the number that a code of 1 becomes in registers: 2**-24 if int8 codes become float16 subnormals, else 1.
+    Scales, which are applied to finished sums, compensate."""
     return 2.0**-24 if kind.codes in ("int8", "int8_whole") and not in_pairs(k, wide_rows) else 1.0
 
 
 @cache
 def _patterns(kind: CodeKind) -> tuple[list[int], ...]:
-    """Return the bits of the bfloat16 numbers that add up to a kind's values: a table for each part."""
+    """Return the bits of the bfloat16 numbers that add up to a kind's values: a table per part."""
     values = torch.tensor(kind.values)
-    found = []
+    tables = []
     for _ in range(kind.parts):
         rounded = values.bfloat16()
-        found.append([pattern & 0xFFFF for pattern in rounded.view(torch.int16).tolist()])
+        tables.append([pattern & 0xFFFF for pattern in rounded.view(torch.int16).tolist()])
         values = values - rounded.float()
-    return tuple(found)
+    return tuple(tables)
 
 
 def parts_of(k: Kernel, kind: CodeKind, wide_rows: bool) -> int:
@@ -316,12 +326,12 @@ def parts_of(k: Kernel, kind: CodeKind, wide_rows: bool) -> int:
 
 
 def load_parts(k: Kernel, at: Ptr, parts: int, width: int, wide_rows: bool) -> Iterator[tuple[Parts, ...]]:
-    """Load the parts of a widened unit written by :func:`store_parts`; yield those of both tiles, or of the tile at
-    ``at``."""
+    """Load a widened unit written by :func:`store_parts`; yield, for each pair of inputs, the parts of both tiles, or
+    with ``width`` 1 of the tile at ``at``."""
     read = k.load_pairs if in_pairs(k, wide_rows) else k.load
 
     def tile(step: int, number: int) -> Any:
-        return tuple(read(at + _place(step, part, number, parts)) for part in range(parts))
+        return tuple(read(at + _offset(step, part, number, parts)) for part in range(parts))
 
     for step in range(2):
         yield tuple(tile(step, number) for number in range(width))
@@ -332,8 +342,9 @@ def store_parts(k: Kernel, at: Ptr, unit: Iterator[tuple[Parts, Parts]]) -> None
     for step, tiles in enumerate(unit):
         for tile, parts in enumerate(tiles):
             for part, value in enumerate(parts):
-                k.write(at + _place(step, part, tile, len(parts)), value.ir, 4)
+                k.write(at + _offset(step, part, tile, len(parts)), value.ir, 4)
 
 
-def _place(step: int, part: int, tile: int, parts: int) -> int:
+def _offset(step: int, part: int, tile: int, parts: int) -> int:
+    """Return the byte offset of a vector in a widened unit."""
     return ((step * parts + part) * 2 + tile) * VECTOR_BYTES

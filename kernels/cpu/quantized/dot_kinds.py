@@ -1,13 +1,13 @@
-"""Layout of 4-bit and 8-bit codes for products with rows of int8, whose sums are integers.
+"""Layouts of 4-bit and 8-bit codes for products with int8 rows, whose sums are integers.
 
-A panel is a sequence of groups of inputs. A group has its scales [2 tiles][16], offsets of this shape if the matrix has
-them, and its codes, unit by unit: 4 inputs of the 32 outputs of a panel.
+A panel is a sequence of groups of inputs. A group has scales [2 tiles][16], offsets [2 tiles][16] if the matrix has
+them, and codes, unit by unit; a unit is 4 inputs of the 32 outputs of a panel.
 
-    4 bits   a line of 64 bytes [16 lanes][4 inputs]: the first tile in the lower halves of bytes, the second above
-    8 bits   a line for each tile [16 lanes][4 inputs]
+    4 bits   a line of 64 bytes [16 lanes][4 inputs]: the first tile in the lower halves of bytes, the second in the
+    upper 8 bits   a line for each tile [16 lanes][4 inputs]
 
-Codes are stored unsigned, as the processor's products need them: larger by the kind's ``bias``. The initial value of a
-sum subtracts it, times the sum of the row's codes.
+Codes are stored unsigned, as processors' products require: larger by the kind's ``bias``. The initial value of a sum is
+minus the bias times the sum of the row's codes.
 """
 
 from __future__ import annotations
@@ -23,19 +23,16 @@ from pillion.kernels.cpu.quantized.codes import UNIT_INPUTS
 from pillion.kernels.cpu.quantized.input_rows import CODE_BIAS
 from pillion.kernels.torch.quantized_matrix import CODINGS
 
-_LOW = 0x0F0F0F0F
-_HIGH_SHIFT = 4
-
 
 @dataclass(frozen=True, slots=True)
 class DotKind:
-    """Packing of codes whose products with rows of int8 are added up group by group.
+    """Packing of codes whose products with int8 rows are summed group by group.
 
     Attributes:
         coding: a key of :data:`pillion.kernels.torch.quantized_matrix.CODINGS`.
         bits: 4 or 8.
         bias: stored codes minus the integers that they represent.
-        scale: factor of the scales when they are packed; codes represent integers that are larger by its inverse.
+        scale: factor by which packing multiplies the scales; the represented integers are larger by its inverse.
         constant_bytes: 4 for float32 scales and offsets, 2 for float16.
     """
 
@@ -85,7 +82,7 @@ def pack_units(codes: torch.Tensor, kind: DotKind) -> torch.Tensor:
     lead = codes.shape[:-2]
     if kind.bits == 8:
         return (codes ^ CODE_BIAS).reshape(*lead, -1)
-    return (codes[..., :LANES, :] | codes[..., LANES:, :] << _HIGH_SHIFT).reshape(*lead, -1)
+    return (codes[..., :LANES, :] | codes[..., LANES:, :] << 4).reshape(*lead, -1)
 
 
 def unpack_units(units: torch.Tensor, kind: DotKind) -> torch.Tensor:
@@ -94,7 +91,7 @@ def unpack_units(units: torch.Tensor, kind: DotKind) -> torch.Tensor:
     if kind.bits == 8:
         return (units ^ CODE_BIAS).reshape(*lead, 2 * LANES, UNIT_INPUTS)
     line = units.reshape(*lead, LANES, UNIT_INPUTS)
-    return torch.cat((line & 15, line >> _HIGH_SHIFT), -2)
+    return torch.cat((line & 15, line >> 4), -2)
 
 
 def unit_codes(k: Kernel, kind: DotKind, unit: Ptr, halves: range) -> list[Quads]:
@@ -102,7 +99,7 @@ def unit_codes(k: Kernel, kind: DotKind, unit: Ptr, halves: range) -> list[Quads
     if kind.bits == 8:
         return [k.load_quads(unit + half * VECTOR_BYTES) for half in halves]
     b, line = k.builder, k.load_quads(unit).ir
-    nibbles = [b.and_(b.lshr(line, int_lanes(_HIGH_SHIFT)) if half else line, int_lanes(_LOW)) for half in halves]
+    nibbles = [b.and_(b.lshr(line, int_lanes(4)) if half else line, int_lanes(0x0F0F0F0F)) for half in halves]
     if kind.coding != "fp4_e2m1":
         return [Quads(k, nibble) for nibble in nibbles]
     table = (kind.values + kind.bias).tolist()

@@ -1,11 +1,11 @@
-"""Products of rows of int8 with a panel of codes (:mod:`pillion.kernels.cpu.quantized.dot_kinds`), group by group of
+"""Products of int8 rows with a panel of codes (:mod:`pillion.kernels.cpu.quantized.dot_kinds`), group by group of
 inputs, with integer sums.
 
-    total = 0;  for each group: total = (scale * the row's scale) * sum of code * code + total
-                                total = offset * (the row's scale * sum of the row's codes) + total
+    total = 0;  for each group: total = (scale * row's scale) * (sum of code * row's code) + total
+                                total = offset * (row's scale * sum of row's codes) + total
 
-A group's sum is exact in any order, and groups are folded in ascending order by two operations of float32. So a row has
-the same bits in every tile, and on every processor.
+A group's sum is exact in any order, and groups are folded in ascending order by two float32 operations. So a row's
+result has the same bits in every tile, and on every processor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.products.tiles import DEPTH_MULTIPLE, PANEL_COLUMNS, TOTALS_BYTES
 from pillion.kernels.cpu.quantized.codes import UNIT_INPUTS
 from pillion.kernels.cpu.quantized.dot_kinds import DotKind, unit_codes
-from pillion.kernels.cpu.quantized.input_rows import ROW_CONSTANTS, ROW_CONSTANTS_BYTES, kept_bias
+from pillion.kernels.cpu.quantized.input_rows import ROW_CONSTANTS, ROW_CONSTANTS_BYTES, remaining_bias
 
 # Units of a group per iteration; a divisor of every group's units.
 _UNROLLED = DEPTH_MULTIPLE // UNIT_INPUTS
@@ -33,8 +33,8 @@ class DotRows:
     Attributes:
         x: the first row's codes.
         x_stride: bytes from row to row.
-        about: ROW_CONSTANTS of the first row's groups.
-        about_stride: bytes from row to row.
+        about: ROW_CONSTANTS of the groups of the first row.
+        about_stride: bytes from one row's constants to the next row's.
         panel: constants and codes of the first group.
         group_units: units of a group; the last group may have fewer.
         units: units of all groups.
@@ -66,7 +66,7 @@ class DotRows:
 
 @dataclass(frozen=True, slots=True)
 class DotProduct:
-    """Product of rows of int8 with one kind of codes. ``offsets``: whether groups have offsets."""
+    """Product of int8 rows with one kind of codes. ``offsets``: whether groups have offsets."""
 
     k: Kernel
     kind: DotKind
@@ -77,8 +77,8 @@ class DotProduct:
         """Bytes of a group's scales and offsets, which precede its codes."""
         return PANEL_COLUMNS * self.kind.constant_bytes * (2 if self.offsets else 1)
 
-    def most_rows(self) -> int:
-        return self.k.isa.dot_tiles.most
+    def max_rows(self) -> int:
+        return self.k.isa.dot_tiles.tallest
 
     def panel_bytes(self, units: Int, group_units: Int) -> Int:
         return units * self.kind.unit_bytes + (units + (group_units - 1)) // group_units * self.constants_bytes
@@ -103,22 +103,22 @@ class DotProduct:
         scales, *offsets = constants
         scale = k.broadcast(about + ROW_CONSTANTS["scale"])
         for at, half in enumerate(halves):
-            place = totals + half * VECTOR_BYTES
-            total = k.fma(scales[at] * scale, k.real_lanes(sums[at]), k.load(place))
+            address = totals + half * VECTOR_BYTES
+            total = k.fma(scales[at] * scale, k.real_lanes(sums[at]), k.load(address))
             for offset in offsets:
                 total = k.fma(offset[at], k.broadcast(about + ROW_CONSTANTS["sum"]), total)
-            k.store(place, total)
+            k.store(address, total)
 
     def multiply(self, rows: Int, args: DotRows, finish: Callable[[Int, Ptr], None]) -> None:
         """Multiply ``rows`` rows by a panel, in tiles of even height; call ``finish`` with each row's number and
         totals. Each tile prefetches its share of the memory ahead."""
-        k, highest = self.k, self.most_rows()
+        k, highest = self.k, self.max_rows()
         tiles = (rows + (highest - 1)) // highest
         step = k.int(self.kind.unit_bytes) // tiles
         with k.range(tiles) as tile:
             first = rows * tile // tiles
             count = rows * (tile + 1) // tiles - first
-            mine = replace(
+            tile_args = replace(
                 args,
                 x=args.x + first * args.x_stride,
                 about=args.about + first * args.about_stride,
@@ -127,7 +127,7 @@ class DotProduct:
             )
             with k.range(count * 2) as half:
                 k.store(args.totals + half * VECTOR_BYTES, k.vector(0.0))
-            self._tile(count, mine)
+            self._tile(count, tile_args)
             with k.range(count) as row:
                 finish(first + row, args.totals + row * TOTALS_BYTES)
 
@@ -137,17 +137,17 @@ class DotProduct:
         inside = inside & k.in_bounds(args.about, (rows - 1) * args.about_stride + args.groups * ROW_CONSTANTS_BYTES)
         inside = inside & k.in_bounds(args.panel, self.panel_bytes(args.units, args.group_units))
         with k.when(inside & k.in_bounds(args.totals, rows * TOTALS_BYTES)):
-            for height in k.cases(rows, tiles.most):
+            for height in k.cases(rows, tiles.tallest):
                 for halves in (range(2),) if height <= tiles.wide else (range(1), range(1, 2)):
                     self._call_tile(height, halves, args)
 
     def _call_tile(self, rows: int, halves: range, args: DotRows) -> None:
-        def body(inner: Kernel, *seen: Any) -> None:
-            _DotTile(replace(self, k=inner), rows, halves, DotRows(*seen)).write()
+        def body(inner: Kernel, *params: Any) -> None:
+            _DotTile(replace(self, k=inner), rows, halves, DotRows(*params)).write()
 
         side = "" if len(halves) == 2 else f"_{halves.start}"
-        words = ["gemm_tile", self.kind.name, "offsets" * self.offsets, f"{rows}x{len(halves)}{side}"]
-        self.k.call_subroutine("_".join(filter(None, words)), args.words(), body)
+        parts = ["gemm_tile", self.kind.name, "offsets" * self.offsets, f"{rows}x{len(halves)}{side}"]
+        self.k.call_subroutine("_".join(filter(None, parts)), args.words(), body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class _DotTile:
     def _starts(self, group: Int) -> list[Quads]:
         """Return the initial value of each row's sums, which compensates for the bias of stored codes."""
         k, args = self.product.k, self.args
-        if not kept_bias(k, self.product.kind.bias):
+        if not remaining_bias(k, self.product.kind.bias):
             return [Quads(k, int_lanes(0))] * self.rows
         shift = args.about + (group * ROW_CONSTANTS_BYTES + ROW_CONSTANTS["shift"])
         return [k.broadcast_quad(shift + args.about_stride * row) for row in range(self.rows)]
@@ -185,17 +185,17 @@ class _DotTile:
         weights = unit_codes(k, kind, codes + unit * kind.unit_bytes, self.halves)
         x = args.x + (begin + unit) * UNIT_INPUTS
         for row, totals in enumerate(sums):
-            mine = k.broadcast_quad(x + args.x_stride * row)
+            row_codes = k.broadcast_quad(x + args.x_stride * row)
             for total, weight in zip(totals, weights, strict=True):
-                total.value = k.dot_codes(total.value, weight, mine, small=kind.bits == 4)
+                total.value = k.dot_codes(total.value, weight, row_codes, small=kind.bits == 4)
 
     def _fold(self, panel: Ptr, group: Int, sums: list[list[Any]]) -> None:
         """Add a group's sums, times the scales of both sides, to the totals."""
         args, constants = self.args, self.product.constants(panel, self.halves)
-        for row, mine in enumerate(sums):
+        for row, row_sums in enumerate(sums):
             about = args.about + (args.about_stride * row + group * ROW_CONSTANTS_BYTES)
-            found = [total.value for total in mine]
-            self.product.fold(constants, about, self.halves, found, args.totals + row * TOTALS_BYTES)
+            values = [total.value for total in row_sums]
+            self.product.fold(constants, about, self.halves, values, args.totals + row * TOTALS_BYTES)
 
     def _prefetch(self, offset: Int) -> None:
         size = self.product.kind.unit_bytes * len(self.halves) // 2

@@ -2,12 +2,12 @@
 
     total = 0;  for each group: total = scale * (sum of code * x) + total, and with offsets once more
 
-Codes are widened into the scratch once for all rows, some groups at a time. A tile of up to 32 rows then iterates over
-these groups: each one's sums are computed in matrix tiles, stored, and folded into the totals. A single tile of rows
-widens them itself, since configuring the matrix tiles takes as long as some of its groups.
+Codes are widened into the scratch once for all rows, several groups at a time. A tile of up to 32 rows then iterates
+over these groups: a group's sums are computed in matrix tiles, stored, and folded into the totals. A single tile of
+rows widens the codes in its own function, to configure the matrix tiles only once.
 
-Rows of int8 (:class:`DotTiles`) have the bits of :mod:`pillion.kernels.cpu.quantized.dot_tiles`, since sums of integers
-are exact. Rows of bfloat16 (:class:`CodedTiles`) are multiplied by exact codes. A group's sum is one chain over
+Products of int8 rows (:class:`DotTiles`) have the bits of :mod:`pillion.kernels.cpu.quantized.dot_tiles`, since integer
+sums are exact. bfloat16 rows (:class:`CodedTiles`) are multiplied by exact codes. A group's sum is one chain over
 ascending inputs, of instructions whose size follows from the group's, so it has the same bits however many rows there
 are.
 """
@@ -22,34 +22,29 @@ from typing import Any
 from pillion.kernels.cpu.language.byte_codes import LINE_BYTES
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Vec
 from pillion.kernels.cpu.language.matrix_tiles import STEP_BYTES, TILE_ROWS, TILE_STEPS, MatrixTiles
+from pillion.kernels.cpu.products.gemm_tiles import PANEL_STEP_BYTES, ROW_GROUPS
+from pillion.kernels.cpu.products.many_rows import TILED_ROWS
 from pillion.kernels.cpu.products.tiles import TOTALS_BYTES
 from pillion.kernels.cpu.quantized.codes import UNIT_INPUTS, load_constants, store_parts, unit_parts
 from pillion.kernels.cpu.quantized.dot_kinds import unit_codes
 from pillion.kernels.cpu.quantized.dot_tiles import DotProduct, DotRows
-from pillion.kernels.cpu.quantized.input_rows import ROW_CONSTANTS, ROW_CONSTANTS_BYTES, kept_bias
+from pillion.kernels.cpu.quantized.input_rows import ROW_CONSTANTS, ROW_CONSTANTS_BYTES, remaining_bias
 from pillion.kernels.cpu.quantized.quantized_tiles import CodedProduct, CodedRows
 
-# Rows per pass. Their totals come first in a thread's scratch, then a tile's sums, then the widened codes.
+# Rows per pass. A thread's scratch has their totals, then a tile's sums, then the widened codes.
 _PASS_ROWS = 512
-_ROW_GROUPS = 2
-_MAX_ROWS = _ROW_GROUPS * TILE_ROWS
-# Bytes that are widened at a time, to stay in the L1 cache: for several tiles of rows, and for a single one, which
-# overlaps both kinds of work.
-_WIDE_BYTES, _ALONE_BYTES = 16384, 4096
-# Bytes of a step of both halves of a panel.
-_LINES_BYTES = 2 * LINE_BYTES
 
 Product = DotProduct | CodedProduct
 
 
 class GroupTiles(ABC):
-    """The products of one panel, in a subclass for each type of rows.
+    """Emitter of the products of rows with one panel; a subclass per type of rows.
 
     Attributes:
         product: the kind of codes.
         panel: a product's arguments; ``about`` has the ROW_CONSTANTS of int8 rows, or the sums of each group's inputs.
         unit_steps: steps of a unit.
-        parts: pairs of lines per step, whose numbers add up to the codes.
+        parts: bfloat16 numbers that add up to a code, each in a pair of lines per step; 1 for int8 rows.
         unit_x_bytes, group_about_bytes: bytes of a row per unit, and of its ``about`` per group.
     """
 
@@ -63,7 +58,7 @@ class GroupTiles(ABC):
 
     @property
     def step_bytes(self) -> int:
-        return self.parts * _LINES_BYTES
+        return self.parts * PANEL_STEP_BYTES
 
     @property
     def in_place(self) -> bool:
@@ -72,7 +67,7 @@ class GroupTiles(ABC):
 
     @abstractmethod
     def of(self, k: Kernel) -> GroupTiles:
-        """Return the same products in another function."""
+        """Return the same emitter for the function that ``k`` builds."""
 
     @abstractmethod
     def widen(self, unit: Ptr, out: Ptr) -> None:
@@ -80,7 +75,7 @@ class GroupTiles(ABC):
 
     @abstractmethod
     def steps(self, units: Int) -> Int:
-        """Return the steps of an instruction in a group of ``units`` units."""
+        """Return the steps per instruction in groups of ``units`` units."""
 
     @abstractmethod
     def add(self, tiles: MatrixTiles, sums: int, rows: int, lines: int) -> None:
@@ -114,7 +109,7 @@ class GroupTiles(ABC):
         return self.unit_steps * self.step_bytes
 
     def chunk(self, group_units: Int, size: int) -> Int:
-        """Return the groups to widen at a time into ``size`` bytes."""
+        """Return the number of groups to widen at a time into ``size`` bytes, at least 1."""
         return self.k.max(self.k.int(size // self.wide_bytes) // group_units, 1)
 
     def widen_groups(self, codes: Ptr, stride: Int, wide: Ptr, groups: Int, units: Int) -> None:
@@ -127,11 +122,12 @@ class GroupTiles(ABC):
         k, panel = self.k, self.panel
         whole = panel.units // panel.group_units
         rest = panel.units - whole * panel.group_units
-        with k.builder.if_else((count <= _MAX_ROWS).ir) as (few, many):
+        with k.builder.if_else((count <= TILED_ROWS).ir) as (few, many):
             with few:
                 self._tile(first, k.int(0), count, (k.int(0), whole, panel.group_units), alone=True)
             with many:
-                chunk = self.chunk(panel.group_units, _WIDE_BYTES)
+                # 16 KiB of widened codes stay in the L1 cache.
+                chunk = self.chunk(panel.group_units, 16384)
                 with k.range((whole + (chunk - 1)) // chunk) as number:
                     group = number * chunk
                     self._groups(first, count, group, k.min(chunk, whole - group), panel.group_units)
@@ -145,7 +141,7 @@ class GroupTiles(ABC):
         if not self.in_place:
             codes = panel.panel + group * stride + self.product.constants_bytes
             self.widen_groups(codes, stride, self._wide, groups, units)
-        tiles = (count + (_MAX_ROWS - 1)) // _MAX_ROWS
+        tiles = (count + (TILED_ROWS - 1)) // TILED_ROWS
         with k.range(tiles) as tile:
             begin = count * tile // tiles
             self._tile(first, begin, count * (tile + 1) // tiles - begin, (group, groups, units), alone=False)
@@ -153,10 +149,11 @@ class GroupTiles(ABC):
     @property
     def _wide(self) -> Ptr:
         """The widened codes."""
-        return self.panel.totals + (_PASS_ROWS + 2 * _MAX_ROWS) * TOTALS_BYTES
+        return self.panel.totals + (_PASS_ROWS + 2 * TILED_ROWS) * TOTALS_BYTES
 
     def _tile(self, first: Int, begin: Int, rows: Int, groups: tuple[Int, Int, Int], *, alone: bool) -> None:
-        """Multiply a tile of rows by some groups: the first one, their number, and their units."""
+        """Multiply a tile of rows by ``groups``: the first group, the number of groups, and the units per group.
+        ``alone``: the tile is the only one, and widens the codes itself."""
         panel, product, (group, count, units) = self.panel, self.product, groups
         stride, row = self.group_bytes(panel.group_units), first + begin
         constants = panel.panel + group * stride
@@ -191,24 +188,24 @@ class GroupTiles(ABC):
         inside = inside & k.in_bounds(args.constants, last + product.constants_bytes)
         line_bytes = args.units * (product.kind.unit_bytes if alone else self.wide_bytes)
         inside = inside & k.in_bounds(args.lines, (args.groups - 1) * args.lines_stride + line_bytes)
-        for groups, wanted in ((1, args.rows <= TILE_ROWS), (_ROW_GROUPS, args.rows > TILE_ROWS)):
+        for groups, fits in ((1, args.rows <= TILE_ROWS), (ROW_GROUPS, args.rows > TILE_ROWS)):
 
-            def body(inner: Kernel, *seen: Any, groups: int = groups) -> None:
-                _GroupTile(self.of(inner), groups, _Groups(*seen), MatrixTiles.of(inner)).write(alone)
+            def body(inner: Kernel, *params: Any, groups: int = groups) -> None:
+                _GroupTile(self.of(inner), groups, _Groups(*params), MatrixTiles.of(inner)).write(alone)
 
-            with k.when(inside & wanted & (args.groups > 0)):
-                words = [
+            with k.when(inside & fits & (args.groups > 0)):
+                name = [
                     "gemm_matrix_tile",
                     product.kind.name,
                     "offsets" * product.offsets,
                     "alone" * alone,
                     str(groups),
                 ]
-                k.call_subroutine("_".join(filter(None, words)), args.words(), body)
+                k.call_subroutine("_".join(filter(None, name)), args.words(), body)
 
 
 class DotTiles(GroupTiles):
-    """Rows of int8. A step is a unit's four codes."""
+    """Products of int8 rows. A step is a unit: four codes."""
 
     unit_steps, parts, unit_x_bytes, group_about_bytes = 1, 1, UNIT_INPUTS, ROW_CONSTANTS_BYTES
     product: DotProduct
@@ -221,11 +218,11 @@ class DotTiles(GroupTiles):
         return self.product.kind.bits == 8
 
     def widen(self, unit: Ptr, out: Ptr) -> None:
-        for half, each in enumerate(unit_codes(self.k, self.product.kind, unit, range(2))):
-            self.k.store_quads(out + half * VECTOR_BYTES, each)
+        for half, codes in enumerate(unit_codes(self.k, self.product.kind, unit, range(2))):
+            self.k.store_quads(out + half * VECTOR_BYTES, codes)
 
     def steps(self, units: Int) -> Int:
-        # A group has at most twice the steps of an instruction, and an even number if more than one instruction's.
+        # A group has at most twice the steps of an instruction, and then an even number.
         steps: Int = self.k.select(units <= TILE_STEPS, units, units // 2)
         return steps
 
@@ -237,15 +234,16 @@ class DotTiles(GroupTiles):
 
     def fold(self, constants: list[list[Vec]], about: Ptr, sums: Ptr, totals: Ptr) -> None:
         k = self.k
-        found = [k.load_quads(sums + half * VECTOR_BYTES) for half in range(2)]
-        if kept_bias(k, self.product.kind.bias):
+        values = [k.load_quads(sums + half * VECTOR_BYTES) for half in range(2)]
+        if remaining_bias(k, self.product.kind.bias):
             shift = k.broadcast_quad(about + ROW_CONSTANTS["shift"])
-            found = [each + shift for each in found]
-        self.product.fold(constants, about, range(2), found, totals)
+            values = [value + shift for value in values]
+        self.product.fold(constants, about, range(2), values, totals)
 
 
 class CodedTiles(GroupTiles):
-    """Rows of bfloat16. A step is a pair of inputs; a code that is no bfloat16 number is the sum of two."""
+    """Products of bfloat16 rows. A step is a pair of inputs; a code that bfloat16 does not represent is the sum of two
+    bfloat16 numbers."""
 
     unit_steps, unit_x_bytes, group_about_bytes = 2, 2 * UNIT_INPUTS, 4
     product: CodedProduct
@@ -256,7 +254,7 @@ class CodedTiles(GroupTiles):
 
     @classmethod
     def of_rows(cls, product: CodedProduct, rows: CodedRows, panel: Ptr) -> CodedTiles:
-        mine = DotRows(
+        panel_args = DotRows(
             x=rows.x,
             x_stride=rows.x_stride,
             about=rows.input_sums,
@@ -268,7 +266,7 @@ class CodedTiles(GroupTiles):
             ahead_step=rows.ahead_step,
             totals=rows.totals,
         )
-        return cls(product, mine)
+        return cls(product, panel_args)
 
     def of(self, k: Kernel) -> CodedTiles:
         return CodedTiles(replace(self.product, k=k), self.panel)
@@ -305,9 +303,10 @@ class CodedTiles(GroupTiles):
 
 @dataclass(frozen=True, slots=True)
 class _Groups:
-    """Arguments of a tile's function: ``groups`` groups of ``units`` units each, for ``rows`` rows, at most 32. A
-    group's widened codes, or codes to widen, are ``lines``, and its constants are at ``constants``; ``sums`` is scratch
-    for two groups of the tile, before the widened codes; ``ahead`` is the panel that a single tile prefetches."""
+    """Arguments of a tile's function, for ``rows`` rows, at most 32, and ``groups`` groups of ``units`` units each.
+    ``lines`` are the first group's widened codes, or codes to widen, and ``constants`` its constants; ``sums`` is
+    scratch for the tile's sums of two groups, followed by the widened codes; ``ahead`` is the panel that a single tile
+    prefetches."""
 
     x: Ptr
     x_stride: Int
@@ -328,7 +327,7 @@ class _Groups:
         return tuple(getattr(self, name) for name in self.__slots__)
 
     def part(self, products: GroupTiles, begin: Int, groups: Int, lines: Ptr, lines_stride: Int) -> _Groups:
-        """Return the arguments of some groups, from ``begin`` on."""
+        """Return the arguments of ``groups`` groups from ``begin`` on, whose codes are at ``lines``."""
         return replace(
             self,
             x=self.x + begin * self.units * products.unit_x_bytes,
@@ -342,8 +341,8 @@ class _Groups:
 
 @dataclass(frozen=True, slots=True)
 class _GroupTile:
-    """Emitter of the function for one or two groups of 16 rows. Tiles: the sums of each group of rows and half of a
-    panel, the rows of each group, and the lines of each half."""
+    """Emitter of the function for one or two groups of 16 rows. Tiles, in order: the sums of each group of rows and
+    half of the panel, the rows of each group, the lines of each half."""
 
     products: GroupTiles
     row_groups: int
@@ -364,9 +363,10 @@ class _GroupTile:
         self.tiles.release()
 
     def _write_chunks(self, steps: Int) -> None:
-        """Widen some groups, and multiply them, and so on."""
+        """Widen and multiply the groups chunk by chunk."""
         k, args, products = self.products.k, self.args, self.products
-        wide, chunk = args.sums + 2 * _MAX_ROWS * TOTALS_BYTES, products.chunk(args.units, _ALONE_BYTES)
+        # Small chunks, 4 KiB of widened codes: the processor overlaps widening with products.
+        wide, chunk = args.sums + 2 * TILED_ROWS * TOTALS_BYTES, products.chunk(args.units, 4096)
         with k.range((args.groups + (chunk - 1)) // chunk) as index:
             number = index * chunk
             groups = k.min(chunk, args.groups - number)
@@ -374,14 +374,14 @@ class _GroupTile:
             with k.range(at + groups * args.constants_stride, at, step=LINE_BYTES) as line:
                 k.prefetch(args.ahead + line, near=False)
             if products.in_place:
-                mine = args.part(products, number, groups, codes, args.lines_stride)
+                chunk_args = args.part(products, number, groups, codes, args.lines_stride)
             else:
                 products.widen_groups(codes, args.lines_stride, wide, groups, args.units)
-                mine = args.part(products, number, groups, wide, args.units * products.wide_bytes)
-            self._write_groups(mine, steps)
+                chunk_args = args.part(products, number, groups, wide, args.units * products.wide_bytes)
+            self._write_groups(chunk_args, steps)
 
     def _write_groups(self, args: _Groups, steps: Int) -> None:
-        """Multiply groups, each while the sums of the one before are folded."""
+        """Multiply the groups; fold a group's sums while the next group is multiplied."""
         k = self.products.k
         self._multiply(args, k.int(0), steps)
         with k.range(args.groups, 1) as group:
@@ -391,7 +391,7 @@ class _GroupTile:
 
     def _sums(self, group: Int) -> Ptr:
         """Return the address of a group's sums, [rows, 32]."""
-        return self.args.sums + (group & 1) * (_MAX_ROWS * TOTALS_BYTES)
+        return self.args.sums + (group & 1) * (TILED_ROWS * TOTALS_BYTES)
 
     def _fold(self, args: _Groups, group: Int) -> None:
         k, sums = self.products.k, self._sums(group)

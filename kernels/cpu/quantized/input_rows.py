@@ -6,27 +6,37 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from pillion.kernels.cpu.language.emit import I8, I32, VECTOR_BYTES, VI, Int, Kernel, KernelVariable, Ptr, Quads, Vec
+from pillion.kernels.cpu.language.emit import (
+    I32,
+    LANE_BYTES,
+    VECTOR_BYTES,
+    VI,
+    Int,
+    Kernel,
+    KernelVariable,
+    Ptr,
+    Quads,
+    Vec,
+)
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
-from pillion.kernels.torch.quantized_matrix import LARGEST_OF_GROUP, LARGEST_SIZE, MAX_CODE, MIN_CODE
+from pillion.kernels.torch.quantized_matrix import MAX_CODE, MAX_SCALED_ROW, MIN_CODE
 
-# Byte offsets in the record of a group of a row of codes: the scale as float32; the shift as int32, by which a
-# product's sums compensate for the bias of stored codes; the sum of the dequantized codes, as float32.
+# Byte offsets in the record of a row's group of codes: its scale, float32; the shift of products' sums that compensates
+# for the bias of stored weight codes, int32; the sum of its dequantized codes, float32.
 ROW_CONSTANTS = {"scale": 0, "shift": 4, "sum": 8}
 ROW_CONSTANTS_BYTES = 12
 # Bias of 8-bit codes that are stored unsigned.
 CODE_BIAS = 128
-# Groups of inputs summed at a time, because four vectors are added up together.
+# Groups of inputs summed at a time: Kernel.store_sums adds up the lanes of four vectors together.
 SUMMED_GROUPS = 4
-_BYTES = ir.VectorType(I8, LANES)
 
 
 @dataclass(frozen=True, slots=True)
 class GatherInputs(KernelSpec):
-    """Gather of inputs: ``out`` [rows, depth] = ``x`` [rows, depth] at the columns ``order``, int32 [depth]. Rows are
-    bfloat16 or float32."""
+    """Reordering of inputs: ``out`` [rows, depth] are the columns ``order``, int32 [depth], of ``x`` [rows, depth];
+    both are bfloat16 or float32."""
 
     layout = RecordLayout("gather_inputs", pointers=("x", "order", "out"), numbers=("depth", "x_stride", "out_stride"))
 
@@ -38,15 +48,15 @@ class GatherInputs(KernelSpec):
         x, order, out = (args.pointer(field) for field in self.layout.pointers)
         depth, x_stride, out_stride = (args.number(field) for field in self.layout.numbers)
         size = 2 if self.bf16 else 4
-        # Threads share pieces of rows, since there may be only one row. A depth is a multiple of 16.
+        # Work items are parts of rows, since there may be only one row. The depth is a multiple of 16.
         pieces = depth // LANES
         with call.even_share(call.step.number(f"num_{self.rows_of}") * pieces) as item:
             row = item // pieces
             first = (item - row * pieces) * LANES
             source, target = x + row * x_stride, out + (row * out_stride + first * size)
             for lane in range(LANES):
-                place = k.load_int(order + (first + lane) * 4, 32)
-                k.store_int(target + lane * size, k.load_int(source + place * size, 8 * size), 8 * size)
+                column = k.load_int(order + (first + lane) * 4, 32)
+                k.store_int(target + lane * size, k.load_int(source + column * size, 8 * size), 8 * size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +86,21 @@ class SumInputs(KernelSpec):
             row = item // items
             group = (item - row * items) * SUMMED_GROUPS
             totals = [k.variable(k.vector(0.0)) for _ in range(SUMMED_GROUPS)]
-            for place, total in enumerate(totals):
-                first = (group + place) * inputs // LANES
-                behind = k.min((group + (place + 1)) * inputs, depth) // LANES
-                with k.range(behind, first) as vector:
+            for i, total in enumerate(totals):
+                first = (group + i) * inputs // LANES
+                end = k.min((group + (i + 1)) * inputs, depth) // LANES
+                with k.range(end, first) as vector:
                     total.value = total.value + k.load_float(x + (row * x_stride + vector * vector_bytes), self.bf16)
             k.store_sums(sums + (row * sums_stride + group * 4), *(total.value for total in totals))
 
 
 @dataclass(frozen=True, slots=True)
 class CodeInputs(KernelSpec):
-    """Quantization of groups of each row to int8, as :func:`pillion.kernels.torch.quantized_matrix.rounded_rows`: x
-    becomes scale times code.
+    """Quantization of each group of a row to int8, like :func:`pillion.kernels.torch.quantized_matrix.rounded_rows`: x
+    is about scale * code.
 
     ``x`` [rows, depth] is bfloat16 or float32; ``depth``, and the ``inputs`` of a group, are multiples of 16. ``out``
-    [rows, depth] is int8, and ``constants`` [rows, groups] are ROW_CONSTANTS, with shifts for weights stored with
+    [rows, depth] is int8, and ``constants`` [rows, groups] are ROW_CONSTANTS, whose shift is for weights stored with
     ``bias``. There are ``each`` rows for each of ``rows_of``. The scale follows from the group's largest magnitude; it
     is not finite if the group is not.
     """
@@ -111,55 +121,57 @@ class CodeInputs(KernelSpec):
         x, out, constants = (args.pointer(field) for field in self.layout.pointers)
         depth, inputs, x_stride, out_stride, constants_stride = (args.number(field) for field in self.layout.numbers)
         size, groups = 2 if self.bf16 else 4, (depth + (inputs - 1)) // inputs
-        largest = k.variable(k.vector(LARGEST_SIZE))
+        max_scaled = k.variable(k.vector(MAX_SCALED_ROW))
         with k.when(groups > 1):
-            largest.value = k.vector(LARGEST_OF_GROUP)
+            max_scaled.value = k.vector(float(MAX_CODE))
         with call.even_share(call.step.number(f"num_{self.rows_of}") * self.each * groups) as item:
             row = item // groups
             group = item - row * groups
             first = group * inputs
             vectors = k.min(inputs, depth - first) // LANES
             source, target = x + (row * x_stride + first * size), out + (row * out_stride + first)
-            scale = self._largest(k, source, vectors) / largest.value
+            scale = self._largest(k, source, vectors) / max_scaled.value
             inverse = k.select(scale > 0.0, k.vector(1.0) / scale, k.vector(0.0))
             total = k.variable(Quads(k, ir.Constant(VI, [0] * LANES)))
             with k.range(vectors) as i:
                 value = k.load_float(source + i * (LANES * size), self.bf16)
-                # Equals value / scale in all bits (Markstein 1990): the largest value of a row is always near the
-                # middle of two codes, where the last bit decides.
+                # The same bits as value / scale (Markstein 1990). The last bit matters: a row's largest value is always
+                # near the middle between two codes.
                 near = value * inverse
                 quotient = k.fma(k.fma(near * -1.0, scale, value), inverse, near)
                 code = _bounded(k, k.rounded(quotient))
                 whole = k.whole_lanes(code)
                 total.value = total.value + whole
-                k.write(target + i * LANES, k.builder.trunc(whole.ir, _BYTES), 1)
+                k.write(target + i * LANES, k.builder.trunc(whole.ir, LANE_BYTES), 1)
             at = constants + (row * constants_stride + group * ROW_CONSTANTS_BYTES)
             self._constants(k, at, total, scale)
 
     def _largest(self, k: Kernel, source: Ptr, vectors: Int) -> Vec:
-        """Return the largest magnitude of a row, in all lanes; NaN and infinities exceed all numbers."""
-        sizes = k.variable(k.vector(0.0))
+        """Return the largest magnitude of a group, in all lanes; infinities exceed numbers, and NaN exceeds
+        infinities."""
+        largest = k.variable(k.vector(0.0))
         with k.range(vectors) as i:
-            sizes.value = k.maximum_abs(
-                sizes.value, k.load_float(source + i * (LANES * (2 if self.bf16 else 4)), self.bf16)
+            largest.value = k.maximum_abs(
+                largest.value, k.load_float(source + i * (LANES * (2 if self.bf16 else 4)), self.bf16)
             )
-        return k.max_abs_lane(sizes.value)
+        return k.max_abs_lane(largest.value)
 
     def _constants(self, k: Kernel, at: Ptr, codes: KernelVariable, scale: Vec) -> None:
         """Store a group's constants. ``codes``: partial sums of the group's codes."""
         b, total = k.builder, k.sum_quads(codes.value)
-        shift = Quads(k, b.mul(total.ir, ir.Constant(VI, [-kept_bias(k, self.bias)] * LANES)))
+        shift = Quads(k, b.mul(total.ir, ir.Constant(VI, [-remaining_bias(k, self.bias)] * LANES)))
         values: dict[str, Vec | Quads] = {
             "scale": scale,
             "shift": shift,
             "sum": k.real_lanes(total) * scale,
         }
-        for name, place in ROW_CONSTANTS.items():
-            k.write(at + place, b.extract_element(values[name].ir, I32(0)), 4)
+        for name, offset in ROW_CONSTANTS.items():
+            k.write(at + offset, b.extract_element(values[name].ir, I32(0)), 4)
 
 
-def kept_bias(k: Kernel, bias: int) -> int:
-    """Return the part of the ``bias`` of stored codes that remains in this processor's products (SDOT undoes it)."""
+def remaining_bias(k: Kernel, bias: int) -> int:
+    """Return the part of the stored weight codes' ``bias`` that remains in this processor's products; for SDOT,
+    :meth:`Kernel.dot_codes` removes that of int8."""
     return k.code_bias if bias == CODE_BIAS else bias
 
 

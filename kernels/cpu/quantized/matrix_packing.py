@@ -15,7 +15,7 @@ KINDS = (*PLAIN_TYPES, *quantized_packing.KINDS)
 
 
 def panel_bytes(kind: str, depth: int, group: int, offsets: bool) -> int:
-    """Return the bytes of a panel."""
+    """Return the bytes of a panel of any kind."""
     if kind not in PLAIN_TYPES:
         return quantized_packing.panel_bytes(kind, depth, group, offsets)
     return PANEL_COLUMNS * depth * PLAIN_TYPES[kind].itemsize
@@ -24,8 +24,8 @@ def panel_bytes(kind: str, depth: int, group: int, offsets: bool) -> int:
 def pack_linear(weight: Matrix, kind: str, offsets: bool = False) -> PackedWeight:
     """Pack a matrix [N, K]; bf16 rounds to nearest even.
 
-    A quantized matrix gets the kind of ``quantized_packing.packed_kind``, or is dequantized to ``kind``. With
-    ``offsets``, groups get offsets even if they are all 0.
+    ``kind`` is that of ``quantized_packing.packed_kind``: a quantized matrix is dequantized if it is plain. With
+    ``offsets``, groups get offsets even if all are 0.
     """
     if kind not in PLAIN_TYPES:
         return quantized_packing.pack_quantized([weight], kind, offsets)
@@ -33,7 +33,7 @@ def pack_linear(weight: Matrix, kind: str, offsets: bool = False) -> PackedWeigh
 
 
 def pack_gated(gate: Matrix, up: Matrix, kind: str, offsets: bool = False) -> PackedWeight:
-    """Pack two matrices [N, K] as one matrix of 2 N outputs, with their tiles in turn."""
+    """Pack two matrices [N, K] as one matrix of 2 N outputs, with alternating tiles."""
     if kind not in PLAIN_TYPES:
         return quantized_packing.pack_quantized([gate, up], kind, offsets)
     return pack_plain_gated(plain(gate, torch.float32), plain(up, torch.float32), kind)

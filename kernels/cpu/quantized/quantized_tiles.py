@@ -2,15 +2,15 @@
 
     total = 0;  for each group: total = scale * (chain of code * x) + total;  total = offset * (sum of x) + total
 
-Sums of a group stay in registers, totals in memory. Every output is this one fold whatever the number of rows, and a
-group's sum is one chain over ascending inputs, so a row's result has the same bits in every tile. Few rows unpack codes
-in registers. So do more rows, if the processor widens 32 codes by one look-up; elsewhere the panel is widened into the
-scratch, some groups at a time, and unpacked only once.
+Sums of a group stay in registers, totals in memory. Every output is this fold, and a group's sum is one chain over
+ascending inputs, so a row's result has the same bits in every tile. Tiles of few rows unpack codes in registers. So do
+tiles of many rows if the processor widens 32 codes by one look-up; elsewhere the panel is widened into the scratch,
+several groups at a time, so that it is unpacked only once.
 
-One row waits for memory. It processes groups in sequence if their chains are short: the processor begins the next group
-during the last additions of this one. Long chains of 4-bit codes would be slower than memory, so several groups are
-interleaved. Each tile prefetches its part of the next panel, constants and codes, except for one row of 8-bit codes,
-where the hardware prefetcher is faster.
+A single row is bound by memory. It processes groups in sequence if their chains are short: the processor begins the
+next group during the last additions of this one. Long chains of 4-bit codes would be slower than memory, so several
+groups are interleaved. Each tile prefetches its part of the next panel, constants and codes, except for one row of
+8-bit codes, where the hardware prefetcher is faster.
 """
 
 from __future__ import annotations
@@ -38,21 +38,13 @@ from pillion.kernels.cpu.quantized.codes import (
 )
 from pillion.kernels.cpu.quantized.quantized_packing import MAX_GROUP_INPUTS
 
-# Max rows of a product with widened weights whose totals are in a thread's scratch, before the widened groups.
-PASS_ROWS = 504
+# Max rows per pass over a panel: their totals are in a thread's scratch, before the widened groups.
+_PASS_ROWS = 504
 # Inputs widened into the scratch at a time: enough to amortize a tile's call, few enough for the L1 cache.
 _WIDE_INPUTS = 256
 _MAX_WIDE_BYTES = max(MAX_GROUP_INPUTS, _WIDE_INPUTS) * 2 * TOTALS_BYTES
-# Rows by which tiles that unpack codes are smaller than tiles of widened weights: tables and temporaries need
-# registers.
-_TABLE_ROWS = 3
-# Additional registers for tables of bfloat16.
+# Further rows by which tiles that unpack bfloat16 are smaller, because their tables need more registers.
 _MORE_TABLE_ROWS = {"nf4": 4, "int8_whole": 1}
-# Max units of groups that run one after the other: chains of additions so short that out-of-order execution overlaps
-# groups.
-_SHORT_CHAIN_UNITS = 8
-# Max longer groups that a tile of few rows interleaves.
-_MAX_SIDES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +90,7 @@ class CodedRows:
 
     def half(self, number: int, constant_bytes: int) -> CodedRows:
         """Return the arguments of a narrow tile: one half of the panel."""
-        weights, totals = (place + number * VECTOR_BYTES for place in (self.weights, self.totals))
+        weights, totals = (pointer + number * VECTOR_BYTES for pointer in (self.weights, self.totals))
         return replace(self, weights=weights, totals=totals, constants=self.constants + number * LANES * constant_bytes)
 
     def words(self) -> tuple[Int | Ptr, ...]:
@@ -129,11 +121,12 @@ class CodedProduct:
         """Bytes of a widened unit."""
         return 4 * VECTOR_BYTES * parts_of(self.k, self.kind, self.wide_rows)
 
-    def most_rows(self, widened: bool) -> int:
+    def max_rows(self, widened: bool) -> int:
         if not widened:
             more = _MORE_TABLE_ROWS.get(self.kind.codes, 0) if in_pairs(self.k, self.wide_rows) else 0
-            return max(1, self._tile_rows.wide - _TABLE_ROWS - more)
-        return self._tile_rows.most
+            # 3 rows fewer than tiles of widened weights: tables and temporaries need registers.
+            return max(1, self._tile_rows.wide - 3 - more)
+        return self._tile_rows.tallest
 
     @property
     def widens(self) -> bool:
@@ -145,9 +138,9 @@ class CodedProduct:
     def _tile_rows(self) -> TileRows:
         """Max rows of tiles of widened weights."""
         isa = self.k.isa
-        found = isa.fp32_tiles if self.wide_rows else isa.bf16_tiles
+        tiles = isa.fp32_tiles if self.wide_rows else isa.bf16_tiles
         # A second bfloat16 part per value needs registers, so tiles have fewer rows.
-        return TileRows(found.wide - 1) if in_pairs(self.k, self.wide_rows) and self.kind.parts > 1 else found
+        return TileRows(tiles.wide - 1) if in_pairs(self.k, self.wide_rows) and self.kind.parts > 1 else tiles
 
     def panel_bytes(self, units: Int, group_units: Int) -> Int:
         return units * self.kind.unit_bytes + (units + (group_units - 1)) // group_units * self.constants_bytes
@@ -157,8 +150,8 @@ class CodedProduct:
     ) -> None:
         """Multiply ``rows`` rows by ``panel``; call ``finish`` with each row's number and totals.
 
-        ``args`` are those of the first row; their weights, constants, totals and sizes to prefetch are set here. Its
-        ``ahead`` is another panel of the same size.
+        ``args`` are those of the first row; weights, constants, totals and sizes to prefetch are set here. ``ahead`` is
+        another panel of the same size.
         """
         k = self.k
         stride = args.group_units * self.kind.unit_bytes + self.constants_bytes
@@ -174,20 +167,20 @@ class CodedProduct:
         )
         if not self.widens:
             # Finish the totals of a tile before the next tile, while they are in the L1 cache.
-            with self._cut(rows, fused, False) as (first, count, mine):
+            with self._cut(rows, fused, False) as (first, count, tile_args):
                 self._clear(count, scratch)
-                self._tiles(count, mine, False)
+                self._tiles(count, tile_args, False)
                 self._finish(first, count, scratch, finish)
             return
-        few = self.most_rows(False)
-        with k.range(rows, step=PASS_ROWS) as first:
-            count = k.min(rows - first, PASS_ROWS)
-            mine = _rows_from(fused, first)
+        few = self.max_rows(False)
+        with k.range(rows, step=_PASS_ROWS) as first:
+            count = k.min(rows - first, _PASS_ROWS)
+            pass_args = _rows_from(fused, first)
             self._clear(count, scratch)
             with k.when(count <= few):
-                self._multiply_tiles(count, mine, False)
+                self._multiply_tiles(count, pass_args, False)
             with k.when(count > few):
-                self._multiply_widened(count, mine, scratch + PASS_ROWS * TOTALS_BYTES)
+                self._multiply_widened(count, pass_args, scratch + _PASS_ROWS * TOTALS_BYTES)
             self._finish(first, count, scratch, finish)
 
     def _clear(self, rows: Int, totals: Ptr) -> None:
@@ -221,21 +214,21 @@ class CodedProduct:
 
     def _multiply_tiles(self, rows: Int, args: CodedRows, widened: bool) -> None:
         """Multiply rows tile by tile; their totals are adjacent."""
-        with self._cut(rows, args, widened) as (first, count, mine):
-            self._tiles(count, replace(mine, totals=args.totals + first * TOTALS_BYTES), widened)
+        with self._cut(rows, args, widened) as (first, count, tile_args):
+            self._tiles(count, replace(tile_args, totals=args.totals + first * TOTALS_BYTES), widened)
 
     @contextmanager
     def _cut(self, rows: Int, args: CodedRows, widened: bool) -> Iterator[tuple[Int, Int, CodedRows]]:
         """Append a loop over tiles of even height; yield a tile's first row, its number of rows and its arguments.
         Each tile prefetches its share of the memory at ``ahead``."""
-        k, highest = self.k, self.most_rows(widened)
+        k, highest = self.k, self.max_rows(widened)
         tiles = (rows + (highest - 1)) // highest
         stride, step = args.ahead_stride // tiles, args.ahead_step // tiles
         with k.range(tiles) as tile:
             first = rows * tile // tiles
             ahead = args.ahead + tile * args.groups * stride
-            mine = replace(_rows_from(args, first), ahead=ahead, ahead_stride=stride, ahead_step=step)
-            yield first, rows * (tile + 1) // tiles - first, mine
+            tile_args = replace(_rows_from(args, first), ahead=ahead, ahead_stride=stride, ahead_step=step)
+            yield first, rows * (tile + 1) // tiles - first, tile_args
 
     def _widen(self, codes: Ptr, wide: Ptr, units: Int, args: CodedRows) -> None:
         """Widen the groups of codes at ``codes``, ``units`` units in total."""
@@ -271,7 +264,7 @@ class CodedProduct:
         if self.offsets:
             inside = inside & k.in_bounds(args.input_sums, (rows - 1) * args.input_sums_stride + args.groups * 4)
         with k.when(inside):
-            for height in k.cases(rows, self.most_rows(widened)):
+            for height in k.cases(rows, self.max_rows(widened)):
                 if height <= self._tile_rows.wide:
                     self._call_tile(height, 2, args, widened)
                 else:
@@ -279,11 +272,11 @@ class CodedProduct:
                         self._call_tile(height, 1, args.half(number, self.kind.constant_bytes), widened)
 
     def _call_tile(self, rows: int, width: int, args: CodedRows, widened: bool) -> None:
-        def body(inner: Kernel, twin: Any, *seen: Any) -> None:
-            _CodedTile(replace(self, k=inner), rows, width, CodedRows(*seen), twin, widened).write()
+        def body(inner: Kernel, twin: Any, *params: Any) -> None:
+            _CodedTile(replace(self, k=inner), rows, width, CodedRows(*params), twin, widened).write()
 
-        words = [f"gemm_{'wide_' * widened}tile", self.kind.name, "wide" * self.wide_rows, "offsets" * self.offsets]
-        self.k.call_subroutine("_".join(filter(None, [*words, f"{rows}x{width}"])), (args.x, *args.words()), body)
+        parts = [f"gemm_{'wide_' * widened}tile", self.kind.name, "wide" * self.wide_rows, "offsets" * self.offsets]
+        self.k.call_subroutine("_".join(filter(None, [*parts, f"{rows}x{width}"])), (args.x, *args.words()), body)
 
 
 def _rows_from(args: CodedRows, row: Int) -> CodedRows:
@@ -294,13 +287,13 @@ def _rows_from(args: CodedRows, row: Int) -> CodedRows:
 
 @dataclass(frozen=True, slots=True)
 class _CodedTile:
-    """Emitter of the function for one number of rows, ``width`` vectors wide. Its pointer ``twin`` equals x, which LLVM
-    cannot know.
+    """Emitter of the function for one number of rows, ``width`` vectors wide. The pointer ``twin`` equals x, unknown to
+    LLVM.
 
     A value of a row is multiplied by both tiles of a panel. LLVM would broadcast it once, by a separate instruction,
-    which occupies the port that table look-ups need on Zen 4. With a pointer per tile, the broadcast becomes part of
-    both products, for free: that makes tiles that unpack a quarter faster there. Zen 5 starts twice as many products
-    per cycle, and no more loads, so the twin is omitted if ``Isa.products_load`` is false.
+    which occupies the port that table look-ups need on Zen 4. With a pointer per tile, the broadcast is part of both
+    products, for free, which makes tiles that unpack a quarter faster there. Zen 5 starts twice as many products per
+    cycle, but no more loads, so the twin is unused if ``Isa.products_load`` is false.
     """
 
     product: CodedProduct
@@ -312,11 +305,12 @@ class _CodedTile:
 
     def write(self) -> None:
         k, args = self.product.k, self.args
-        sides = max(1, min(_MAX_SIDES, self.product.most_rows(True) // (3 * self.rows)))
+        sides = max(1, min(4, self.product.max_rows(True) // (3 * self.rows)))
         if sides == 1 or self.product.kind.bits == 8:
             self._side_by_side(1)
             return
-        short = args.group_units <= _SHORT_CHAIN_UNITS
+        # Chains of additions so short that out-of-order execution overlaps groups.
+        short = args.group_units <= 8
         with k.builder.if_else(short.ir) as (in_order, side_by_side):
             with in_order:
                 self._side_by_side(1)
@@ -386,7 +380,7 @@ class _CodedTile:
                 total.value = k.fma(parts[number], value, total.value)
 
     def _fold(self, first: Int, sums: list[list[list[Any]]]) -> None:
-        """Multiply the sums of the groups by the groups' scales, and add them to the totals."""
+        """Add the groups' sums, times their scales, to the totals, and the offsets times the sums of inputs."""
         k, args = self.product.k, self.args
         constants = [args.constants + (first + side) * args.constants_stride for side in range(len(sums))]
         vector_bytes = LANES * self.product.kind.constant_bytes
@@ -397,14 +391,14 @@ class _CodedTile:
         for row in range(self.rows):
             inputs = args.input_sums + (args.input_sums_stride * row + first * 4)
             for half in range(self.width):
-                place = args.totals + (row * TOTALS_BYTES + half * VECTOR_BYTES)
-                total = k.load(place)
+                address = args.totals + (row * TOTALS_BYTES + half * VECTOR_BYTES)
+                total = k.load(address)
                 for side, at in enumerate(constants):
                     total = k.fma(scales[side][half], sums[side][row][half].value, total)
                     if self.product.offsets:
                         offset = self._constants(at + (half + 2) * vector_bytes)
                         total = k.fma(offset, k.broadcast(inputs + side * 4), total)
-                k.store(place, total)
+                k.store(address, total)
 
     def _constants(self, at: Ptr) -> Vec:
         return load_constants(self.product.k, self.product.kind, at)

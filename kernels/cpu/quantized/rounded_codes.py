@@ -2,13 +2,13 @@
 
     codes of a panel --widened, a block of inputs at a time--> bfloat16 pairs --products of plain weights--> sums
 
-A block is widened once for all rows and multiplied in matrix tiles. It begins at a multiple of a tile's inputs, so a
-row has the bits of its product with such weights, however many rows there are. More than 32 rows are multiplied by
-:mod:`pillion.kernels.cpu.products.many_rows`. Fewer rows use smaller blocks in the L1 cache, whose codes are widened
+A block is widened once for all rows and multiplied in matrix tiles. It begins at a multiple of an instruction's inputs,
+so a row has the bits of its product with plain weights, whatever the number of rows. More than 32 rows are multiplied
+by :mod:`pillion.kernels.cpu.products.many_rows`. Fewer rows use smaller blocks in the L1 cache, whose codes are widened
 while the processor still adds up the block before.
 
-float32 numbers are truncated to bfloat16. Rounding to nearest would take half as long again as all other work of
-widening 4 bits, which one row waits for. Instead scales and offsets are enlarged so that the mean error is 0.
+Weights are truncated from float32 to bfloat16. Rounding to nearest would add half to the time of widening 4 bits, which
+determines that of a single row. Instead, scales and offsets are enlarged so that the mean error is 0.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ from pillion.kernels.cpu.quantized.codes import UNIT_INPUTS, load_constants, uni
 from pillion.kernels.cpu.quantized.quantized_tiles import CodedProduct
 
 TILE = TileKind("bf16", "bf16")
-# Units of a widened block of few rows: whole instructions.
+# Units per widened block for few rows: a whole number of instructions.
 _BLOCK_UNITS = 16
 UNIT_STEPS = UNIT_INPUTS // TILE.inputs
 _UNIT_X_BYTES, _UNIT_WIDE_BYTES = UNIT_STEPS * TILE.row_step_bytes, UNIT_STEPS * PANEL_STEP_BYTES
-# Offsets truncation, which loses 2**-8 of the mantissa on average. For log-uniform values the relative loss is 2**-8 /
-# (2 ln 2).
+# Factor of scales and offsets. Truncation of log-uniform values loses 2**-8 / (2 ln 2) of them on average.
 CUT_FACTOR = 1 + 2**-9 / math.log(2)
 
 
@@ -68,19 +67,19 @@ class RoundedProduct:
     def multiply(self, rows: Int) -> None:
         """Multiply the first ``rows`` rows; leave their sums in scratch memory."""
         k, coded = self.k, self.coded
-        wide = self.scratch + TILE.tiles(k.isa).most * TOTALS_BYTES
+        wide = self.scratch + TILE.tiles(k.isa).tallest * TOTALS_BYTES
         x_bytes = (rows - 1) * self.x_stride + self.units * _UNIT_X_BYTES
         inside = k.in_bounds(self.x, x_bytes) & k.in_bounds(self.scratch, rows * TOTALS_BYTES)
         inside = inside & k.in_bounds(self.panel, coded.panel_bytes(self.units, self.group_units))
         inside = inside & k.in_bounds(wide, _BLOCK_UNITS * _UNIT_WIDE_BYTES)
         sizes = self.units, self.group_units
         values = (rows, self.x, self.x_stride, self.panel, wide, *sizes, self.ahead, self.scratch)
-        for groups, wanted in ((1, rows <= TILE_ROWS), (2, rows > TILE_ROWS)):
+        for groups, fits in ((1, rows <= TILE_ROWS), (2, rows > TILE_ROWS)):
 
-            def body(inner: Kernel, *seen: Any, groups: int = groups) -> None:
-                _write_few(replace(coded, k=inner), groups, *seen)
+            def body(inner: Kernel, *params: Any, groups: int = groups) -> None:
+                _write_few(replace(coded, k=inner), groups, *params)
 
-            with k.when(inside & wanted):
+            with k.when(inside & fits):
                 k.call_subroutine(f"gemm_round_tile_{_name_of(coded)}_{groups}", values, body)
 
 
@@ -90,8 +89,8 @@ def widen_part(
     """Widen ``count`` units of a panel from ``first`` on, and prefetch the same bytes of the panel ahead."""
     k = coded.k
 
-    def body(inner: Kernel, *seen: Any) -> None:
-        _widen_units(replace(coded, k=inner), *seen)
+    def body(inner: Kernel, *params: Any) -> None:
+        _widen_units(replace(coded, k=inner), *params)
 
     inside = k.in_bounds(panel, coded.panel_bytes(units, group_units)) & k.in_bounds(wide, count * _UNIT_WIDE_BYTES)
     with k.when(inside):
@@ -116,7 +115,7 @@ def _write_few(
     ahead: Ptr,
     sums: Ptr,
 ) -> None:
-    """Emit the function of up to 16 rows, or of 17 to 32."""
+    """Emit the function for up to 16 rows (``groups`` 1), or for 17 to 32."""
     k = coded.k
     args = TileArgs(x, x_stride, wide, k.int(0), wide, k.int(0), sums)
     tile = MatrixTile(k, TILE, groups, rows, args, MatrixTiles.of(k))
@@ -126,9 +125,9 @@ def _write_few(
 
     tile.shape(TILE_STEPS)
     with k.range(units, step=_BLOCK_UNITS) as unit:
-        mine = k.min(units - unit, _BLOCK_UNITS)
-        _widen_units(coded, panel, wide, unit, mine, group_units, ahead)
-        with k.range(mine * UNIT_STEPS // TILE_STEPS) as step:
+        block_units = k.min(units - unit, _BLOCK_UNITS)
+        _widen_units(coded, panel, wide, unit, block_units, group_units, ahead)
+        with k.range(block_units * UNIT_STEPS // TILE_STEPS) as step:
             from_unit(unit).multiply(step)
     tile.move(tile.tiles.store)
     rest = units * UNIT_STEPS % TILE_STEPS
@@ -144,9 +143,10 @@ def _write_few(
 def _widen_units(
     coded: CodedProduct, panel: Ptr, wide: Ptr, first: Int, units: Int, group_units: Int, ahead: Ptr
 ) -> None:
+    """Store ``units`` units of a panel from ``first`` on as bfloat16 weights, and prefetch the same bytes ``ahead``."""
     k, kind = coded.k, coded.kind
-    half_bytes, behind = LANES * kind.constant_bytes, first + units
-    with k.range((behind + (group_units - 1)) // group_units, first // group_units) as group:
+    half_bytes, end = LANES * kind.constant_bytes, first + units
+    with k.range((end + (group_units - 1)) // group_units, first // group_units) as group:
         begin, at = group * group_units, group * coded.panel_bytes(group_units, group_units)
         constants = [
             load_constants(k, kind, panel + (at + half * half_bytes)) * CUT_FACTOR
@@ -154,19 +154,19 @@ def _widen_units(
         ]
         for line in range(0, coded.constants_bytes, LINE_BYTES):
             k.prefetch(ahead + (at + line), near=False)
-        with k.range(k.min(begin + group_units, behind), k.max(begin, first)) as unit:
-            place = at + coded.constants_bytes + (unit - begin) * kind.unit_bytes
+        with k.range(k.min(begin + group_units, end), k.max(begin, first)) as unit:
+            codes = at + coded.constants_bytes + (unit - begin) * kind.unit_bytes
             for line in range(0, kind.unit_bytes, LINE_BYTES):
-                k.prefetch(ahead + (place + line), near=False)
+                k.prefetch(ahead + (codes + line), near=False)
             target = wide + (unit - first) * _UNIT_WIDE_BYTES
-            for step, tiles in enumerate(_floats(coded, panel + place)):
+            for step, tiles in enumerate(_floats(coded, panel + codes)):
                 for half, values in enumerate(tiles):
-                    one, other = (_scaled(k, value, constants, half) for value in values)
-                    k.write(target + (step * PANEL_STEP_BYTES + half * VECTOR_BYTES), k.cut_pairs(one, other).ir, 4)
+                    pair = [_scaled(k, value, constants, half) for value in values]
+                    k.write(target + (step * PANEL_STEP_BYTES + half * VECTOR_BYTES), k.cut_pairs(*pair).ir, 4)
 
 
 def _floats(coded: CodedProduct, unit: Ptr) -> Iterator[Any]:
-    """Yield a unit's values as float32: for each pair of inputs and each tile of outputs both inputs'."""
+    """Yield a unit's codes as float32: for each pair of inputs, for each tile of outputs, those of both inputs."""
     k, kind = coded.k, coded.kind
     if kind.bits == 4:
         yield from unit_parts(k, kind, unit, wide_rows=True)

@@ -1,16 +1,16 @@
 """All-reduce over ranks, the processes that share a model (tensor parallelism), in memory that all of them map.
 
-    each rank writes its partial rows -> SumRanks: sets ARRIVED, waits for all others, adds all partials in their order
-    ... -> MeetRanks: sets ARRIVED, waits for all others (a barrier)
+    each rank writes its partial rows -> SumRanks: sets ARRIVED, waits for all ranks, sums the partials in rank order
+    ... -> MeetRanks: sets ARRIVED, waits for all ranks (a barrier)
 
 Both are phases of a step. A phase has a number that only grows, the same in all ranks: the phase at the step's begin
-plus the operation's ``number``. Every rank adds up all partials itself, so that each sum needs one wait, and a result
-has the same bits in each rank and whenever a rank arrives. Two buffers of partials alternate: when a rank writes its
-partials of a phase, all have arrived at the phase before, so those of two phases before are no longer read.
+plus the operation's ``number``. Every rank sums all partials itself, so that each sum needs one wait, and a result
+has the same bits in all ranks, in whatever order they arrive. Two buffers of partials alternate: when a rank writes its
+partials of a phase, all ranks have arrived at the previous phase, so partials from two phases ago are no longer read.
 
 A waiting rank polls for a while, then sleeps in the operating system, because ranks may share a core. An arrival wakes
-it; after a nap it also checks ABORT. After too many naps in one wait it sets ABORT itself. From then on no wait lasts,
-and the results of the step must not be used.
+it; after a nap it also checks ABORT. After too many naps in one wait it sets ABORT itself, which ends all waits; the
+results of the step must then be discarded.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from pillion.kernels.cpu.rows.rows import row_squares, vectors_of
 # The shared words: a line with ABORT, then a line for each rank. Processors prefetch lines of 64 bytes in pairs.
 RANK_LINE_BYTES = 128
 ABORT = 0
-# Words of a rank's line: the last phase that it has arrived at, and the number of ranks that sleep until it arrives.
+# Offsets in a rank's line: the last phase that it has arrived at, and the number of ranks that sleep until it arrives.
 ARRIVED, SLEEPERS = 0, 8
-# int64 words for a rank's kernels: the phase of all ranks when the step began, the naps in one wait before ABORT, the
-# duration of a nap, and the bytes between two ranks' partials.
+# Offsets in the int64 parameters of a rank's kernels: the phase of all ranks when the step began, the naps in one wait
+# before ABORT, the duration of a nap, and the bytes between two ranks' partials.
 PHASE, NAPS, NAP_NS, STRIDE = 0, 8, 16, 24
 # Polls before a rank sleeps, some 40 us: a phase is about as long, and another rank may need this core.
 POLLS = 1_500
-# Vectors of a row per work item. Rows are cut because a step often has fewer rows than there are threads.
+# Vectors of a row per work item. Rows are divided because a step often has fewer rows than there are threads.
 _CHUNK_VECTORS = 32
 
 
@@ -57,8 +57,9 @@ class SumRanks(KernelSpec):
     """Sum over ranks: ``out`` [rows, width] = factor * (the sum of all ranks' ``partials`` [ranks][allocated
     rows][width]), all float32.
 
-    ``rank`` is this rank, and ``number`` the index of the operation among a step's waiting ones. Ranks wait for one
-    another at ``words``, with the parameters in ``collective`` (PHASE and so on). ``add``: add to ``out`` instead.
+    ``rank`` is this rank, and ``number`` the index of the operation among the step's sums and barriers. Ranks wait for
+    one another at the shared ``words``; ``collective`` has the parameters (PHASE and so on). ``add``: add to ``out``
+    instead.
     """
 
     layout = RecordLayout(
@@ -97,7 +98,7 @@ class SumRanks(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class MeetRanks(KernelSpec):
-    """Barrier of all ranks: afterwards all can read what each has written before."""
+    """Barrier of all ranks: afterwards each can read what all have written before it."""
 
     layout = RecordLayout("meet_ranks", pointers=("words", "collective"), numbers=("rank", "number"))
 
@@ -112,7 +113,7 @@ class ProjectionSquares(KernelSpec):
     """Squares of projections: ``out`` [T, 2] float32, the sums of squares of a row's queries and of its keys in
     ``qkv``. RotateWrite needs their sums over all ranks.
 
-    ``counts_keys``: whether the keys count; if not, another rank counts the same keys.
+    ``counts_keys``: whether to sum the keys; False if another rank has the same keys, and sums them.
     """
 
     layout = RecordLayout("projection_squares", pointers=("qkv", "out"), numbers=("qkv_stride", "out_stride"))
@@ -135,7 +136,8 @@ class ProjectionSquares(KernelSpec):
 
 
 def _meet(call: KernelCall, ranks: int) -> None:
-    """Arrive at the operation's phase, and wait for all ranks. Each call of the operation may be the first one."""
+    """Arrive at the operation's phase, and wait for all ranks. Any of the operation's calls may run first, so each of
+    them arrives and waits."""
     k, args = call.k, call.args
     words, collective = args.pointer("words"), args.pointer("collective")
     phase = k.load_int(collective + PHASE) + args.number("number")
@@ -146,14 +148,15 @@ def _meet(call: KernelCall, ranks: int) -> None:
 
 
 def _arrive_and_wait(k: Kernel, words: Ptr, rank: Int, ranks: Int, phase: Int, naps: Int, nap_ns: Int) -> None:
-    mine = words + (rank * RANK_LINE_BYTES + RANK_LINE_BYTES)
-    with k.when(atomic_load(k, mine + ARRIVED) < phase):
-        atomic_raise(k, mine + ARRIVED, phase)
-        with k.when(atomic_load(k, mine + SLEEPERS) > 0):
-            futex(k, mine + ARRIVED, FUTEX_WAKE, I64(ALL_SLEEPERS))
-    polls, napped = k.variable(k.int(0)), k.variable(k.int(0))
-    with k.range(ranks) as other:
-        line = words + (other * RANK_LINE_BYTES + RANK_LINE_BYTES)
+    """Set this rank's ARRIVED, and wait for each rank until it has arrived, or ABORT is set."""
+    own_line = words + (rank * RANK_LINE_BYTES + RANK_LINE_BYTES)
+    with k.when(atomic_load(k, own_line + ARRIVED) < phase):
+        atomic_raise(k, own_line + ARRIVED, phase)
+        with k.when(atomic_load(k, own_line + SLEEPERS) > 0):
+            futex(k, own_line + ARRIVED, FUTEX_WAKE, I64(ALL_SLEEPERS))
+    polls, naps_taken = k.variable(k.int(0)), k.variable(k.int(0))
+    with k.range(ranks) as peer:
+        line = words + (peer * RANK_LINE_BYTES + RANK_LINE_BYTES)
         with k.forever() as end:
             arrived = atomic_load(k, line + ARRIVED)
             k.break_if(end, (arrived >= phase) | (atomic_load(k, words + ABORT) > 0))
@@ -166,6 +169,6 @@ def _arrive_and_wait(k: Kernel, words: Ptr, rank: Int, ranks: Int, phase: Int, n
                     futex(k, line + ARRIVED, FUTEX_WAIT, arrived.ir, nap_ns)
                     atomic_add(k, line + SLEEPERS, -1)
                     with k.when(atomic_load(k, line + ARRIVED).equals(arrived)):
-                        napped.value = napped.value + 1
-                    with k.when(napped.value >= naps):
+                        naps_taken.value = naps_taken.value + 1
+                    with k.when(naps_taken.value >= naps):
                         atomic_swap(k, words + ABORT, 1)

@@ -1,8 +1,8 @@
-"""Writes of latents and rotated keys into the pool, and rotation of the queries, for latent attention (MLA).
+"""Latent attention (MLA): rotation of queries, and writes of latents and rotated keys into the pool.
 
-A row of KV is a key of ``rank`` latents and ``rotary`` rotated values, in the layout of K
-(:mod:`pillion.kernels.cpu.attention.kv_layout`), without a V. In 8 bits latents and rotated values have separate
-scales, so that neither costs the other accuracy.
+A token's KV is a key of ``rank`` latents and ``rotary`` rotated values, in the layout of K
+(:mod:`pillion.kernels.cpu.attention.kv_layout`); there is no V. In 8 bits, latents and rotated values have separate
+scales, so that neither limits the other's accuracy.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from pillion.kernels.cpu.rows.rotate import rotate, scatter_key, scatter_key_cod
 class WriteLatents(KernelSpec):
     """Rotation and KV write of the step's T rows.
 
-    absorbed   [T, heads, rank] float32: the queries' part that is multiplied by latents
-    projected  [T, heads, still + rotary] of the model's type: queries, of which the last values are rotated
+    absorbed   [T, heads, rank] float32: queries absorbed into the latents' space
+    projected  [T, heads, still + rotary] of the model's type: queries, of which the last ``rotary`` values are rotated
     latents    [T, rank + rotary] float32: normed latents, and the key's values to rotate
-    queries    [T, heads, rank + rotary] of the model's type, without gaps
+    queries    [T, heads, rank + rotary] of the model's type: output
     index_key  [T, index] float32: normed index keys, of which the first ``rotary`` values are rotated
 
     Keys go into the step's pool, at ``layer_offset`` bytes in a slot of ``slot_bytes``. Pairs (i, i + rotary / 2)
     rotate by the angles whose cosines and sines are in ``cos`` and ``sin`` [positions, rotary / 2] float32.
 
-    rank, rotary and block_size are multiples of 16. A sequence's last row also zeroes the keys after it, or the scales
-    of their latents, if this step began the block: keys serve as values, and 0 times a stale NaN would not be 0.
+    rank, rotary and block_size are multiples of 16. A sequence's last row also zeroes the rest of its block's keys, or
+    the scales of their latents, if this step began the block: keys serve as values, and 0 times a stale NaN is not 0.
 
     ``codes``: the keys' 8-bit type, "fp8_e4m3" or "int8"; "" for the model's type.
-    ``rotated``: whether pairs rotate; if not, there is no ``cos`` and no ``sin``.
-    ``index``: values of an index key, after the rotated key; ``indexed``: whether this layer has one to write.
-    ``grows``: queries are finally multiplied by their position's factor in ``growth`` [positions] float32.
+    ``rotated``: whether pairs rotate; if not, ``cos`` and ``sin`` are None.
+    ``index``: values of an index key, stored after the rotated key; ``indexed``: whether this layer writes one.
+    ``grows``: queries are finally scaled by their position's factor in ``growth`` [positions] float32.
     """
 
     layout = RecordLayout(
@@ -96,40 +96,37 @@ class WriteLatents(KernelSpec):
     def _key(self, call: KernelCall, row: Int, angles: Int) -> None:
         k, args, step = call.k, call.args, call.step
         position, seq = (k.load_int(step.pointer(name) + row * 4, 32) for name in ("positions", "row_seqs"))
-        first, behind = (k.load_int(step.pointer("query_starts") + (seq + i) * 4, 32) for i in (0, 1))
+        first, end = (k.load_int(step.pointer("query_starts") + (seq + i) * 4, 32) for i in (0, 1))
         offset = position % self.block_size
-        place = seq * step.number("table_stride") + position // self.block_size
-        slot = k.load_int(step.pointer("block_tables") + place * 4, 32)
+        index = seq * step.number("table_stride") + position // self.block_size
+        slot = k.load_int(step.pointer("block_tables") + index * 4, 32)
         piece = step.pointer("pool") + args.number("layer_offset") + slot * args.number("slot_bytes")
         source = args.pointer("latents") + row * args.number("latents_stride")
-        behind_latents = self.rank // LANES
-        values = [k.load(source + (behind_latents + i) * VECTOR_BYTES) for i in range(self.rotary // LANES)]
+        latent_vectors = self.rank // LANES
+        values = [k.load(source + (latent_vectors + i) * VECTOR_BYTES) for i in range(self.rotary // LANES)]
         keys = self._rotated(call, values, angles)
-        clears = behind.equals(row + 1) & (row - offset >= first)
+        clears = end.equals(row + 1) & (row - offset >= first)
         if self.codes:
-            latents = [k.load(source + i * VECTOR_BYTES) for i in range(behind_latents)]
+            latents = [k.load(source + i * VECTOR_BYTES) for i in range(latent_vectors)]
             self._write_codes(k, piece, offset, latents, keys)
             with k.when(clears):
                 self._clear_scales(k, piece, offset)
             return
-        each = self._group_bytes
-        target = piece + (offset // LANES * each + offset % LANES * 4)
-        with k.range(behind_latents) as i:
+        target = piece + (offset // LANES * self._group_bytes + offset % LANES * 4)
+        with k.range(latent_vectors) as i:
             scatter_key(k, target, i, k.load(source + i * VECTOR_BYTES), self.bf16)
         for vector, value in enumerate((*keys, *self._index_key(call, row, angles))):
-            scatter_key(k, target, behind_latents + vector, value, self.bf16)
+            scatter_key(k, target, latent_vectors + vector, value, self.bf16)
         with k.when(clears):
-            self._clear(call, piece, offset, each)
+            self._clear(call, piece, offset)
 
     def _index_key(self, call: KernelCall, row: Int, angles: Int) -> list[Vec]:
         if not self.indexed:
             return []
-        source, turning = (
-            call.args.pointer("index_key") + row * call.args.number("index_key_stride"),
-            self.rotary // LANES,
-        )
+        source = call.args.pointer("index_key") + row * call.args.number("index_key_stride")
+        rotary = self.rotary // LANES
         values = [call.k.load(source + i * VECTOR_BYTES) for i in range(self.index // LANES)]
-        return [*self._rotated(call, values[:turning], angles), *values[turning:]]
+        return [*self._rotated(call, values[:rotary], angles), *values[rotary:]]
 
     def _rotated(self, call: KernelCall, values: list[Vec], angles: Int) -> list[Vec]:
         """Return the values rotated by the angles of their position."""
@@ -154,16 +151,16 @@ class WriteLatents(KernelSpec):
                 scatter_key_codes(k, group, token, first + vector, encode(k, value * inverse, self.codes))
 
     def _clear_scales(self, k: Kernel, piece: Ptr, offset: Int) -> None:
-        """Zero the scales of the latents of a block's tokens after ``offset``."""
+        """Zero the scales of the latents of the block's tokens after ``offset``."""
         at_scales = lines_bytes(self.rank + self.rotary, self.codes)
-        with k.range(k.int(self.block_size), offset + 1) as behind:
-            k.store_int(piece + (behind // LANES * self._group_bytes + (at_scales + behind % LANES * 4)), 0, 32)
+        with k.range(k.int(self.block_size), offset + 1) as token:
+            k.store_int(piece + (token // LANES * self._group_bytes + (at_scales + token % LANES * 4)), 0, 32)
 
-    def _clear(self, call: KernelCall, piece: Ptr, offset: Int, each: int) -> None:
-        """Zero the keys of a block's tokens after ``offset``; its groups have ``each`` bytes. Other threads may be
-        writing earlier tokens of the same lines."""
-        k, group = call.k, offset // LANES
-        with k.range(each, step=VECTOR_BYTES) as line, k.range(LANES, offset % LANES + 1) as lane:
-            k.store_int(piece + (group * each + line + lane * 4), 0, 32)
-        with k.range(self.block_size // LANES * each, (group + 1) * each, step=VECTOR_BYTES) as at:
+    def _clear(self, call: KernelCall, piece: Ptr, offset: Int) -> None:
+        """Zero the keys of the block's tokens after ``offset``, lane by lane in the group of ``offset``: other threads
+        may be writing earlier tokens of it."""
+        k, group, size = call.k, offset // LANES, self._group_bytes
+        with k.range(size, step=VECTOR_BYTES) as line, k.range(LANES, offset % LANES + 1) as lane:
+            k.store_int(piece + (group * size + line + lane * 4), 0, 32)
+        with k.range(self.block_size // LANES * size, (group + 1) * size, step=VECTOR_BYTES) as at:
             k.store(piece + at, k.vector(0.0))

@@ -1,10 +1,10 @@
-"""Kernels over single rows between the products: embedding, norms, gathering of sampled rows, logits.
+"""Kernels that process each row by itself: embedding, norms, gathering of sampled rows, soft cap and argmax of logits.
 
-The residual stream is float32 for all types of model. Rows of products have the model's type, rounded once, after the
-norm. ``rows_of`` names the rows that a kernel runs over: the step's "tokens" or its "samples".
+The residual stream is float32 in models of any type. Inputs of products have the model's type, rounded once, after the
+norm. ``rows_of`` says which rows a kernel processes: the step's "tokens" or its "samples".
 
-In records, strides are bytes from row to row, and ``width`` is the values of a row; rows and weights are accessed up to
-the next multiple of 16, where buffers contain zeros.
+In records, strides are bytes from row to row, and ``width`` is the number of values of a row. Rows and weights are
+accessed up to the next multiple of 16 values; buffers are padded with zeros.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
 
-# Vectors, or groups, of logits per work item. Rows are cut because a step often samples fewer rows than there are
+# Vectors, or groups, of logits per work item. Rows are divided because a step often samples fewer rows than there are
 # threads.
 _CHUNK_VECTORS = 64
-# Marks "no index": float32 represents all whole numbers up to it.
-_NO_PLACE = 2.0**24
 
 
 @dataclass(frozen=True, slots=True)
 class Embed(KernelSpec):
-    """Embedding lookup: hidden [T, width] float32 = table [vocab, width] (bfloat16 or float32, unpadded rows) * scale.
+    """Embedding lookup: hidden [T, width] float32 = scale * rows of table [vocab, width], bfloat16 or float32,
+    unpadded.
 
-    ``width`` is at least 16. With ``share`` the table covers ``tokens`` tokens from ``first`` on; rows of other tokens
-    become zeros.
+    ``width`` is at least 16. With ``share``, the table is this rank's part: ``tokens`` tokens from ``first`` on. Rows
+    of other tokens become zeros.
     """
 
     layout = RecordLayout(
@@ -51,8 +50,8 @@ class Embed(KernelSpec):
             token, target = k.load_int(tokens + row * 4, 32), hidden + row * stride
             if self.share:
                 token = token - args.number("first")
-                mine = (token > -1) & (token < args.number("tokens"))
-                with k.builder.if_else(mine.ir) as (here, elsewhere):
+                is_local = (token > -1) & (token < args.number("tokens"))
+                with k.builder.if_else(is_local.ir) as (here, elsewhere):
                     with here:
                         self._row(call, table + token * width * size, target)
                     with elsewhere, k.range(vectors_of(width)) as i:
@@ -65,7 +64,7 @@ class Embed(KernelSpec):
         width, scale = args.number("width"), args.real("scale")
         with k.range(width // LANES) as i:
             k.store(target + i * VECTOR_BYTES, k.load_float(source + i * (LANES * size), self.bf16) * scale)
-        # The table has no padding: if width is no multiple of 16, the last vector ends where the row ends.
+        # The table has no padding: unless width is a multiple of 16, the last vector overlaps the one before it.
         with k.when(width % LANES > 0):
             last = width - LANES
             k.store(target + last * 4, k.load_float(source + last * size, self.bf16) * scale)
@@ -93,11 +92,11 @@ class AddPositions(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class NormRows(KernelSpec):
-    """Norm of rows: out = norm(x float32) * weight (+ bias). out is bfloat16 or float32; weight and bias are float32
+    """Norm of rows: out = norm(x) * weight (+ bias). x is float32, out bfloat16 or float32; weight and bias are float32
     [width].
 
-    ``kind``: "rms" (Zhang and Sennrich 2019), "layer" (Ba et al. 2016), or "none", a mere cast without weight or bias,
-    for models that norm after their products.
+    ``kind``: "rms" (Zhang and Sennrich 2019), "layer" (Ba et al. 2016), or "none", only a cast, for models that norm
+    after their products.
     """
 
     layout = RecordLayout(
@@ -129,8 +128,8 @@ class NormRows(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class NormAdd(KernelSpec):
-    """Norm and residual add, for norms after attention and MLP: hidden += factor * (RMS norm of found * weight), all
-    float32."""
+    """Norm of the output of attention or MLP, and residual add: hidden += factor * (RMS norm of ``found`` * weight),
+    all float32."""
 
     layout = RecordLayout(
         "norm_add",
@@ -157,10 +156,10 @@ class NormAdd(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class GatherRows(KernelSpec):
-    """Gather of the sampled rows of the residual stream and of attention's result: [T, ...] -> [R, ...].
+    """Gather of the sampled rows of the residual stream and of attention's output: [T, ...] -> [R, ...].
 
-    A row is copied with its padding, so strides are multiples of 64 bytes and equal on both sides. ``alone``: the
-    residual stream only.
+    Rows are copied with their padding; strides are multiples of 64 bytes, and equal in source and target. ``alone``:
+    the residual stream only.
     """
 
     layout = RecordLayout(
@@ -224,8 +223,8 @@ class GroupMaxima(KernelSpec):
             row, first = item // chunks, item % chunks * _CHUNK_VECTORS
             with k.range(k.min(first + _CHUNK_VECTORS, groups), first) as group:
                 values = [
-                    k.load(logits + row * stride + group * (vectors * VECTOR_BYTES) + place * VECTOR_BYTES)
-                    for place in range(vectors)
+                    k.load(logits + row * stride + group * (vectors * VECTOR_BYTES) + i * VECTOR_BYTES)
+                    for i in range(vectors)
                 ]
                 largest, broken = values[0], values[0] - values[0]
                 for value in values[1:]:
@@ -235,8 +234,8 @@ class GroupMaxima(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class LargestTokens(KernelSpec):
-    """Argmax of each row [R] from its group maxima: ``tokens``, int32 in rows of ``tokens_stride`` bytes, the first of
-    equal logits; -1 if a maximum is NaN. The other fields are those of :class:`GroupMaxima`."""
+    """Argmax of each row of logits by its group maxima: ``tokens`` int32 [R], ``tokens_stride`` bytes apart, is the
+    first largest logit's index; -1 if a maximum is NaN. Other fields as in :class:`GroupMaxima`."""
 
     layout = RecordLayout(
         "largest_tokens",
@@ -263,24 +262,26 @@ class LargestTokens(KernelSpec):
 
     def _first_largest(self, k: Kernel, values: Ptr, count: Int) -> tuple[Int, Bool]:
         """Return the index of the first largest of ``count`` float32, up to 2**24, and whether all are finite."""
-        least, none = k.vector(-inf), k.vector(_NO_PLACE)
+        # Indices are float32, which represents all integers up to 2**24, here "no index".
+        lowest, none = k.vector(-inf), k.vector(2.0**24)
         lanes = k.constant([float(lane) for lane in range(LANES)])
-        largest, broken, place = k.variable(least), k.variable(k.vector(0.0)), k.variable(none)
+        largest, broken, index = k.variable(lowest), k.variable(k.vector(0.0)), k.variable(none)
         with k.range(vectors_of(count)) as i:
             value = k.select(k.below(i * LANES, count), k.load(values + i * VECTOR_BYTES), k.vector(0.0))
             broken.value = broken.value + (value - value)
-            value = k.select(k.below(i * LANES, count), value, least)
-            place.value = k.select(value > largest.value, lanes + k.real(i * LANES), place.value)
+            value = k.select(k.below(i * LANES, count), value, lowest)
+            index.value = k.select(value > largest.value, lanes + k.real(i * LANES), index.value)
             largest.value = k.maximum(value, largest.value)
-        most = k.max_lane(largest.value)
+        maximum = k.max_lane(largest.value)
         # Each lane has the first index of its own maximum.
-        first = k.select(largest.value < most, none, place.value)
-        numbers = k.select(k.sum(broken.value) < 1.0, k.vector(1.0), k.vector(0.0))
-        place_of_most = k.vector(0.0) - k.max_lane(k.vector(0.0) - first)
-        return k.first_as_int(place_of_most), k.first_as_int(numbers) > 0
+        first = k.select(largest.value < maximum, none, index.value)
+        finite = k.select(k.sum(broken.value) < 1.0, k.vector(1.0), k.vector(0.0))
+        smallest = k.vector(0.0) - k.max_lane(k.vector(0.0) - first)
+        return k.first_as_int(smallest), k.first_as_int(finite) > 0
 
 
 def vectors_of(width: Int) -> Int:
+    """Return the number of vectors that contain ``width`` values."""
     return (width + (LANES - 1)) // LANES
 
 
@@ -293,8 +294,8 @@ def row_mean(k: Kernel, row: Ptr, width: Int) -> Vec:
 
 
 def row_squares(k: Kernel, row: Ptr, width: Int, mean: Vec | None = None) -> Vec:
-    """Return the sum of squares of ``width`` float32 (of their distances from ``mean``, if given); zeros pad the last
-    vector. Lanes sum in ascending order, then add up in a fixed tree, so that rows are independent."""
+    """Return the sum of squares of ``width`` float32, minus ``mean`` if given; zeros pad the last vector. The order of
+    additions is fixed, so a row's bits do not depend on other rows."""
     total = k.variable(k.vector(0.0))
     with k.range(vectors_of(width)) as i:
         value = k.load(row + i * VECTOR_BYTES)
@@ -305,17 +306,17 @@ def row_squares(k: Kernel, row: Ptr, width: Int, mean: Vec | None = None) -> Vec
 
 
 def row_factor(k: Kernel, row: Ptr, width: Int, eps: Vec, mean: Vec | None = None) -> Vec:
-    """Return 1 / sqrt(mean square + eps) of the values of :func:`row_squares`."""
+    """Return 1 / sqrt(mean square + eps) of a row, minus ``mean`` if given."""
     return squares_factor(k, row_squares(k, row, width, mean), width, eps)
 
 
 def norm_factor(k: Kernel, squares: Vec, width: Int, eps: Vec) -> Vec:
-    """Return 1 / sqrt(the sum of all lanes / width + eps)."""
+    """Return 1 / sqrt(sum of the lanes of ``squares`` / width + eps)."""
     return squares_factor(k, k.sum(squares), width, eps)
 
 
 def squares_factor(k: Kernel, squares: Vec, width: Int, eps: Vec) -> Vec:
-    """Return 1 / sqrt(the sum of squares, which is in all lanes, / width + eps)."""
+    """Return 1 / sqrt(squares / width + eps) per lane."""
     return k.vector(1.0) / k.sqrt(squares / k.real(width) + eps)
 
 

@@ -1,7 +1,7 @@
-"""Kernels of per-layer token embeddings, and of a layer's factor of the residual stream.
+"""Kernels of per-layer token inputs, and of a layer's factor of the residual stream.
 
     rows [T, layers, width] = (norm(product) + own embedding) / sqrt(2)          once per step
-    gate [rows, width] *= the row's part of that for a layer                     in each layer
+    gate [rows, width] *= the layer's slice of these inputs                      in each layer
 
 Strides are bytes from row to row; ``width`` is a multiple of 16.
 """
@@ -20,8 +20,8 @@ from pillion.kernels.cpu.rows.rows import row_factor, vectors_of
 
 @dataclass(frozen=True, slots=True)
 class MixTokenInputs(KernelSpec):
-    """Per-layer inputs of all layers, float32: rows [T, layers, width], initially the tokens' own embeddings, become
-    (rows + RMS norm of ``products`` [T, layers, width] * ``weight`` [width]) / sqrt(2)."""
+    """Compute the per-layer token inputs of all layers, float32: ``rows`` [T, layers, width], initially the tokens'
+    per-layer embeddings, become (rows + RMS norm of ``products`` [T, layers, width] * ``weight`` [width]) / sqrt(2)."""
 
     layout = RecordLayout(
         "mix_token_inputs",
@@ -34,21 +34,21 @@ class MixTokenInputs(KernelSpec):
         k, args = call.k, call.args
         rows, products, weight = (args.pointer(name) for name in self.layout.pointers)
         width, layers, rows_stride, products_stride = (args.number(name) for name in self.layout.numbers)
-        eps, share = args.real("eps"), k.vector(math.sqrt(0.5))
+        eps, factor = args.real("eps"), k.vector(math.sqrt(0.5))
         with call.even_share(call.step.number("num_tokens") * layers) as item:
             row, at_layer = item // layers, item % layers * width * 4
             target, source = rows + row * rows_stride + at_layer, products + row * products_stride + at_layer
-            factor = row_factor(k, source, width, eps)
+            rstd = row_factor(k, source, width, eps)
             with k.range(vectors_of(width)) as i:
                 at = i * VECTOR_BYTES
-                normed = k.load(source + at) * factor * k.load(weight + at)
-                k.store(target + at, (normed + k.load(target + at)) * share)
+                normed = k.load(source + at) * rstd * k.load(weight + at)
+                k.store(target + at, (normed + k.load(target + at)) * factor)
 
 
 @dataclass(frozen=True, slots=True)
 class WeighByTokenInputs(KernelSpec):
-    """Product of ``gate`` [rows, width], bfloat16 or float32, with the rows' inputs of a layer, in place. In
-    ``inputs``, with a row per token, a layer's part begins at byte ``layer_bytes`` of a row."""
+    """Multiply ``gate`` [rows, width], bfloat16 or float32, in place by a layer's per-layer token inputs. A row of
+    ``inputs`` has a token's inputs of all layers, float32; this layer's begin at byte ``layer_bytes``."""
 
     layout = RecordLayout(
         "weigh_by_token_inputs",
@@ -74,7 +74,7 @@ class WeighByTokenInputs(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class ScaleRows(KernelSpec):
-    """Product of the residual stream ``hidden`` [rows, width] float32 with a number, in place."""
+    """Multiply the residual stream ``hidden`` [rows, width] float32 by ``factor``, in place."""
 
     layout = RecordLayout("scale_rows", pointers=("hidden",), numbers=("width", "hidden_stride"), reals=("factor",))
 

@@ -1,4 +1,4 @@
-"""Compiled kernels on disk, so that the next start does not compile.
+"""On-disk cache of compiled kernels, so that the next start does not compile.
 
 A file's name is the digest of everything that determines its machine code. Its first line is the digest of its name and
 content: a truncated, edited or renamed file is a miss, and so is a file that another user could have written. These
@@ -23,7 +23,7 @@ from pillion.host import core_lending_table
 
 _log = logging.getLogger(__name__)
 
-# Limits of the folder: a write evicts the least recently used files above them. The demo model has 28 files.
+# Limits of the folder; a write evicts the least recently used files beyond them. The demo model needs 28 files.
 MAX_ENTRIES = 8192
 MAX_CACHE_BYTES = 256 * 2**20
 MAX_ENTRY_BYTES = 64 * 2**20
@@ -31,12 +31,12 @@ MAX_ENTRY_BYTES = 64 * 2**20
 MAX_COMPILE_WAIT_S = 120.0
 _COMPILE_POLL_S = 0.05
 _SUFFIX = ".kernels"
-_DIGEST_CHARS = 64
-_HEADER_BYTES = _DIGEST_CHARS + 1
+# A hexadecimal SHA-256 digest, and a newline.
+_HEADER_BYTES = 64 + 1
 
 
 class CodeCache:
-    """A folder of machine code. Failures are warnings and only cost the time to compile."""
+    """A folder of cached machine code. Failures are logged as warnings, and only cost the time to compile."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -48,11 +48,11 @@ class CodeCache:
             return None
         try:
             with path.open("rb") as file:
-                about = os.fstat(file.fileno())
-                if others_could_write(about):
-                    _log.warning("%s could have been written by others; it is not used", path)
+                status = os.fstat(file.fileno())
+                if others_could_write(status):
+                    _log.warning("ignoring %s: other users could have written it", path)
                     return None
-                content = file.read(min(about.st_size, MAX_ENTRY_BYTES + _HEADER_BYTES))
+                content = file.read(min(status.st_size, MAX_ENTRY_BYTES + _HEADER_BYTES))
             digest, code = content[:_HEADER_BYTES], content[_HEADER_BYTES:]
             if digest != _digest(key, code):
                 _log.warning("%s is damaged; compiling again", path)
@@ -62,14 +62,14 @@ class CodeCache:
         except FileNotFoundError:
             return None
         except OSError as error:
-            _log.warning("compiled kernels cannot be read from %s: %s", path, error.strerror)
+            _log.warning("cannot read compiled kernels from %s: %s", path, error.strerror)
             return None
         return code
 
     def write(self, codes: Mapping[str, bytes]) -> None:
-        """Write machine codes by their keys. Files appear whole or not at all, so several processes may write."""
+        """Write machine codes by key. Files appear atomically, so several processes may write at once."""
         if not sources_digest:
-            _log.warning("compiled kernels are not kept: the kernels' sources cannot be read to name the files")
+            _log.warning("not caching compiled kernels: cannot read the sources whose digest names the files")
             return
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -77,13 +77,13 @@ class CodeCache:
             for key, code in codes.items():
                 if len(code) > MAX_ENTRY_BYTES:
                     _log.warning(
-                        "a compiled kernel of %d bytes is not kept: the bound is %d", len(code), MAX_ENTRY_BYTES
+                        "not caching a compiled kernel of %d bytes: the limit is %d", len(code), MAX_ENTRY_BYTES
                     )
                     continue
                 self._write(key, code)
             self._trim()
         except OSError as error:
-            _log.warning("compiled kernels cannot be kept in %s: %s", self._folder, error.strerror)
+            _log.warning("cannot cache compiled kernels in %s: %s", self._folder, error.strerror)
 
     def _write(self, key: str, code: bytes) -> None:
         handle, name = tempfile.mkstemp(dir=self._folder, prefix="new-", suffix=_SUFFIX)
@@ -97,56 +97,57 @@ class CodeCache:
 
     @contextlib.contextmanager
     def one_compiler(self, key: str) -> Iterator[None]:
-        """Let one process of this machine compile ``key`` at a time: workers that start together compile once.
+        """Hold a lock between processes while compiling ``key``, so that workers that start together compile once.
 
-        Other processes wait, at most MAX_COMPILE_WAIT_S. The lock is one byte of a file, at an offset that follows from
-        the key; it ends with its process. Threads of one process do not exclude each other.
+        Other processes wait for at most MAX_COMPILE_WAIT_S. The lock is one byte of a file, at an offset that follows
+        from the key, and ends with its process. Threads of one process do not exclude each other.
         """
         with contextlib.ExitStack() as stack:
             try:
                 self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 file = stack.enter_context((self._folder / "compile.lock").open("ab"))
-                place, give_up = int(key[:12], 16), time.monotonic() + MAX_COMPILE_WAIT_S
-                while time.monotonic() < give_up:
+                offset, deadline = int(key[:12], 16), time.monotonic() + MAX_COMPILE_WAIT_S
+                while time.monotonic() < deadline:
                     try:
-                        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+                        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
                         break
                     except BlockingIOError:
                         time.sleep(_COMPILE_POLL_S)
             except OSError as error:
-                _log.warning("other processes may compile the same kernels meanwhile: %s", error.strerror)
+                _log.warning("other processes may compile the same kernels at the same time: %s", error.strerror)
             yield
 
     def _path(self, key: str) -> Path:
         return self._folder / (key + _SUFFIX)
 
     def _trim(self) -> None:
-        """Remove files above the limits. Another process may remove files meanwhile; this process's are the newest."""
-        known: list[tuple[float, int, Path]] = []
+        """Remove the least recently used files beyond the limits. Other processes may do so at the same time."""
+        files: list[tuple[float, int, Path]] = []
         for path in self._folder.glob("*" + _SUFFIX):
             with contextlib.suppress(FileNotFoundError):
-                about = path.stat()
-                known.append((about.st_mtime, about.st_size, path))
+                status = path.stat()
+                files.append((status.st_mtime, status.st_size, path))
         total = 0
-        for count, (_, size, path) in enumerate(sorted(known, reverse=True)):
+        for count, (_, size, path) in enumerate(sorted(files, reverse=True)):
             total += size
             if count >= MAX_ENTRIES or total > MAX_CACHE_BYTES:
                 path.unlink(missing_ok=True)
 
 
-def others_could_write(about: os.stat_result) -> bool:
+def others_could_write(status: os.stat_result) -> bool:
     """Return whether a file belongs to another user, or is writable by its group or others."""
-    return about.st_uid != os.geteuid() or bool(about.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
+    return status.st_uid != os.geteuid() or bool(status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 def key_of(*parts: str) -> str:
-    """Return a digest of the sources of pillion.kernels.cpu and of ``parts``, including the boundaries of the parts."""
+    """Return a hexadecimal digest of the kernels' sources and of ``parts``; lists that differ only in where one part
+    ends differ."""
     return hashlib.sha256(sources_digest + json.dumps(parts).encode()).hexdigest()
 
 
 def digest_sources() -> bytes:
-    """Return the digest of the sources on disk that machine code depends on: those of pillion.kernels.cpu, and others
-    whose constants it contains. Empty if there are none, which disables the cache."""
+    """Return the digest of the sources on disk that machine code depends on: pillion.kernels.cpu, and modules whose
+    constants it contains. Empty if there are no sources, which disables the cache."""
     here = Path(__file__).parents[1]
     paths = sorted(here.rglob("*.py"))
     others = (Path(core_lending_table.__file__), here.parent / "torch" / "quantized_matrix.py")

@@ -27,14 +27,10 @@ from pillion.kernels.cpu.runtime.thread_pool_code import THREAD_POOL_FUNCTIONS, 
 
 Progress = Callable[[str], None]
 
-_LINUX = "unknown-linux-gnu"
 # Name of the unit with the thread pool's functions and the fault cell.
 _THREAD_POOL = "thread_pool"
-# LLVM's optimization levels, of its passes and of instruction selection. Checked kernels exist to find faults;
-# optimizing all their branches would take nine tenths of their compile time. Level 0 of instruction selection has run
-# only on x86-64.
+# LLVM's optimization levels: passes, code generation.
 _SPEED_LEVEL, _CODE_LEVEL = 2, 3
-_CHECKED_SPEED_LEVEL, _CHECKED_CODE_LEVELS = 0, {"x86_64": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +44,7 @@ class CompileTarget:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """An ELF object, and the names of the units that it calls."""
+    """A compiled unit: an ELF object, and the names of the units that it calls."""
 
     needs: tuple[str, ...]
     code: bytes
@@ -66,13 +62,13 @@ class Unit:
 
 
 class CompiledKernels:
-    """Machine code in memory, as long as this object lives.
+    """Loaded machine code, which is freed with this object.
 
     Attributes:
         names: names of the kernels.
         checked: whether kernels check every access.
-        seconds: time to compile or to read the code.
-        from_cache: whether all code came from the cache on disk.
+        seconds: time that compiling or reading the code took.
+        from_cache: whether all code came from the on-disk cache.
     """
 
     def __init__(
@@ -81,7 +77,7 @@ class CompiledKernels:
         self.names = tuple(names)
         self.checked, self.from_cache = checked, from_cache
         self.seconds = 0.0
-        # LLVM's code loader needs an initial module.
+        # LLVM's execution engine requires an initial module.
         empty = llvm.parse_assembly(f'target triple = "{target.triple}"')
         self._engine = llvm.create_mcjit_compiler(empty, _machine(target))
         for unit in units:
@@ -112,12 +108,12 @@ def target_of(isa: Isa) -> CompileTarget:
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
     if platform.machine() == isa.machine and set(isa.needs) <= host_features():
-        # Includes missing features: a hypervisor may hide some that processors of this name have.
+        # Lists absent features, too: a hypervisor may hide some that the CPU name implies.
         cpu, features = llvm.get_host_cpu_name(), [llvm.get_host_cpu_features().flatten()]
     else:
         cpu, features = isa.model, [f"+{name}" for name in isa.needs]
     features += [f"-{name}" for name in isa.without]
-    return CompileTarget(f"{isa.machine}-{_LINUX}", cpu, ",".join(features))
+    return CompileTarget(f"{isa.machine}-unknown-linux-gnu", cpu, ",".join(features))
 
 
 def compile_kernels(
@@ -159,10 +155,10 @@ def compile_kernels(
 
 
 class _Library:
-    """The units of some kernels, read from the cache or compiled here.
+    """The units of the wanted kernels, read from the cache or compiled here.
 
     Attributes:
-        units: the units that the wanted kernels need, and no others, by name.
+        units: by name, the units that the wanted kernels consist of and call, and the thread pool.
     """
 
     def __init__(
@@ -170,15 +166,16 @@ class _Library:
     ) -> None:
         self.units: dict[str, Unit] = {}
         self._wanted, self._isa, self._target, self._checked, self._cache = wanted, isa, target, checked, cache
-        self._about = (llvmlite.__version__, *map(repr, (llvm.llvm_version_info, isa, target)))
+        self._key_parts = (llvmlite.__version__, *map(repr, (llvm.llvm_version_info, isa, target)))
 
     def missing(self) -> list[str]:
-        """Return the kernels, and the thread pool, that lack units, after reading the units that the cache has."""
+        """Read units from the cache; return the names of wanted kernels, and of the thread pool, that still lack
+        units."""
         return [name for name in (_THREAD_POOL, *self._wanted) if not self._complete(name)]
 
     def compile(self, names: Sequence[str]) -> None:
         """Compile kernels with their missing subroutines, and write them to the cache."""
-        had = set(self.units)
+        before = set(self.units)
         module = KernelModule(self._isa, self._checked)
         with _no_collection():
             if _THREAD_POOL in names:
@@ -191,19 +188,20 @@ class _Library:
                     module.add(self._wanted[name])
             for name, function in _functions(module.module).items():
                 if not self._complete(name):
-                    needs, text = _alone(function)
+                    needs, text = _isolated(function)
                     self._add(name, needs, text)
         if self._cache:
-            made = {name: unit for name, unit in self.units.items() if name not in had}
-            self._cache.write({self._key(name): unit.content for name, unit in made.items()})
+            compiled = {name: unit for name, unit in self.units.items() if name not in before}
+            self._cache.write({self._key(name): unit.content for name, unit in compiled.items()})
 
     @contextmanager
     def one_compiler(self) -> Iterator[None]:
-        """Wait while another process compiles the same kernels."""
+        """Hold the lock under which one process at a time compiles these kernels."""
         with self._cache.one_compiler(self._key("\n".join(self._wanted))) if self._cache else nullcontext():
             yield
 
     def _complete(self, name: str) -> bool:
+        """Read a unit and those that it calls from the cache, unless in memory; return whether none is missing."""
         if name not in self.units:
             content = self._cache.read(self._key(name)) if self._cache else None
             if content is None:
@@ -214,34 +212,36 @@ class _Library:
     def _add(self, name: str, needs: Sequence[str], text: str) -> None:
         speed_level, code_level = _SPEED_LEVEL, _CODE_LEVEL
         if self._checks(name):
-            speed_level = _CHECKED_SPEED_LEVEL
-            code_level = _CHECKED_CODE_LEVELS.get(self._isa.machine, _CODE_LEVEL)
+            # Checked kernels are for debugging; optimizing their branches would take 90% of their compile time. Code
+            # generation level 0 is tested on x86-64 only.
+            speed_level = 0
+            code_level = 0 if self._isa.machine == "x86_64" else _CODE_LEVEL
         machine = _machine(self._target, code_level)
         code = bytes(machine.emit_object(_optimized(text, self._target, machine, speed_level)))
         self.units[name] = Unit(tuple(needs), code)
 
     def _checks(self, name: str) -> bool:
-        # Subroutines and the thread pool never check accesses: one unit serves both modes.
+        # Subroutines and the thread pool never check accesses, so one unit serves both modes.
         return self._checked and name in self._wanted
 
     def _key(self, name: str) -> str:
-        return key_of(*self._about, str(self._checks(name)), name)
+        return key_of(*self._key_parts, str(self._checks(name)), name)
 
 
 def _functions(module: ir.Module) -> dict[str, ir.Function]:
     return {name: one for name, one in module.globals.items() if isinstance(one, ir.Function) and one.blocks}
 
 
-def _alone(function: ir.Function) -> tuple[list[str], str]:
-    """Return the names of the functions of its module that a function calls, and the text of a module with that
-    function alone."""
+def _isolated(function: ir.Function) -> tuple[list[str], str]:
+    """Return the names of the functions that ``function`` calls and its module defines, and the text of a module that
+    contains ``function`` only."""
     text, defined = str(function), _functions(function.module)
     called = [name for name in dict.fromkeys(re.findall(r'@"([^"]+)"', text)) if name != function.name]
     needs = [name for name in called if name in defined]
     declared = [str(function.module.globals[name]) for name in called if name not in defined]
     for name in needs:
-        words = ", ".join(str(kind) for kind in defined[name].ftype.args)
-        declared.append(f'declare {defined[name].ftype.return_type} @"{name}"({words})')
+        arguments = ", ".join(str(kind) for kind in defined[name].ftype.args)
+        declared.append(f'declare {defined[name].ftype.return_type} @"{name}"({arguments})')
     return needs, "\n".join([*declared, text, *map(str, function.module.metadata)])
 
 
@@ -250,7 +250,7 @@ def _optimized(
 ) -> llvm.ModuleRef:
     module = llvm.parse_assembly(f'target triple = "{target.triple}"\n' + text)
     module.verify()
-    # The kernels' code itself decides what is vectorized and unrolled.
+    # Kernels are vectorized and unrolled by their own code.
     options = llvm.create_pipeline_tuning_options(speed_level=speed_level)
     options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
     passes = llvm.create_pass_builder(machine, options)
@@ -262,8 +262,8 @@ def _optimized(
 def _no_collection() -> Iterator[None]:
     """Disable Python's garbage collector while the context is open.
 
-    A module is some millions of objects that all live until its text is written; the collector would traverse them many
-    times in vain, which takes longer than creating them.
+    A module has millions of objects, all alive until its text is written. The collector would traverse them repeatedly,
+    which takes longer than creating them.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -275,6 +275,6 @@ def _no_collection() -> Iterator[None]:
 
 
 def _machine(target: CompileTarget, level: int = _CODE_LEVEL) -> llvm.TargetMachine:
-    """Return LLVM's code generator, for code that is loaded anywhere in memory, far from libc."""
+    """Return LLVM's code generator; its code may be loaded far from libc."""
     kind = llvm.Target.from_triple(target.triple)
     return kind.create_target_machine(cpu=target.cpu, features=target.features, opt=level, jit=True)

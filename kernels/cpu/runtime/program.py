@@ -23,17 +23,15 @@ from pillion.kernels.cpu.runtime.compiler import CompiledKernels
 from pillion.kernels.cpu.runtime.thread_pool_code import ENTRY_WORDS
 from pillion.kernels.step import Int32, StateSlots, StepBatch
 
-# Rows by which buffers grow, large so that they grow seldom.
-ROWS_STEP = 64
 _INT32 = np.dtype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Named memory of the program: ``each`` rows of ``width`` values of ``dtype`` for every ``unit`` ("tokens"...).
+    """Named buffer of a program: ``each`` rows of ``width`` values of ``dtype`` per ``unit``, e.g. per token.
 
-    ``dense`` rows are padded only to a cache line. ``row_bytes`` is the stride of memory that is shared with other
-    processes, and 0 for the program's own memory.
+    ``dense`` rows are padded to whole cache lines only. ``row_bytes``: stride of a buffer in memory shared with other
+    processes; 0 for the program's own memory.
     """
 
     name: str
@@ -46,8 +44,8 @@ class Buffer:
 
     @property
     def stride(self) -> int:
-        """Bytes from row to row, a multiple of a cache line, and an odd one unless rows are dense: a tile of products
-        reads one column of many rows, which would share few sets of the L1 cache if rows were a power of two apart."""
+        """Bytes from row to row: whole cache lines, an odd number of them unless rows are dense. A tile of products
+        reads one column of many rows, which would map to few sets of the L1 cache if rows were a power of two apart."""
         if self.row_bytes:
             return self.row_bytes
         lines = -(-self.width * np.dtype(self.dtype).itemsize // LINE_BYTES)
@@ -69,7 +67,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class HeadStride:
-    """A number of bytes that grows with a buffer: ``row_bytes`` for each of its rows."""
+    """An argument that grows with the workspace: ``row_bytes`` times the rows reserved for ``unit``."""
 
     row_bytes: int
     unit: str = "tokens"
@@ -77,9 +75,9 @@ class HeadStride:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A kernel and its arguments: arrays, buffers, columns of them or numbers. ``when`` names a number of the step's
-    record that must be above 0 for the kernel to run. A number such as ``x_stride`` that ``values`` omits is the stride
-    of the buffer ``x``, and 0 if that is None."""
+    """A kernel and its arguments: arrays, buffers, columns of buffers, or numbers. ``when`` names a number of the
+    step's record that must be above 0 for the kernel to run. A number such as ``x_stride`` that ``values`` omits is the
+    stride of the buffer ``x``, and 0 if that is None."""
 
     spec: KernelSpec
     values: Mapping[str, Any]
@@ -87,18 +85,18 @@ class Operation:
 
     def arguments(self) -> dict[str, Any]:
         """Return all values, including derived strides."""
-        found = dict(self.values)
+        values = dict(self.values)
         for name in self.spec.layout.numbers:
             rows = name.removesuffix("_stride")
-            if rows != name and name not in found and rows in found:
-                found[name] = 0 if found[rows] is None else found[rows].stride
-        return found
+            if rows != name and name not in values and rows in values:
+                values[name] = 0 if values[rows] is None else values[rows].stride
+        return values
 
 
 class Workspace:
     """The buffers of a program, zeroed when allocated: the padding after a row's values stays zero.
 
-    ``shared``: memory in common with other processes, by names of buffers; it never grows.
+    ``shared``: memory shared with other processes, by buffer name; it never grows.
     """
 
     def __init__(self, shared: Mapping[str, npt.NDArray[np.uint8]] | None = None) -> None:
@@ -108,31 +106,32 @@ class Workspace:
         self._canary = np.uint8(0xA5)
 
     def reserve(self, unit: str, rows: int) -> bool:
-        """Reserve ``rows`` rows of a unit. Returns True if it grew: the buffers are then new, and programs must bind
-        again."""
+        """Reserve ``rows`` rows of a unit. Return True if buffers must grow: they are allocated anew, and programs must
+        bind again."""
         if rows <= self.rows.get(unit, 0):
             return False
-        self.rows[unit] = rows if rows == 1 else -(-rows // ROWS_STEP) * ROWS_STEP
+        # A multiple of 64, so that buffers seldom grow.
+        self.rows[unit] = rows if rows == 1 else -(-rows // 64) * 64
         self._arrays.clear()
         return True
 
     def array(self, buffer: Buffer) -> npt.NDArray[np.uint8]:
-        """Return the bytes of a buffer, aligned to a cache line, with a line of canaries after them. Raises Internal if
-        another buffer of this name has another size."""
+        """Return the bytes of a buffer, aligned to a cache line and followed by a line of canaries. Raises Internal if
+        a buffer of this name exists with another size."""
         if buffer.name in self._shared:
             return self._shared[buffer.name]
-        size, found = self.rows.get(buffer.unit, 0) * buffer.each * buffer.stride, self._arrays.get(buffer.name)
-        if found is None:
+        size, array = self.rows.get(buffer.unit, 0) * buffer.each * buffer.stride, self._arrays.get(buffer.name)
+        if array is None:
             whole = aligned_bytes(size + LINE_BYTES)
             whole[size:] = self._canary
-            found = self._arrays[buffer.name] = whole[:size]
-        if len(found) != size:
-            raise Internal(f"buffer {buffer.name} has {len(found)} bytes, not {size}")
-        return found
+            array = self._arrays[buffer.name] = whole[:size]
+        if len(array) != size:
+            raise Internal(f"buffer {buffer.name} has {len(array)} bytes, not {size}")
+        return array
 
     @property
     def nbytes(self) -> int:
-        """Size of all buffers but the shared ones."""
+        """Bytes of all buffers except shared ones."""
         return sum(array.nbytes for array in self._arrays.values())
 
     def check_integrity(self) -> None:
@@ -157,7 +156,7 @@ class Program:
         self.bind()
 
     def bind(self) -> None:
-        """Write all records and entries of the program; to be repeated when the workspace has grown."""
+        """Write all argument records and entries of the program. Call again when the workspace has grown."""
         begin = 0
         for number, (entry, operation) in enumerate(zip(self.entries, self._operations, strict=True)):
             layout = operation.spec.layout
@@ -178,7 +177,7 @@ class Program:
 
 
 class CpuStepRecord:
-    """A record that many kernels of a step read (by default STEP, read by all), and the arrays it points to."""
+    """A record that kernels of a step share (by default STEP, which all of them read), and the arrays it points to."""
 
     def __init__(self, layout: RecordLayout = STEP) -> None:
         self._places = layout.place
@@ -204,7 +203,7 @@ class CpuStepRecord:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Upper bounds of a batch's values, and the number of slots of a sequence's state."""
+    """Limits of a batch's values: ids, slots, positions and rotary rows; and the slots of a sequence's state."""
 
     vocab_size: int
     num_slots: int
@@ -224,7 +223,7 @@ def check_batch(batch: StepBatch, bounds: Bounds) -> None:
             raise Internal("a batch's arrays must be contiguous int32")
     tokens, seqs = len(ids), len(lengths)
     if not tokens or len(positions) != tokens or len(starts) != seqs + 1 or len(tables) != seqs:
-        raise Internal(f"a batch of {tokens} tokens and {seqs} sequences has arrays of other lengths")
+        raise Internal(f"a batch of {tokens} tokens and {seqs} sequences has arrays of mismatched lengths")
     counts = starts[1:] - starts[:-1]
     if starts[0] != 0 or starts[-1] != tokens or int(counts.min()) < 1:
         raise Internal("a batch's sequences do not divide its rows")
@@ -234,16 +233,16 @@ def check_batch(batch: StepBatch, bounds: Bounds) -> None:
         expected = np.arange(tokens, dtype=np.int32) + np.repeat(first - starts[:-1], counts)
     if int(first.min()) < 0 or positions.tobytes() != expected.tobytes():
         raise Internal("a batch's positions are not the last ones of its contexts")
-    longest = _greatest(lengths)
+    longest = _largest(lengths)
     if longest > bounds.max_tokens or longest > tables.shape[1] * bounds.block_size:
         raise Internal(f"a context of {longest} tokens is longer than its table or the model allows")
-    if _greatest(tables) >= bounds.num_slots:
+    if _largest(tables) >= bounds.num_slots:
         raise Internal(f"a block table leaves the pool of {bounds.num_slots} slots")
-    if angles is not positions and (len(angles) != tokens or _greatest(angles) >= bounds.rope_rows):
+    if angles is not positions and (len(angles) != tokens or _largest(angles) >= bounds.rope_rows):
         raise Internal("a batch leaves the rotary tables")
-    if _greatest(ids) >= bounds.vocab_size:
+    if _largest(ids) >= bounds.vocab_size:
         raise Internal("a token id is not of the vocabulary")
-    if len(samples) and _greatest(samples) >= tokens:
+    if len(samples) and _largest(samples) >= tokens:
         raise Internal("a sampled row is not of the batch")
     if bounds.state_pages:
         _check_states(batch.states, (seqs, bounds.state_pages), bounds.num_slots)
@@ -252,18 +251,18 @@ def check_batch(batch: StepBatch, bounds: Bounds) -> None:
 def _check_states(states: StateSlots | None, shape: tuple[int, int], num_slots: int) -> None:
     """Raise Internal if a kernel could leave the pool with these slots of states."""
     if states is None:
-        raise Internal("a batch names no slots for its sequences' states")
+        raise Internal("a batch has no slots for its sequences' states")
     reads, writes = states.reads, states.writes
     for array in (reads, writes):
         if array.dtype != _INT32 or not array.flags.c_contiguous or array.shape != shape:
             raise Internal(f"slots of states must be contiguous int32 {list(shape)}")
     begun = reads[:, 0] >= 0
-    if _greatest(writes) >= num_slots or (begun.any() and _greatest(reads[begun]) >= num_slots):
+    if _largest(writes) >= num_slots or (begun.any() and _largest(reads[begun]) >= num_slots):
         raise Internal(f"a state leaves the pool of {num_slots} slots")
 
 
-def _greatest(array: Int32) -> int:
-    """Return the greatest value, compared as unsigned: a negative value exceeds every bound."""
+def _largest(array: Int32) -> int:
+    """Return the largest value, compared as unsigned: negative values exceed all bounds."""
     return int(np.maximum.reduce(array.view(np.uint32), axis=None))
 
 

@@ -31,8 +31,8 @@ from pillion.kernels.cpu.runtime import thread_pool_code
 from pillion.kernels.cpu.runtime.compiler import CompiledKernels
 from pillion.kernels.cpu.runtime.thread_pool_code import COUNTER_STRIDE, ENTRY_WORDS
 
-# Bytes after each thread's scratch. In checked mode every run verifies their canary pattern. They also spread the
-# threads' scratch over the cache sets.
+# Bytes after each thread's scratch, which also spread the scratch of threads over the cache sets. In checked mode each
+# run verifies that they still contain the canary byte.
 CANARY_BYTES = 4096
 _CANARY_BYTE = 0xC5
 _HUGE_PAGE_BYTES = 2**21
@@ -40,7 +40,7 @@ _INT64 = ctypes.c_int64
 
 
 class ThreadPool:
-    """Threads with private scratch memory that run programs. A lock admits one leader at a time to :meth:`run`.
+    """Threads, each with scratch memory, that run programs. A lock admits one leader at a time to :meth:`run`.
 
     Attributes:
         threads: number of all threads, including those on borrowed cores; also the work items of each kernel.
@@ -66,10 +66,10 @@ class ThreadPool:
         if not 1 <= threads <= MAX_CPU_THREADS:
             raise ConfigError(f"a thread pool has 1 to {MAX_CPU_THREADS} threads, not {threads}")
         if sys.platform != "linux":
-            raise ConfigError("the CPU kernels' thread pool runs on Linux alone")
+            raise ConfigError("the CPU kernels' thread pool needs Linux")
         if affinity and (len(affinity) != threads or not set(affinity) <= os.sched_getaffinity(0)):
             allowed = sorted(os.sched_getaffinity(0))
-            raise ConfigError(f"affinity {list(affinity)}: {threads} processors out of {allowed} are needed")
+            raise ConfigError(f"affinity {list(affinity)}: not {threads} processors of {allowed}")
         lent: list[int] = []
         if share is not None:
             owned = share.lending_table.owned(share.first_core)
@@ -78,7 +78,7 @@ class ThreadPool:
             lent = [core for core in range(share.lending_table.cores) if core not in owned and share.borrows]
             if share.lending_table.cores > MAX_CPU_THREADS:
                 raise ConfigError(
-                    f"the lending table has {share.lending_table.cores} cores, a thread pool {MAX_CPU_THREADS} at most"
+                    f"the lending table has {share.lending_table.cores} cores; the limit is {MAX_CPU_THREADS}"
                 )
         self.threads = threads + len(lent)
         self.borrowed_s = 0.0
@@ -106,7 +106,7 @@ class ThreadPool:
             raise Internal("a program and a step must be contiguous")
         native = self._native
         with native.lock:
-            native.use(len(program))
+            native.reserve_counters(len(program))
             if self._leader_cpu and self._leader != threading.get_native_id():
                 os.sched_setaffinity(0, self._leader_cpu)
                 self._leader = threading.get_native_id()
@@ -139,7 +139,7 @@ class _Native:
         self._lending_table = None if share is None else share.lending_table.hold()
         self._pid: int | None = os.getpid()
         self.run = ctypes.CFUNCTYPE(_INT64, *[_INT64] * 4)(kernels.address(thread_pool_code.RUN))
-        # After the threads' lines: at most one gate per owner, where the borrowers of its cores sleep.
+        # Gates follow the threads' lines: one per owner of borrowed cores, where its borrowers sleep.
         lines = threads + len(lent)
         self._memory, self.address = _aligned(thread_pool_code.FIRST_THREAD_LINE + lines * LINE_BYTES, LINE_BYTES)
         self._words = self._memory.view(np.int64)
@@ -179,8 +179,8 @@ class _Native:
                 processors.append(lending_table.processor(core))
         self._start(processors)
 
-    def use(self, num_entries: int) -> None:
-        """Reserve counters of ``num_entries`` entries. Raises Internal in a closed or forked pool."""
+    def reserve_counters(self, num_entries: int) -> None:
+        """Allocate the counters of a program of ``num_entries`` entries. Raises Internal in a closed or forked pool."""
         if self._pid != os.getpid():
             raise Internal("this thread pool is closed" if self._pid is None else "thread pools do not survive a fork")
         if num_entries * COUNTER_STRIDE > self._counters.nbytes:
@@ -188,11 +188,12 @@ class _Native:
             self._set(thread_pool_code.COUNTERS, address)
 
     def borrowed_ns(self) -> int:
-        """Return the total time in kernels of threads on borrowed cores since the pool was created."""
+        """Return the total kernel time of threads on borrowed cores since the pool was created."""
         return int(self._borrowed.sum())
 
     def check(self) -> None:
-        """Raise Internal if checked kernels of the last run left their memory, and reset the marks."""
+        """Raise Internal if kernels of the last run, in checked mode, left their memory; reset fault cell and
+        canaries."""
         address, offset = (int(word) for word in self._fault)
         if address:
             self._fault[:] = 0
@@ -245,18 +246,19 @@ class _Native:
                 self.close()
                 raise ConfigError(f"cannot bind a thread to processor {cpu}: {os.strerror(code)}")
 
-    def _set(self, place: int, value: int) -> None:
-        self._words[place // 8] = value
+    def _set(self, offset: int, value: int) -> None:
+        self._words[offset // 8] = value
 
 
 def _aligned(size: int, alignment: int) -> tuple[npt.NDArray[np.uint8], int]:
-    """Return zeroed private memory and its address. The thread that uses a page touches it first (NUMA placement)."""
+    """Return zeroed private memory, and its address. Pages are untouched, so that NUMA places each near the thread that
+    uses it."""
     mapped = mmap.mmap(-1, size + alignment, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a system without huge pages
         mapped.madvise(mmap.MADV_HUGEPAGE)
     raw = np.frombuffer(mapped, np.uint8)
-    skipped = -raw.ctypes.data % alignment
-    return raw[skipped : skipped + size], raw.ctypes.data + skipped
+    first = -raw.ctypes.data % alignment
+    return raw[first : first + size], raw.ctypes.data + first
 
 
 def _libc() -> ctypes.CDLL:

@@ -32,6 +32,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import IntEnum
+from time import CLOCK_MONOTONIC
 from typing import Any
 
 from llvmlite import ir
@@ -61,8 +63,8 @@ from pillion.kernels.cpu.language.sync import (
 ENTRY_WORDS = 4
 _ENTRY_BYTES = 8 * ENTRY_WORDS
 
-# Offsets in the pool's memory. Words that different threads write are in different cache lines. LENDING_TABLE is the
-# address of this worker's first line in the core lending table, or 0.
+# Byte offsets of words in the pool's memory; words that different threads write are in different cache lines.
+# LENDING_TABLE is the address of this worker's first line in the core lending table, or 0.
 PROGRAM, ENTRIES, STEP, COUNTERS, THREADS, BASE, LENDING_TABLE = (8 * word for word in range(7))
 GATE, DOOR, FIRST_THREAD_LINE = LINE_BYTES, 2 * LINE_BYTES, 3 * LINE_BYTES
 # Offsets in the gate's line, in the door's line, and in a thread's line.
@@ -75,27 +77,29 @@ OWNER_LINE, CORE_LINE, BORROWED_NS = 24, 32, 40
 # Addresses of the gate at which a borrower sleeps, and of the gate that it moves for others, or 0. The first borrower
 # of an owner's cores sleeps at the pool's gate, the others at a gate that the first one moves.
 SLEEPS_AT, CALLS = 48, 56
-# Of an entry: the kernel's own counter, then a line with the numbers of work items drawn and done.
+# Offsets in an entry's counters: after the kernel's own counter, the numbers of work items drawn and done.
 _DRAWN, _DONE = COUNTER_BYTES, COUNTER_BYTES + 8
 COUNTER_STRIDE = COUNTER_BYTES + LINE_BYTES
 
-# Polls before a thread sleeps. A poll with its pause takes 10 to 50 ns, so this is some 100 us: about the cost of
-# sleeping and waking, and longer than other threads wait for a kernel's last work items.
+# Polls before a thread sleeps: some 100 us, as a poll with its pause takes 10 to 50 ns. That is about the cost of
+# sleeping and waking, and longer than threads wait for a kernel's last work items.
 POLLS = 4_000
 # The leader's sleep between polls for a helper that has finished but is descheduled.
 _NAP_US = 50
 # A borrower's sleep while another worker has borrowed the core.
 _TAKEN_NAP_US = 1_000
 
-_CLOCK_MONOTONIC = 1
-# Floating-point state that rounds to nearest, keeps denormals and traps nothing.
-_PLAIN_MXCSR, _PLAIN_FPCR = 0x1F80, 0
-
 # The leader calls pool_run(pool, program, entries, step); a helper starts in pool_main(its line), or in
 # pool_borrow(its line) on a borrowed core.
 THREAD_POOL_FUNCTIONS = RUN, MAIN, BORROW = "pool_run", "pool_main", "pool_borrow"
-# Kinds of threads in work(), which returns at another point for each kind.
-_LEADER, _HELPER, _BORROWER = 1, 0, -1
+
+
+class _ThreadRole(IntEnum):
+    """Role of a thread that runs work(), which returns at a different point for each."""
+
+    LEADER = 1
+    HELPER = 0
+    BORROWER = -1
 
 
 def add_thread_pool(module: ir.Module, isa: Isa) -> None:
@@ -111,7 +115,7 @@ def add_thread_pool(module: ir.Module, isa: Isa) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Values that a thread reads once when it joins a run."""
+    """The pool's words of a run, which a thread reads once when it joins."""
 
     k: Kernel
     gate: Ptr
@@ -123,13 +127,14 @@ class _Run:
     base: Int
 
     def wants(self, condition: Int) -> Bool:
+        """Return whether an entry runs, by the word of the step's record that its condition names (-1: always)."""
         number = self.k.load_int(Ptr(self.k, self.step.ir) + self.k.max(condition, 0) * 8)
         return (condition < 0) | (number > 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Caller:
-    """A borrower that may be the first of an owner's cores, and the value to which that one moves the others' gate."""
+    """How the first borrower of an owner's cores wakes the others: it moves their ``gate`` to ``value``."""
 
     is_first: Bool
     gate: Ptr
@@ -185,16 +190,16 @@ class _ThreadPoolCode:
             pause(k)
 
     def work(self, wait: Any) -> Any:
-        """Emit work(pool, scratch, kind), which executes work items from the first unfinished entry on.
+        """Emit work(pool, scratch, role), which executes work items from the first unfinished entry on.
 
         A helper returns when no item is left, a borrower after the first entry, the leader when the program is
         finished.
         """
-        with self._function("pool_work", 3) as (function, k, (pool_address, scratch, kind)):
+        with self._function("pool_work", 3) as (function, k, (pool_address, scratch, role)):
             b, pool = k.builder, Ptr(k, pool_address)
             lending_table = k.load_int(pool + LENDING_TABLE)
-            places = (PROGRAM, ENTRIES, STEP, COUNTERS, THREADS, BASE)
-            run = _Run(k, pool + GATE, *(k.load_int(pool + place) for place in places))
+            words = (PROGRAM, ENTRIES, STEP, COUNTERS, THREADS, BASE)
+            run = _Run(k, pool + GATE, *(k.load_int(pool + word) for word in words))
             # -1 between the leader's opening of the door and its move of the gate.
             position = k.variable(k.max(atomic_load(k, run.gate) - run.base, 0))
             with k.forever() as end:
@@ -204,13 +209,13 @@ class _ThreadPoolCode:
                 kernel, args, condition = (k.load_int(entry + 8 * word) for word in range(3))
                 with b.if_else(run.wants(condition).ir) as (wanted, skipped):
                     with wanted:
-                        with k.when((lending_table > 0) & Int(k, kind).equals(_LEADER)):
+                        with k.when((lending_table > 0) & Int(k, role).equals(_ThreadRole.LEADER)):
                             self._keep_cores(k, lending_table, LOAN_NS)
                         self._execute_items(run, index, kernel, [args.ir, run.step.ir], scratch)
-                        with k.when(Int(k, kind).equals(_BORROWER)):
+                        with k.when(Int(k, role).equals(_ThreadRole.BORROWER)):
                             b.ret_void()
                         with k.when(atomic_load(k, run.gate) <= run.base + index):
-                            with k.when(Int(k, kind).equals(_HELPER)):
+                            with k.when(Int(k, role).equals(_ThreadRole.HELPER)):
                                 b.ret_void()
                             b.call(wait, [run.gate.ir, (run.base + index).ir])
                         position.value = atomic_load(k, run.gate) - run.base
@@ -218,14 +223,15 @@ class _ThreadPoolCode:
                         position.value = index + 1
         return function
 
-    def _execute_items(self, run: _Run, index: Int, kernel: Int, front: list[Any], scratch: Any) -> None:
+    def _execute_items(self, run: _Run, index: Int, kernel: Int, pointers: list[Any], scratch: Any) -> None:
+        """Draw and execute work items of an entry. The thread that finishes the last one moves the gate."""
         k, b = run.k, run.k.builder
         counter = Ptr(k, (run.counters + index * COUNTER_STRIDE).ir)
         function = b.inttoptr(kernel.ir, SIGNATURE.as_pointer())
         with k.forever() as none_left:
             item = atomic_add(k, counter + _DRAWN, 1)
             k.break_if(none_left, item >= run.threads)
-            b.call(function, [*front, counter.ir, scratch, item.ir, run.threads.ir])
+            b.call(function, [*pointers, counter.ir, scratch, item.ir, run.threads.ir])
             done = atomic_add(k, counter + _DONE, 1) + 1
             with k.when(done.equals(run.threads)):
                 self._move(k, run.gate, run.base + index + 1)
@@ -235,7 +241,7 @@ class _ThreadPoolCode:
         """Emit main(thread line), which executes runs until the pool stops."""
         with self._function(MAIN, 1, I64) as (_, k, (line_address,)):
             b, line = k.builder, Ptr(k, line_address)
-            pool_address, scratch = (k.load_int(line + place) for place in (POOL, SCRATCH))
+            pool_address, scratch = (k.load_int(line + word) for word in (POOL, SCRATCH))
             pool = Ptr(k, pool_address.ir)
             self._set_arithmetic(k)
             seen = k.variable(k.int(0))
@@ -243,7 +249,7 @@ class _ThreadPoolCode:
                 b.call(wait, [(pool + GATE).ir, seen.value.ir])
                 seen.value = atomic_load(k, pool + GATE)
                 k.break_if(end, atomic_load(k, pool + (DOOR + _STOP)) > 0)
-                self._join(k, work, pool, line, scratch, _HELPER)
+                self._join(k, work, pool, line, scratch, _ThreadRole.HELPER)
 
     def borrow(self, sleep: Any, work: Any) -> None:
         """Emit borrow(thread line), the main function of a thread on a core that another worker owns."""
@@ -253,14 +259,14 @@ class _ThreadPoolCode:
             pool, owner, core, sleeps_at, calls = (Ptr(k, k.load_int(line + word).ir) for word in words)
             scratch, gate, is_first = k.load_int(line + SCRATCH), pool + GATE, Int(k, calls.ir) > 0
             self._set_arithmetic(k)
-            # The value of LENT_UNTIL that this thread wrote, or 0 without a core.
-            seen, held = k.variable(k.int(0)), k.variable(k.int(0))
+            # The value of LENT_UNTIL that this thread wrote for its core, or 0 if it has none.
+            seen, loan = k.variable(k.int(0)), k.variable(k.int(0))
             with k.forever() as end:
-                with k.when(held.value > 0):
+                with k.when(loan.value > 0):
                     self._poll(k, gate, seen.value)
                     with k.when(atomic_load(k, gate) <= seen.value):
-                        self._give_back(k, core, held)
-                with k.when(held.value.equals(0)):
+                        self._give_back(k, core, loan)
+                with k.when(loan.value.equals(0)):
                     b.call(sleep, [sleeps_at.ir, seen.value.ir])
                 now = atomic_load(k, gate)
                 k.break_if(end, atomic_load(k, pool + (DOOR + _STOP)) > 0)
@@ -268,30 +274,30 @@ class _ThreadPoolCode:
                     with between_runs:
                         seen.value = now
                     with in_run:
-                        self._claim(k, owner, core, held, _Caller(is_first, calls, now))
-                        with k.when((held.value > 0) | Int(k, calls.ir).equals(0)):
+                        self._claim(k, owner, core, loan, _Caller(is_first, calls, now))
+                        with k.when((loan.value > 0) | Int(k, calls.ir).equals(0)):
                             seen.value = now
-                        with k.when(held.value > 0):
-                            self._join(k, work, pool, line, scratch, _BORROWER, held.value - LOAN_NS)
-            self._give_back(k, core, held)
+                        with k.when(loan.value > 0):
+                            self._join(k, work, pool, line, scratch, _ThreadRole.BORROWER, loan.value - LOAN_NS)
+            self._give_back(k, core, loan)
             with k.when(is_first):
-                # The leader may not have moved the pool's gate yet: one above the greatest value that anyone has seen.
+                # Above every value that a borrower has seen: the leader may not have moved the pool's gate yet.
                 self._move(k, calls, atomic_load(k, gate) + 1)
 
     def _join(
-        self, k: Kernel, work: Any, pool: Ptr, line: Ptr, scratch: Int, kind: int, began: Int | None = None
+        self, k: Kernel, work: Any, pool: Ptr, line: Ptr, scratch: Int, role: int, began: Int | None = None
     ) -> None:
         """Work on the current run, if the door is still open. With ``began``, count the time since then as borrowed."""
         atomic_swap(k, line + ACTIVE, 1)
         with k.when(atomic_load(k, pool + (DOOR + OPEN)) > 0):
-            k.builder.call(work, [pool.ir, scratch.ir, I64(kind)])
+            k.builder.call(work, [pool.ir, scratch.ir, I64(role)])
             if began is not None:
                 # Visible to the leader, which waits until this thread is not ACTIVE.
                 k.store_int(line + BORROWED_NS, k.load_int(line + BORROWED_NS) + self._now(k) - began)
         atomic_swap(k, line + ACTIVE, 0)
 
-    def _claim(self, k: Kernel, owner: Ptr, core: Ptr, held: KernelVariable, caller: _Caller) -> None:
-        """Claim, renew or return the core. Sets ``held`` to the value of LENT_UNTIL, or to 0.
+    def _claim(self, k: Kernel, owner: Ptr, core: Ptr, loan: KernelVariable, caller: _Caller) -> None:
+        """Claim, renew or return the core. Sets ``loan`` to the value of LENT_UNTIL, or to 0.
 
         The first borrower of the owner's cores wakes the others when the owner is idle. If it gets no core it sleeps
         for a while; the others must be woken again.
@@ -300,30 +306,32 @@ class _ThreadPoolCode:
         owned, lent = atomic_load(k, owner + OWNED_UNTIL), atomic_load(k, core + LENT_UNTIL)
         with k.builder.if_else((owned > now).ir) as (wanted, idle):
             with wanted:
-                self._give_back(k, core, held)
+                self._give_back(k, core, loan)
                 with k.when(caller.is_first):
                     # The owner wakes its borrowers when a run ends; a dead owner cannot, hence the timeout.
                     futex(k, owner + OWNED_UNTIL, FUTEX_WAIT, owned.ir, k.min(owned - now, LOAN_NS))
             with idle:
                 with k.when(caller.is_first):
                     self._move(k, caller.gate, caller.value)
-                mine = now + LOAN_NS
-                with k.builder.if_else(((lent <= now) | lent.equals(held.value)).ir) as (unlent, taken):
-                    with unlent:
-                        found = atomic_exchange(k, core + LENT_UNTIL, lent, mine)
-                        held.value = k.select(found.equals(lent), mine, k.int(0))
-                    with taken:
-                        held.value = k.int(0)
+                until = now + LOAN_NS
+                with k.builder.if_else(((lent <= now) | lent.equals(loan.value)).ir) as (available, borrowed):
+                    with available:
+                        previous = atomic_exchange(k, core + LENT_UNTIL, lent, until)
+                        loan.value = k.select(previous.equals(lent), until, k.int(0))
+                    with borrowed:
+                        loan.value = k.int(0)
                         with k.when(caller.is_first):
                             k.builder.call(k.function("usleep", I32, [I32]), [I32(_TAKEN_NAP_US)])
 
-    def _give_back(self, k: Kernel, core: Ptr, held: KernelVariable) -> None:
-        with k.when(held.value > 0):
+    def _give_back(self, k: Kernel, core: Ptr, loan: KernelVariable) -> None:
+        """Return the core, if this thread has borrowed it."""
+        with k.when(loan.value > 0):
             # If the loan has expired, another borrower may have the core.
-            atomic_exchange(k, core + LENT_UNTIL, held.value, k.int(0))
-            held.value = k.int(0)
+            atomic_exchange(k, core + LENT_UNTIL, loan.value, k.int(0))
+            loan.value = k.int(0)
 
     def _keep_cores(self, k: Kernel, lending_table: Int, time_ns: int) -> None:
+        """Claim the worker's cores for the next ``time_ns``."""
         k.store_int(Ptr(k, lending_table.ir) + OWNED_UNTIL, self._now(k) + time_ns)
 
     def run(self, work: Any) -> None:
@@ -332,12 +340,12 @@ class _ThreadPoolCode:
         with self._function(RUN, 4, I64) as (_, k, (pool_address, program, entries, step)):
             b, pool = k.builder, Ptr(k, pool_address)
             base = atomic_load(k, pool + GATE) + 1
-            for place, value in ((PROGRAM, program), (ENTRIES, entries), (STEP, step), (BASE, base.ir)):
-                k.store_int(pool + place, Int(k, value))
+            for word, value in ((PROGRAM, program), (ENTRIES, entries), (STEP, step), (BASE, base.ir)):
+                k.store_int(pool + word, Int(k, value))
             counters = Ptr(k, k.load_int(pool + COUNTERS).ir)
             with k.range(Int(k, entries)) as index:
-                for word in (0, _DRAWN, _DONE):
-                    k.store_int(counters + (index * COUNTER_STRIDE + word), 0)
+                for offset in (0, _DRAWN, _DONE):
+                    k.store_int(counters + (index * COUNTER_STRIDE + offset), 0)
             stopping = Int(k, entries) < 0
             with b.if_else(stopping.ir) as (stop, go):
                 with stop:
@@ -349,7 +357,7 @@ class _ThreadPoolCode:
                 b.ret(I64(0))
             before = self._set_arithmetic(k)
             scratch = k.load_int(pool + (FIRST_THREAD_LINE + SCRATCH))
-            b.call(work, [pool.ir, scratch.ir, I64(_LEADER)])
+            b.call(work, [pool.ir, scratch.ir, I64(_ThreadRole.LEADER)])
             self._set_arithmetic(k, before)
             atomic_swap(k, pool + (DOOR + OPEN), 0)
             with k.range(k.load_int(pool + THREADS), 1) as thread:
@@ -360,6 +368,7 @@ class _ThreadPoolCode:
                 futex(k, Ptr(k, lending_table.ir) + OWNED_UNTIL, FUTEX_WAKE, I64(ALL_SLEEPERS))
 
     def _wait_until_out(self, k: Kernel, line: Ptr) -> None:
+        """Wait until the helper whose line this is is not ACTIVE."""
         polls = k.variable(k.int(0))
         with k.forever() as out:
             k.break_if(out, atomic_load(k, line + ACTIVE).equals(0))
@@ -371,6 +380,7 @@ class _ThreadPoolCode:
                     k.builder.call(k.function("usleep", I32, [I32]), [I32(_NAP_US)])
 
     def _move(self, k: Kernel, gate: Ptr, value: Int) -> None:
+        """Raise a gate to at least ``value``, and wake its sleepers."""
         atomic_raise(k, gate + _VALUE, value)
         with k.when(atomic_load(k, gate + _SLEEPERS) > 0):
             futex(k, gate + _VALUE, FUTEX_WAKE | PRIVATE, I64(ALL_SLEEPERS))
@@ -378,11 +388,12 @@ class _ThreadPoolCode:
     def _now(self, k: Kernel) -> Int:
         """Return the nanoseconds of a clock common to all processes of the host."""
         at = time_cell(k)
-        k.builder.call(k.function("clock_gettime", I32, [I32, I64]), [I32(_CLOCK_MONOTONIC), at.ir])
+        k.builder.call(k.function("clock_gettime", I32, [I32, I64]), [I32(CLOCK_MONOTONIC), at.ir])
         return k.load_int(at) * NS_PER_S + k.load_int(at + 8)
 
     def _set_arithmetic(self, k: Kernel, value: Any = None) -> Any:
-        """Set this thread's floating-point state to the plain one or to ``value``; return the previous state.
+        """Set this thread's floating-point state to ``value``, or by default to rounding to nearest, with denormals and
+        without traps; return the previous state.
 
         Libraries change the state of threads that call them (denormals to zero, for instance), and a result must not
         depend on the thread that computed it.
@@ -394,11 +405,9 @@ class _ThreadPoolCode:
             raw = b.bitcast(cell, kind[0])
             b.call(k.function("llvm.x86.sse.stmxcsr", ir.VoidType(), kind), [raw])
             before = b.load(cell)
-            b.store(I32(_PLAIN_MXCSR) if value is None else value, cell)
+            b.store(I32(0x1F80) if value is None else value, cell)
             b.call(k.function("llvm.x86.sse.ldmxcsr", ir.VoidType(), kind), [raw])
             return before
         before = b.call(k.function("llvm.aarch64.get.fpcr", I64, []), [])
-        b.call(
-            k.function("llvm.aarch64.set.fpcr", ir.VoidType(), [I64]), [I64(_PLAIN_FPCR) if value is None else value]
-        )
+        b.call(k.function("llvm.aarch64.set.fpcr", ir.VoidType(), [I64]), [I64(0) if value is None else value])
         return before

@@ -2,8 +2,8 @@
 
     queries, keys, rates --unit length, sigmoid, decay--> units, learns, forgets --each sequence and head--> out
 
-A head's matrix [key_dim, head_dim] is in pieces of PIECE_COLUMNS columns. A thread processes one piece through all rows
-of a sequence: the first row reads it from the old slot, and the last one writes it to the new slot.
+A head's matrix [key_dim, head_dim] is divided into pieces of PIECE_COLUMNS columns. A thread processes one piece
+through all rows of a sequence: the first row reads it from the old slot, and the last row writes it to the new slot.
 """
 
 from __future__ import annotations
@@ -20,30 +20,28 @@ from pillion.kernels.cpu.states.state_pages import (
     STATE_POINTERS,
     HeadPiece,
     Memory,
-    added_up,
     each_piece,
+    total_of,
     zeros,
 )
 from pillion.kernels.state_pieces import PIECE_COLUMNS
 
-# Epsilon of the L2 norm of queries and keys.
-_L2_EPS = 1e-6
-
 
 @dataclass(frozen=True, slots=True)
 class PrepareDelta(KernelSpec):
-    """Inputs of :class:`RunDeltaRule`, of T rows.
+    """Compute the inputs of :class:`RunDeltaRule` for T rows.
 
     queries, keys  [T, key_heads, key_dim] float32, rows of one buffer
-    rates    [T, ...] float32: of each head, the learning rate's input, then the forget rate's
-    decay, shift  [heads] float32: each head's decay, times -log2(e), and the bias of its forget rate
+    rates    [T, 2 * heads] float32: the inputs of the heads' learning rates, then of their forget rates
+    decay, shift  [heads] float32: each head's decay times -log2(e), and the bias of its forget rate
     units    [T, 2 * key_heads, key_dim padded with zeros to a multiple of 16] float32: queries and keys of unit length,
              queries divided by the root of key_dim
     learns, forgets  [T, heads] float32: the learning rate (beta), and the factor of the old state
 
-    ``by_rows``: each row of a head's matrix has a separate factor. ``rates`` then has only learning rates;
-    ``forgets`` [T, heads, key_dim] has the inputs of these factors, and is overwritten by them; ``decay`` and ``shift``
-    are [heads, key_dim]. Keys and values have the same number of heads, and key_dim is a multiple of 16.
+    ``doubled``: learning rates are doubled. ``by_rows``: each row of a head's matrix has a separate factor. ``rates``
+    then has only learning rates; ``forgets`` [T, heads, key_dim] has the inputs of these factors, and is overwritten by
+    them; ``decay`` and ``shift`` are [heads, key_dim]. Keys and values have the same number of heads, and key_dim is a
+    multiple of 16.
     """
 
     layout = RecordLayout(
@@ -83,7 +81,8 @@ class PrepareDelta(KernelSpec):
             inside = k.below(k.int(vector * LANES), k.int(self.key_dim))
             values.append(k.select(inside, value, k.vector(0.0)))
             squares = k.fma(values[-1], values[-1], squares)
-        factor = k.vector(1.0) / k.sqrt(k.sum(squares) + _L2_EPS)
+        # 1e-6: the models' epsilon of the L2 norm.
+        factor = k.vector(1.0) / k.sqrt(k.sum(squares) + 1e-6)
         scaled = k.variable(factor)
         with k.when(head < self.key_heads):
             scaled.value = factor * self.key_dim**-0.5
@@ -115,7 +114,7 @@ class PrepareDelta(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class RunDeltaRule(KernelSpec):
-    """The rule over the rows of each sequence, from its state to its next state.
+    """Apply the delta rule to each sequence's rows, from its old state to its new one.
 
     units, learns, forgets   output of :class:`PrepareDelta`; neighbouring heads share a query and a key
     values   [T, heads * head_dim] float32
@@ -152,23 +151,23 @@ class RunDeltaRule(KernelSpec):
         forgets = args.pointer("forgets") + row * args.number("forgets_stride")
         forgets = forgets + head * (self.key_dim * 4 if self.by_rows else 4)
         factor = None if self.by_rows else k.broadcast(forgets)
-        place = head * (self.head_dim * 4) + column * VECTOR_BYTES
-        value = k.load(args.pointer("values") + row * args.number("values_stride") + place)
+        at_column = head * (self.head_dim * 4) + column * VECTOR_BYTES
+        value = k.load(args.pointer("values") + row * args.number("values_stride") + at_column)
         sums = zeros(k, self.key_dim)
         with k.range(self.key_dim, step=len(sums)) as first:
             for part, total in enumerate(sums):
-                held, at = memory.load(first + part), (first + part) * 4
+                state, at = memory.load(first + part), (first + part) * 4
                 if factor is None:
-                    held = held * k.broadcast(forgets + at)
-                total.value = k.fma(held, k.broadcast(key + at), total.value)
-        remembered = added_up(sums)
-        learnt = (value - (remembered if factor is None else remembered * factor)) * learns
+                    state = state * k.broadcast(forgets + at)
+                total.value = k.fma(state, k.broadcast(key + at), total.value)
+        predicted = total_of(sums)
+        delta = (value - (predicted if factor is None else predicted * factor)) * learns
         sums = zeros(k, self.key_dim)
         with k.range(self.key_dim, step=len(sums)) as first:
             for part, total in enumerate(sums):
                 at = (first + part) * 4
-                kept = memory.load(first + part) * (k.broadcast(forgets + at) if factor is None else factor)
-                held = k.fma(k.broadcast(key + at), learnt, kept)
-                memory.store(first + part, held)
-                total.value = k.fma(held, k.broadcast(query + at), total.value)
-        k.store(args.pointer("out") + row * args.number("out_stride") + place, added_up(sums))
+                decayed = memory.load(first + part) * (k.broadcast(forgets + at) if factor is None else factor)
+                state = k.fma(k.broadcast(key + at), delta, decayed)
+                memory.store(first + part, state)
+                total.value = k.fma(state, k.broadcast(query + at), total.value)
+        k.store(args.pointer("out") + row * args.number("out_stride") + at_column, total_of(sums))

@@ -1,4 +1,4 @@
-"""Gates and norms of the results of layers with states, and gates of attention's.
+"""Gates and norms of the outputs of recurrent layers, and gates of attention's output.
 
 Strides are bytes from row to row. ``width`` is a multiple of 16.
 """
@@ -24,11 +24,11 @@ class NormGated(KernelSpec):
     weight   [width] float32 for each group, ``weight_bytes`` apart
     out      [T, groups, width] of the model's type
 
-    ``gate_first``: gates are applied before the norm, not after. Without ``normed`` rows are only gated, and there is
-    no weight. ``sigmoid``: gates are sigmoids.
+    ``gate_first``: gates are applied before the norm, not after. Without ``normed`` rows are only gated, and ``weight``
+    is unused. ``sigmoid``: the gate is a sigmoid instead of silu.
 
-    ``shared``: x is one process's part of the group ``group``, whose ``group_width`` values are divided over several.
-    ``squares`` are the sums of :class:`GroupSquares` over them.
+    ``shared``: x is this rank's part of the group ``group``, whose ``group_width`` values are divided over ranks;
+    ``squares`` [T, groups] are the sums of :class:`GroupSquares` over these ranks.
     """
 
     layout = RecordLayout(
@@ -81,8 +81,9 @@ class NormGated(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class GroupSquares(KernelSpec):
-    """Sums of squares of groups that are divided over processes: that of ``x`` [T, width] in the column ``group`` of
-    ``out`` [T, groups] float32, 0 in other columns. With ``gate_first`` x is gated before, in place."""
+    """Sum of squares of this rank's part of a group that is divided over ranks: that of ``x`` [T, width], in the column
+    ``group`` of ``out`` [T, groups] float32; other columns become 0. With ``gate_first``, x is gated first, in
+    place."""
 
     layout = RecordLayout(
         "group_squares",
@@ -106,8 +107,8 @@ class GroupSquares(KernelSpec):
 
 
 def _squares(call: KernelCall, x: Ptr, width: Int, gate: Callable[[Int], Vec] | None) -> Vec:
-    """Return the sum of squares of ``width`` values per lane. With ``gate``, a function of the byte offset, the values
-    are multiplied by it before, in place."""
+    """Return the sums of squares of ``width`` values, per lane. With ``gate``, a function of the byte offset, the
+    values are first multiplied by it, in place."""
     k = call.k
     squares = k.variable(k.vector(0.0))
     with k.range(width // LANES) as i:
@@ -121,7 +122,7 @@ def _squares(call: KernelCall, x: Ptr, width: Int, gate: Callable[[Int], Vec] | 
 
 
 def _gate_of(call: KernelCall, at: Ptr, sigmoid: bool = False) -> Vec:
-    """Return the factors of gates: silu, or ``sigmoid``."""
+    """Load gates; return their silu, or with ``sigmoid`` their sigmoid."""
     gate = call.k.load(at)
     return call.k.sigmoid(gate) if sigmoid else gate * call.k.sigmoid(gate)
 

@@ -1,7 +1,7 @@
 """A sequence's state in slots of the pool (docs/decisions/states.md).
 
-A layer's state is pieces, each in one slot, at places that are int32 [pieces, 2]: which of the state's slots, and the
-byte offset in it (:mod:`pillion.engine.models.state_layout`).
+A layer's state consists of pieces, each within one slot. Their ``places`` are int32 [pieces, 2]: the index among the
+state's slots, and the byte offset in the slot (:mod:`pillion.engine.models.state_layout`).
 """
 
 from __future__ import annotations
@@ -13,25 +13,23 @@ from dataclasses import dataclass
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Bool, Int, Kernel, KernelVariable, Ptr, Vec
 from pillion.kernels.cpu.language.module import KernelCall
 
-# Record fields of kernels with a state: where the layer's pieces are in a state's slots.
+# Record fields of kernels with a state: the places of the layer's pieces, and the size of a slot.
 STATE_POINTERS, STATE_NUMBERS = ("places",), ("slot_bytes",)
 
 
 # Prefetch distance in pieces: a state's slots are scattered over the pool, which defeats the hardware prefetcher.
 _PIECES_AHEAD = 2
-# Ranges of a kernel's items that each thread draws, if there are enough items.
-_RANGES_PER_THREAD = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A piece of a head's matrix in a kernel's code, rows of one vector, which one token changes.
+    """A piece of a head's matrix in a kernel's code, rows of one vector, which one token updates.
 
     Attributes:
-        source, target: where the piece is read, and where it is written.
-        ahead: the piece to prefetch meanwhile, for the last token of a sequence; None for other tokens. The last token
-            writes the sequence's state, with non-temporal stores: caching it would read each line before it is written
-            and evict weights of the next step.
+        source, target: addresses at which the piece is read and written.
+        ahead: for the last token of a sequence the piece to prefetch; None for earlier tokens. The last token writes
+            the state with non-temporal stores: cached stores would first read each line, and evict weights of the next
+            step.
     """
 
     k: Kernel
@@ -57,14 +55,15 @@ class CarriedState:
 
     Attributes:
         begin, end: the sequence's rows in the step.
-        found, fresh: whether there is a state before them, or none.
+        exists, is_new: whether the sequence has a state from earlier steps, and the opposite.
+        reads, writes: the slots of the old and of the new state.
     """
 
     call: KernelCall
     begin: Int
     end: Int
-    found: Bool
-    fresh: Bool
+    exists: Bool
+    is_new: Bool
     reads: Ptr
     writes: Ptr
 
@@ -77,7 +76,7 @@ class CarriedState:
         return CarriedState(call, begin, end, slot > -1, slot < 0, reads, writes)
 
     def old(self, piece: Int) -> Ptr:
-        """Return the address of a piece of the state before the step, if there is one."""
+        """Return the address of a piece of the state before the step; only valid if the state exists."""
         return self._piece(self.reads, piece)
 
     def new(self, piece: Int) -> Ptr:
@@ -92,17 +91,17 @@ class CarriedState:
 
 
 @contextmanager
-def each_sequence_and(call: KernelCall, count: Int | int) -> Iterator[tuple[CarriedState, Int]]:
-    """Yield the pairs (state of a sequence, number below ``count``) that a thread draws."""
-    count = call.k.int(count)
+def each_sequence_piece(call: KernelCall, count: Int) -> Iterator[tuple[CarriedState, Int]]:
+    """Append a loop over the pieces that a thread draws; yield the sequence's state and the index of the piece, below
+    ``count``."""
     with call.shared_range(call.step.number("num_seqs") * count, 1) as (item, _):
         yield CarriedState.of(call, item // count), item % count
 
 
 @dataclass(frozen=True, slots=True)
 class HeadPiece:
-    """The piece ``column`` of a head's matrix in the state of one sequence; ``number`` is its index in the layer.
-    ``ahead`` is a piece to prefetch, which the thread processes soon."""
+    """A piece of a head's matrix in a sequence's state: the head's ``column``-th, and the layer's ``number``-th.
+    ``ahead`` is a piece that the thread processes soon, to prefetch."""
 
     state: CarriedState
     head: Int
@@ -111,42 +110,45 @@ class HeadPiece:
     ahead: Ptr
 
     def memories(self, rows: int) -> Iterator[tuple[Int, Memory]]:
-        """Yield a row, and the piece [rows, PIECE_COLUMNS], twice: for the code of all rows of the sequence but the
-        last, between which the piece is in scratch memory, and for the code of the last one. Without a state, the first
-        row reads zeros."""
-        state, k, between = self.state, self.state.call.k, self.state.call.scratch
+        """Yield a row and its piece [rows, PIECE_COLUMNS] twice: for the code of all rows of the sequence but the last,
+        which keep the piece in scratch memory, and for the code of the last row. A new state begins with zeros."""
+        state, k, scratch = self.state, self.state.call.k, self.state.call.scratch
         old, new, last = state.old(self.number), state.new(self.number), state.end - 1
-        with k.when(state.fresh), k.range(rows) as row:
-            k.store(between + row * VECTOR_BYTES, k.vector(0.0))
+        with k.when(state.is_new), k.range(rows) as row:
+            k.store(scratch + row * VECTOR_BYTES, k.vector(0.0))
         with k.range(last, state.begin) as row:
-            yield row, Memory(k, k.select_ptr(state.found & row.equals(state.begin), old, between), between, None)
-        yield last, Memory(k, k.select_ptr(state.found & last.equals(state.begin), old, between), new, self.ahead)
+            yield row, Memory(k, k.select_ptr(state.exists & row.equals(state.begin), old, scratch), scratch, None)
+        yield last, Memory(k, k.select_ptr(state.exists & last.equals(state.begin), old, scratch), new, self.ahead)
 
 
 @contextmanager
 def each_piece(call: KernelCall, heads: int, pieces: int) -> Iterator[HeadPiece]:
-    """Yield the pieces of matrices that a thread draws, all ``pieces`` of a sequence's head in sequence."""
+    """Append a loop over the pieces of matrices that a thread draws, and yield a piece; the ``pieces`` of a sequence's
+    head are consecutive."""
     k, count = call.k, call.step.number("num_seqs") * heads
-    with call.items_ahead(count, count // (call.threads * _RANGES_PER_THREAD)) as (item, after):
+    # 16 ranges of items per thread, if there are enough items.
+    with call.items_ahead(count, count // (call.threads * 16)) as (item, following):
         state, head = CarriedState.of(call, item // heads), item % heads
         with k.range(pieces) as column:
             ahead = column + _PIECES_AHEAD
-            mine = ahead < pieces
-            place, then = k.select(mine, ahead, ahead - pieces), k.select(mine, item, after)
-            coming = CarriedState.of(call, then // heads).old(then % heads * pieces + k.min(place, pieces - 1))
-            yield HeadPiece(state, head, column, head * pieces + column, coming)
+            is_own = ahead < pieces
+            next_column, next_item = k.select(is_own, ahead, ahead - pieces), k.select(is_own, item, following)
+            next_state = CarriedState.of(call, next_item // heads)
+            prefetched = next_state.old(next_item % heads * pieces + k.min(next_column, pieces - 1))
+            yield HeadPiece(state, head, column, head * pieces + column, prefetched)
     k.store_fence()
 
 
 def zeros(k: Kernel, rows: int) -> list[KernelVariable]:
-    """Return variables for partial sums over ``rows`` rows of a matrix: enough to hide the latency of an addition, and
-    a divisor of ``rows``."""
+    """Return variables for partial sums over ``rows`` rows of a matrix: up to 4, which hide the latency of additions;
+    their number divides ``rows``."""
     count = next(count for count in (4, 3, 2, 1) if rows % count == 0)
     return [k.variable(k.vector(0.0)) for _ in range(count)]
 
 
-def added_up(sums: list[KernelVariable]) -> Vec:
+def total_of(sums: list[KernelVariable]) -> Vec:
+    """Return the sum of the partial sums, added in order."""
     total: Vec = sums[0].value
-    for one in sums[1:]:
-        total = total + one.value
+    for partial in sums[1:]:
+        total = total + partial.value
     return total

@@ -1,11 +1,11 @@
-"""State spaces with a decay per token (Mamba-2, arXiv 2405.21060), or per token and value of the state (Mamba-1, arXiv
-2312.00752), token by token.
+"""State spaces, token by token, with a decay per token (Mamba-2, arXiv 2405.21060), or per token and value of the state
+(Mamba-1, arXiv 2312.00752).
 
     steps --softplus, decay--> times, keeps        values, writes, reads, times, keeps --each sequence and head--> out
     values, writes, reads, steps --each sequence and head--> out                                           (Mamba-1)
 
-A head's matrix [state_dim, head_dim] is in pieces of PIECE_COLUMNS columns, its values, so that its output is a sum of
-vectors. A thread processes one piece through all rows of a sequence.
+A head's matrix [state_dim, head_dim] is divided into pieces of PIECE_COLUMNS columns. Columns are values of the head,
+so that its output is a sum of vectors. A thread processes one piece through all rows of a sequence.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pillion.kernels.cpu.states.state_pages import (
     STATE_POINTERS,
     HeadPiece,
     Memory,
-    added_up,
     each_piece,
+    total_of,
     zeros,
 )
 from pillion.kernels.state_pieces import PIECE_COLUMNS
@@ -30,10 +30,10 @@ from pillion.kernels.state_pieces import PIECE_COLUMNS
 
 @dataclass(frozen=True, slots=True)
 class PrepareSpace(KernelSpec):
-    """Time steps (delta) of T rows, and the decay factors of each head's matrix.
+    """Compute the time steps (delta) ``times`` of T rows, and the decay factors ``keeps`` of the heads' matrices.
 
     steps    [T, ...] float32: input of each head's time step
-    decay, shift  [heads] float32: each head's decay, times -log2(e), and the bias of its time step
+    decay, shift  [heads] float32: each head's decay times -log2(e), and the bias of its time step
     times, keeps  [T, heads] float32
     """
 
@@ -58,12 +58,12 @@ class PrepareSpace(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class RunStateSpace(KernelSpec):
-    """The state space over the rows of each sequence, from its state to its next state.
+    """Run the state space over each sequence's rows, from its old state to its new one.
 
     values   [T, heads, head_dim] float32
     writes, reads  [T, groups, state_dim] float32 (B and C), rows of the same buffer; neighbouring heads share a group
     times, keeps  output of :class:`PrepareSpace`
-    skip     [heads] float32 (D): factor of the values that are added to a head's results
+    skip     [heads] float32 (D): factor of the values added to a head's outputs
     out      [T, heads * head_dim] float32
 
     head_dim is a multiple of PIECE_COLUMNS.
@@ -92,29 +92,29 @@ class RunStateSpace(KernelSpec):
         writes, reads = args.pointer("writes") + group, args.pointer("reads") + group
         of_head = row * args.number("heads_stride") + head * 4
         keeps = k.broadcast(args.pointer("keeps") + of_head)
-        place = head * (self.head_dim * 4) + column * VECTOR_BYTES
-        value = k.load(args.pointer("values") + of_row + place)
+        at_column = head * (self.head_dim * 4) + column * VECTOR_BYTES
+        value = k.load(args.pointer("values") + of_row + at_column)
         written = value * k.broadcast(args.pointer("times") + of_head)
         sums = zeros(k, self.state_dim)
         with k.range(self.state_dim, step=len(sums)) as first:
             for part, total in enumerate(sums):
                 at = (first + part) * 4
-                held = k.fma(k.broadcast(writes + at), written, memory.load(first + part) * keeps)
-                memory.store(first + part, held)
-                total.value = k.fma(held, k.broadcast(reads + at), total.value)
-        found = k.fma(value, k.broadcast(args.pointer("skip") + head * 4), added_up(sums))
-        k.store(args.pointer("out") + row * args.number("out_stride") + place, found)
+                state = k.fma(k.broadcast(writes + at), written, memory.load(first + part) * keeps)
+                memory.store(first + part, state)
+                total.value = k.fma(state, k.broadcast(reads + at), total.value)
+        out = k.fma(value, k.broadcast(args.pointer("skip") + head * 4), total_of(sums))
+        k.store(args.pointer("out") + row * args.number("out_stride") + at_column, out)
 
 
 @dataclass(frozen=True, slots=True)
 class RunSelectiveScan(KernelSpec):
-    """The selective scan over the rows of each sequence, from its state to its next state.
+    """Run the selective scan over each sequence's rows, from its old state to its new one.
 
     values, steps  [T, heads * head_dim] float32: steps are the inputs of each channel's time step
     writes, reads  [T, state_dim] float32 (B and C)
     decay    [heads * head_dim / PIECE_COLUMNS, state_dim, PIECE_COLUMNS] float32 (A): decay of each value of a
              channel's row, times -log2(e)
-    skip     [heads * head_dim] float32 (D): factor of the values that are added to a channel's results
+    skip     [heads * head_dim] float32 (D): factor of the values added to a channel's outputs
     out      [T, heads * head_dim] float32
 
     head_dim is a multiple of PIECE_COLUMNS.
@@ -136,19 +136,19 @@ class RunSelectiveScan(KernelSpec):
                 self._row(call, memory, row, piece)
 
     def _row(self, call: KernelCall, memory: Memory, row: Int, piece: HeadPiece) -> None:
-        k, args, place = call.k, call.args, piece.number * VECTOR_BYTES
+        k, args, at_piece = call.k, call.args, piece.number * VECTOR_BYTES
         of_row = {
             name: args.pointer(name) + row * args.number(f"{name}_stride")
             for name in ("values", "steps", "writes", "reads", "out")
         }
-        value, time = k.load(of_row["values"] + place), k.softplus(k.load(of_row["steps"] + place))
-        written, decay = value * time, args.pointer("decay") + place * self.state_dim
+        value, time = k.load(of_row["values"] + at_piece), k.softplus(k.load(of_row["steps"] + at_piece))
+        written, decay = value * time, args.pointer("decay") + at_piece * self.state_dim
         sums = zeros(k, self.state_dim)
         with k.range(self.state_dim, step=len(sums)) as first:
             for part, total in enumerate(sums):
                 at = (first + part) * 4
-                kept = memory.load(first + part) * k.exp2(time * k.load(decay + (first + part) * VECTOR_BYTES))
-                held = k.fma(k.broadcast(of_row["writes"] + at), written, kept)
-                memory.store(first + part, held)
-                total.value = k.fma(held, k.broadcast(of_row["reads"] + at), total.value)
-        k.store(of_row["out"] + place, k.fma(value, k.load(args.pointer("skip") + place), added_up(sums)))
+                decayed = memory.load(first + part) * k.exp2(time * k.load(decay + (first + part) * VECTOR_BYTES))
+                state = k.fma(k.broadcast(of_row["writes"] + at), written, decayed)
+                memory.store(first + part, state)
+                total.value = k.fma(state, k.broadcast(of_row["reads"] + at), total.value)
+        k.store(of_row["out"] + at_piece, k.fma(value, k.load(args.pointer("skip") + at_piece), total_of(sums)))

@@ -106,7 +106,7 @@ def test_exact_codes_are_another_arithmetic_by_name():
 @pytest.mark.parametrize("granted", [True, False])
 def test_matrix_tiles_are_a_feature_where_the_system_grants_them(monkeypatch, granted):
     monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: dict.fromkeys(SAPPHIRE_RAPIDS, True))
-    monkeypatch.setattr(isa, "_may_use_tiles", lambda: granted)
+    monkeypatch.setattr(isa, "_request_tiles", lambda: granted)
     assert host_features() & {"amx-tile", "amx-bf16", "amx-int8"} == (SAPPHIRE_RAPIDS - ZEN4 if granted else set())
     assert choose_isa("auto", host_features()) is BY_NAME["amx" if granted else "avx512_bf16"]
 
