@@ -150,7 +150,8 @@ def digest_sources() -> bytes:
     constants it contains. Empty if there are no sources, which disables the cache."""
     here = Path(__file__).parents[1]
     paths = sorted(here.rglob("*.py"))
-    others = (Path(core_lending_table.__file__), here.parent / "torch" / "quantized_matrix.py")
+    shared = ("torch/quantized_matrix.py", "kv_codes.py", "state_pieces.py")
+    others = (Path(core_lending_table.__file__), *(here.parent / name for name in shared))
     paths += [path for path in others if paths and path.is_file()]
     files = [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in paths]
     return hashlib.sha256(json.dumps(files).encode()).digest() if files else b""

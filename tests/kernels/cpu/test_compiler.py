@@ -196,6 +196,8 @@ def test_cache_keys_depend_on_sources(tmp_path, monkeypatch):
     imported_anew()
     (package / "b.py").rename(package / "c.py")
     imported_anew()
+    (tmp_path / "kv_codes.py").write_text("MIN_SCALE = 1")
+    imported_anew()
     (package / "c.py").unlink()
     imported_anew()
     (package / "a.py").unlink()
