@@ -5,8 +5,8 @@
     --keeper-socket memory that outlives the node
     --disk-path     disk tier          --object-url  bucket tier
 
-The pool exists from the start; the first worker sets its shape, and then the node makes its storage, which creates the
-tiers.
+The pool exists from the start; the first worker sets its shape, and then the node creates its memory and tiers
+(:class:`pillion.kvstore.tiers.storage.Storage`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pillion.settings.node_limits import NodeLimits
 
 
 async def start_kvnode(flags: KVNodeFlags, limits: NodeLimits | None = None) -> KVNode:
-    """Start a node; it serves when this returns. Raise ConfigError, with everything freed, if it cannot start."""
+    """Start a node, which serves when this returns. Raises ConfigError, with everything freed, if it cannot start."""
     node = make_kvnode(flags, limits)
     try:
         await node.start()
@@ -48,7 +48,7 @@ async def start_kvnode(flags: KVNodeFlags, limits: NodeLimits | None = None) -> 
 
 
 def make_kvnode(flags: KVNodeFlags, limits: NodeLimits | None = None) -> KVNode:
-    """Create a node on the running loop. Raise ConfigError for contradicting flags and for an unusable disk or
+    """Create a node on the running loop. Raises ConfigError for contradicting flags and for an unusable disk or
     bucket."""
     check_conflicts(flags)
     limits = limits or NodeLimits()
@@ -81,7 +81,8 @@ def make_kvnode(flags: KVNodeFlags, limits: NodeLimits | None = None) -> KVNode:
 
 
 def open_domain(flags: KVNodeFlags) -> Domain:
-    """Open the domain of ``--kv-device``. Raise ConfigError if it does not exist or other flags do not fit it."""
+    """Open the memory domain of ``--kv-device``. Raises ConfigError if it does not exist or other flags contradict
+    it."""
     if flags.kv_device == CPU:
         return HostDomain(flags)
     from pillion.kvstore.gpu.cuda_domain import open_cuda_domain

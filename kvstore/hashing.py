@@ -21,10 +21,9 @@ from pillion.errors import InvalidRequest
 
 HASH_BYTES = 32
 # Blocks of a chain per index segment. A segment lives on one shard of a Redis Cluster, so that one shard answers for
-# many blocks of a chain, but none for a whole chain.
+# many blocks of a chain, but no shard for a whole chain.
 SEGMENT_BLOCKS = 32
 TOKEN_BYTES = 4
-_HASH = struct.Struct(f"{HASH_BYTES}s")
 
 # array's "I" is the C compiler's unsigned int: four bytes on every platform that Python supports today.
 if array("I").itemsize != TOKEN_BYTES:
@@ -40,12 +39,13 @@ def namespace_base(*, fingerprint: str, dtype: str, layout: str, block_size: int
         layout: version of the attention backend's layout inside a block.
         block_size: tokens per block.
     """
-    # "1" was once a number of shards; it must stay for blocks of earlier releases to match.
+    # "1": formerly the number of shards, kept so that blocks of earlier releases match.
     return _digest(b"pillion.namespace.1", fingerprint, dtype, layout, str(block_size), "1")
 
 
 def request_root(base: bytes, adapter: str = "", cache_salt: str = "", *, short_text: bool = False) -> bytes:
-    """Return the parent hash (32 bytes) of a request's first block. Other adapters or salts share no block.
+    """Return the parent hash (32 bytes) of a request's first block. Requests with different adapters or salts share no
+    block.
 
     ``short_text`` selects the rotary frequencies for texts within the model's original length, on models that have
     separate ones for longer texts; requests of the two kinds share no block.
@@ -58,7 +58,7 @@ def chain_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> by
 
     Args:
         parent: hash of the block before, or the request's root (32 bytes).
-        token_ids: ids in 0 .. 2**32 - 1. Raises OverflowError for others, TypeError for non-integers.
+        token_ids: ids in 0 .. 2**32 - 1. Raises OverflowError outside that range, TypeError for non-integers.
         block_size: tokens per block, at least 1.
     """
     packed = array("I", token_ids)
@@ -73,7 +73,7 @@ def chain_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> by
 
 
 def state_page(block_hash: bytes, page: int) -> bytes:
-    """Return the hash of a page of the state after a block. The pages form a chain behind the block, so a state is
+    """Return the hash of page ``page`` of the state after a block. The pages follow the block as a chain, so a state is
     complete if its last page is present."""
     return hashlib.sha256(b"pillion.state.1" + block_hash + page.to_bytes(4, "little")).digest()
 
@@ -82,7 +82,7 @@ def split_hashes(packed: bytes) -> list[bytes]:
     """Split concatenated hashes. Raises InvalidRequest if the length is not a multiple of HASH_BYTES."""
     if len(packed) % HASH_BYTES:
         raise InvalidRequest(f"{len(packed)} bytes are not a whole number of {HASH_BYTES}-byte hashes")
-    return [block_hash for (block_hash,) in _HASH.iter_unpack(packed)]
+    return [block_hash for (block_hash,) in struct.iter_unpack(f"{HASH_BYTES}s", packed)]
 
 
 def digest_share(block_hash: bytes) -> int:

@@ -1,6 +1,6 @@
 """Streams adapter files between machines, in pieces.
 
-The contents are not interpreted: the requester of a digest verifies the files.
+The contents are not interpreted: the requesting side verifies the files against the digest.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from pillion.host.adapter_folders import ADAPTER_FILES, MAX_ADAPTER_BYTES, MAX_C
 from pillion.v1.kvnode_pb2 import AdapterPiece
 
 MAX_PIECE_BYTES = 2**19
+# Max silence of a sender before the transfer fails.
 PIECE_TIMEOUT_S = 60.0
 
 
 def open_files(folder: Path) -> list[BinaryIO]:
-    """Open an adapter's files, so that the folder may be removed meanwhile; empty if one of them is missing."""
+    """Open an adapter's files, which stay readable if the folder is removed; [] if one of them is missing."""
     files: list[BinaryIO] = []
     try:
         files.extend((folder / name).open("rb") for name in ADAPTER_FILES)
@@ -33,7 +34,8 @@ def open_files(folder: Path) -> list[BinaryIO]:
 
 
 async def pieces_of(files: list[BinaryIO], digest: str = "") -> AsyncGenerator[AdapterPiece, None]:
-    """Yield the files from :func:`open_files` in pieces, and close them; the first piece has ``digest``."""
+    """Yield the contents of files from :func:`open_files` in pieces, then close them. The first piece has
+    ``digest``."""
     try:
         total_bytes = sum(file.seek(0, 2) for file in files)
         for name, file in zip(ADAPTER_FILES, files, strict=True):
@@ -59,48 +61,50 @@ async def next_piece(pieces: AsyncIterator[AdapterPiece]) -> AdapterPiece | None
 async def receive_files(
     first: AdapterPiece | None,
     pieces: AsyncIterator[AdapterPiece],
-    room: Callable[[int], AbstractContextManager[Path]],
+    new_folder: Callable[[int], AbstractContextManager[Path]],
 ) -> None:
-    """Write files, on a thread, into the folder that ``room`` yields for their total size; ``room`` then verifies or
-    stores the folder on the same thread. ``first`` is the first piece, or None if there was none.
+    """Write an adapter's files, on a thread, into a folder. ``new_folder`` gets their total bytes, yields the folder,
+    and then verifies or stores it on the same thread. ``first`` is the first piece, or None if none was sent.
 
-    However it ends, cancelled included, the thread has ended and ``pieces`` is not awaited any more. Raises
-    InvalidRequest if the pieces are not an adapter's files, Unavailable for a silent sender, and whatever ``pieces``
-    and ``room`` raise.
+    When this returns or raises, even if cancelled, the thread has ended and ``pieces`` is no longer awaited. Raises
+    InvalidRequest if the pieces are not an adapter's files, Unavailable for a silent sender, and the errors of
+    ``pieces`` and ``new_folder``.
     """
     if first is None or not 0 < first.total_bytes <= MAX_ADAPTER_BYTES + MAX_CONFIG_BYTES + MAX_HEADER_BYTES:
         size_bytes = first.total_bytes if first else 0
-        raise InvalidRequest(f"an adapter of {size_bytes} bytes; it may have {MAX_ADAPTER_BYTES}")
+        raise InvalidRequest(f"an adapter of {size_bytes} bytes; at most {MAX_ADAPTER_BYTES} are allowed")
     loop = asyncio.get_running_loop()
-    reading: asyncio.Task[AdapterPiece | None] | None = None
-    over = False
+    reader: asyncio.Task[AdapterPiece | None] | None = None
+    ended = False
 
     async def read() -> AdapterPiece | None:
-        nonlocal reading
-        if over:
+        nonlocal reader
+        if ended:
             raise asyncio.CancelledError
-        reading = asyncio.current_task()
+        reader = asyncio.current_task()
         return await next_piece(pieces)
 
     def read_next() -> AdapterPiece | None:
         return asyncio.run_coroutine_threadsafe(read(), loop).result()
 
     def write() -> None:
-        with room(first.total_bytes) as folder:
+        with new_folder(first.total_bytes) as folder:
             _write(folder, first, read_next)
 
-    writing = loop.run_in_executor(None, write)
+    writer = loop.run_in_executor(None, write)
     try:
-        await asyncio.shield(writing)
+        await asyncio.shield(writer)
     finally:
-        over = True
-        if reading is not None:
-            reading.cancel()
+        ended = True
+        if reader is not None:
+            reader.cancel()
         # The thread may still be writing a file or checking its folder.
-        await asyncio.wait([writing])
+        await asyncio.wait([writer])
 
 
 def _write(folder: Path, first: AdapterPiece, next_piece: Callable[[], AdapterPiece | None]) -> None:
+    """Write the files that the pieces contain. Raises InvalidRequest unless they are the ADAPTER_FILES, each once, with
+    the announced total size."""
     left_bytes, names = first.total_bytes, set(ADAPTER_FILES)
     piece: AdapterPiece | None = first
     with contextlib.ExitStack() as stack:
@@ -108,7 +112,7 @@ def _write(folder: Path, first: AdapterPiece, next_piece: Callable[[], AdapterPi
         while piece is not None:
             if piece.file_name:
                 if piece.file_name not in names:
-                    raise InvalidRequest(f"an adapter has no file {piece.file_name[:80]!r}, or only one")
+                    raise InvalidRequest(f"{piece.file_name[:80]!r} is not a file of an adapter, or was sent twice")
                 names.remove(piece.file_name)
                 file = stack.enter_context((folder / piece.file_name).open("xb"))
             left_bytes -= len(piece.data)

@@ -11,7 +11,7 @@ from pillion.v1 import kvnode_pb2 as pb
 
 
 def adapter_calls(adapters: NodeAdapters) -> Mapping[str, Callable[[Any, Any], Any]]:
-    """Return the calls by name."""
+    """Return the handlers of the adapter calls by method name."""
 
     async def read(request: pb.ReadAdapterRequest, context: Any) -> AsyncIterator[pb.AdapterPiece]:
         async with aclosing(adapters.pieces(request.digest, request.ask_others)) as pieces:

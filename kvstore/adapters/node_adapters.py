@@ -5,8 +5,8 @@ worker --ReadAdapter--> its node --the files are here--> pieces
 
 gateway --FindAdapters--> adapters missing here --KeepAdapter--> the model cache of this machine
 
-The node neither reads the files nor stores those that it forwards. Workers verify what they receive, and what they read
-from the model cache, by its digest.
+The node does not interpret the files, and does not store those that it forwards. Workers verify all files by digest,
+received or read from the model cache.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from pillion.host.adapter_folders import (
 from pillion.kvstore.adapters.adapter_pieces import next_piece, open_files, pieces_of, receive_files
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.index.registry import Addresses
-from pillion.v1.kvnode_pb2 import (
-    AdapterPiece,
-)
+from pillion.v1.kvnode_pb2 import AdapterPiece
 
 log = logging.getLogger("pillion.kvnode")
 
+# Adapters being read or stored at the same time.
 MAX_READS = 16
+# Other nodes asked for an adapter that this machine lacks.
 MAX_ASKED_NODES = 16
 MAX_ASKED_DIGESTS = 4096
 
 
 class NodeAdapters:
-    """Adapters of one node's machine.
+    """Reads and stores the adapters in the model cache of one node's machine.
 
     Attributes:
         addresses: returns node id -> address of the live nodes.
         root: the model cache's folder.
-        reading: adapters being read or stored.
+        reading: number of adapters being read or stored.
     """
 
     def __init__(self, flags: KVNodeFlags, addresses: Addresses) -> None:
@@ -61,8 +61,8 @@ class NodeAdapters:
         self.reading = 0
 
     async def pieces(self, digest: str, ask_others: bool) -> AsyncGenerator[AdapterPiece, None]:
-        """Yield an adapter's files in pieces. Raises NotFound if no node that was asked has them, Overloaded beyond
-        MAX_READS, and InvalidRequest for an invalid digest."""
+        """Yield an adapter's files in pieces. Raises NotFound if neither this machine nor, with ``ask_others``, another
+        node has them, Overloaded beyond MAX_READS, and InvalidRequest for an invalid digest."""
         with self._counted(digest):
             files = await asyncio.to_thread(open_files, self.root / ADAPTERS / digest)
             async with aclosing(pieces_of(files) if files else self._fetch_from_nodes(digest, ask_others)) as pieces:
@@ -70,29 +70,30 @@ class NodeAdapters:
                     yield piece
 
     async def missing(self, digests: Sequence[str]) -> list[str]:
-        """Return the adapters that this machine lacks, and mark the others as used. Raises InvalidRequest for an
-        invalid digest or too many digests."""
+        """Return the digests of the adapters that this machine lacks, and mark the present ones as used now. Raises
+        InvalidRequest for an invalid digest or too many digests."""
         if len(digests) > MAX_ASKED_DIGESTS or not all(map(is_adapter_digest, digests)):
-            raise InvalidRequest(f"at most {MAX_ASKED_DIGESTS} digests of adapters can be asked for")
+            raise InvalidRequest(f"expected at most {MAX_ASKED_DIGESTS} adapter digests, each of 64 hexadecimal digits")
         return await asyncio.to_thread(lambda: [digest for digest in digests if not self._touch(digest)])
 
     def _touch(self, digest: str) -> bool:
+        """Mark an adapter as used now; return False if this machine lacks it."""
         with contextlib.suppress(OSError):
             os.utime(self.root / ADAPTERS / digest)
             return True
         return False
 
     async def keep(self, pieces: AsyncIterator[AdapterPiece]) -> None:
-        """Store an adapter's files under the digest in the first piece. Raises InvalidRequest for files that are no
-        adapter, Unavailable for a silent sender, Overloaded beyond MAX_READS or if the disk is full."""
+        """Store an adapter's files under the digest in the first piece. Raises InvalidRequest for files that are not
+        an adapter, Unavailable for a silent sender, Overloaded beyond MAX_READS or if the disk is full."""
         first = await next_piece(pieces)
         digest = first.digest if first is not None else ""
         with self._counted(digest):
             try:
-                await receive_files(first, pieces, partial(self._room, digest))
+                await receive_files(first, pieces, partial(self._new_folder, digest))
             except OSError as error:
-                raise Overloaded(f"{self._node_id} cannot keep an adapter: {error.strerror or error}") from None
-        log.info("adapter %s is kept on this machine", digest[:12])
+                raise Overloaded(f"{self._node_id} cannot store an adapter: {error.strerror or error}") from None
+        log.info("adapter %s is stored on this machine", digest[:12])
 
     @contextlib.contextmanager
     def _counted(self, digest: str) -> Iterator[None]:
@@ -109,8 +110,9 @@ class NodeAdapters:
             self.reading -= 1
 
     @contextlib.contextmanager
-    def _room(self, digest: str, size_bytes: int) -> Iterator[Path]:
-        """Yield a temporary folder that is renamed to the adapter's folder at the end, so that it appears whole."""
+    def _new_folder(self, digest: str, size_bytes: int) -> Iterator[Path]:
+        """Yield a temporary folder, and rename it to the adapter's folder at the end, so that other processes never see
+        a partial adapter."""
         target = self.root / ADAPTERS / digest
         target.parent.mkdir(parents=True, exist_ok=True)
         with adapter_draft(target.parent, size_bytes, self._store_bytes) as draft:

@@ -9,8 +9,8 @@
 
 Every change has the next number of the log's epoch, the number of blocks in the pool after it, and their digest, so
 that a follower detects any divergence at once. A follower is a position in the log and, during a snapshot, a list of
-the blocks present at its beginning. Nothing is queued per follower, and no change of the pool waits for one. A snapshot
-is aborted if the log drops the changes that would follow it.
+the blocks that were present when the snapshot began. Nothing is queued per follower, and no change of the pool waits
+for one. A snapshot is aborted if the log drops the changes that would follow it.
 
 Sans-IO (I9). Called on the node's loop only.
 """
@@ -27,14 +27,15 @@ from pillion.kvstore.ledger.records import Block, IndexEvent
 from pillion.kvstore.ledger.tree import BlockTree
 from pillion.v1.kvnode_pb2 import BlockChanges, BlockRun, PoolFacts
 
-# Blocks per message: 128 KiB of hashes, and at worst the same in parents.
+# Blocks per message: 128 KiB of hashes, and at worst as many of their parents.
 MAX_MESSAGE_BLOCKS = 4096
 MAX_CHANGES = 65_536
+# Delay that a refused follower is told to wait before it follows again.
 FOLLOW_AGAIN_MS = 100
 
 
 class LoggedChange(NamedTuple):
-    """A change of the pool, with the number of blocks after it and their digest."""
+    """A change of the pool, with the number of blocks in the pool after it and their digest."""
 
     event: IndexEvent
     blocks: int
@@ -50,14 +51,14 @@ class BlockLog:
 
     Attributes:
         last: number of the newest change; 0 for none.
-        blocks, digest: number of blocks in the pool and their digest after it.
+        blocks, digest: number of blocks in the pool after that change, and their digest.
     """
 
     def __init__(self, epoch: int, max_changes: int = MAX_CHANGES) -> None:
         self.epoch = epoch
         self.max_changes = max_changes
         self.last = self.blocks = self.digest = 0
-        # Change n is at place (n - 1) % max_changes.
+        # Change n is at index (n - 1) % max_changes.
         self._ring: list[LoggedChange] = []
 
     @property
@@ -81,17 +82,17 @@ class BlockLog:
         """Return whether the log still has all changes after ``number`` of an epoch."""
         return epoch == self.epoch and self.first - 1 <= number <= self.last
 
-    def after(self, number: int, most: int) -> list[LoggedChange]:
-        """Return up to ``most`` changes after ``number``. Raises Overloaded if one of them was dropped."""
+    def after(self, number: int, limit: int) -> list[LoggedChange]:
+        """Return up to ``limit`` changes after ``number``. Raises Overloaded if one of them was dropped."""
         self.require(number)
-        end = min(self.last, number + most)
+        end = min(self.last, number + limit)
         return [self._ring[at % self.max_changes] for at in range(number, end)]
 
     def require(self, number: int) -> None:
         """Raise Overloaded if a change after ``number`` was dropped."""
         if not self.keeps(self.epoch, number):
             raise Overloaded(
-                f"this follower has seen change {number}, and the node knows changes {self.first} to {self.last}:"
+                f"this follower is at change {number}, and the log only has changes {self.first} to {self.last}:"
                 " follow again",
                 FOLLOW_AGAIN_MS,
             )
@@ -102,7 +103,9 @@ class BlockLog:
         for block_hash in tree.by_hash:
             digest ^= digest_share(block_hash)
         if (self.blocks, self.digest) != (len(tree), digest):
-            raise Internal(f"the log of changes leads to {self.blocks} blocks, the pool has {len(tree)} or others")
+            raise Internal(
+                f"the log of changes leads to {self.blocks} blocks, the pool has {len(tree)} or different ones"
+            )
         if len(self._ring) != min(self.last, self.max_changes):
             raise Internal(f"the log keeps {len(self._ring)} of {self.last} changes")
 
@@ -123,7 +126,7 @@ class FollowerStream:
         self, tree: BlockTree, log: BlockLog, facts: Callable[[], PoolFacts | None], epoch: int, number: int
     ) -> None:
         self._log, self._facts = log, facts
-        self._facts_sent = self._opened = False
+        self._facts_sent = self._started = False
         self.more = False
         self._number = number
         self._snapshot: Iterator[Block] | None = None
@@ -139,9 +142,9 @@ class FollowerStream:
         if not self._facts_sent and (facts := self._facts()) is not None:
             message.pool.CopyFrom(facts)
             self._facts_sent = True
-        elif self._opened and not message.runs and message.kind == BlockChanges.KIND_CHANGES:
+        elif self._started and not message.runs and message.kind == BlockChanges.KIND_CHANGES:
             return None
-        self._opened = True
+        self._started = True
         return message
 
     def _next_part(self, snapshot: Iterator[Block]) -> BlockChanges:
@@ -170,7 +173,7 @@ class FollowerStream:
 
 
 def to_runs(changes: Iterable[tuple[bool, bytes, bytes]]) -> list[BlockRun]:
-    """Join changes (stored, parent, hash) into runs: chains of stored blocks, and removed blocks."""
+    """Join changes (stored, parent, hash) into runs, each a chain of stored blocks or a list of removed ones."""
     runs: list[tuple[bool, bytes, list[bytes]]] = []
     for stored, parent, block_hash in changes:
         if runs and runs[-1][0] == stored and (not stored or parent == runs[-1][2][-1]):

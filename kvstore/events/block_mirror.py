@@ -42,7 +42,7 @@ class BlockMirror:
     Attributes:
         blocks: parent hash by block hash, parents before their children.
         log_epoch, number: position in the node's log; 0 while empty.
-        pool: the node's name, namespace and block size; None until received.
+        pool: properties of the pool, such as its node, namespace and block size; None until received.
     """
 
     def __init__(self) -> None:
@@ -51,15 +51,15 @@ class BlockMirror:
         self.pool: PoolFacts | None = None
         self._digest = 0
         # Blocks of an incomplete snapshot.
-        self._coming: dict[bytes, bytes] | None = None
+        self._snapshot: dict[bytes, bytes] | None = None
 
     def begin(self) -> None:
         """Start a new stream, dropping an incomplete snapshot."""
-        self._coming = None
+        self._snapshot = None
 
     def forget(self) -> None:
         """Reset the mirror, so that the next stream starts with a snapshot."""
-        self.blocks, self._coming, self.pool = {}, None, None
+        self.blocks, self._snapshot, self.pool = {}, None, None
         self.log_epoch = self.number = self._digest = 0
 
     def apply(self, message: BlockChanges) -> list[BlockChange]:
@@ -73,11 +73,11 @@ class BlockMirror:
         if message.kind == BlockChanges.KIND_CHANGES:
             self._apply_changes(message, changes)
         else:
-            self._apply_part(message, changes)
+            self._apply_snapshot_part(message, changes)
         return changes
 
     def prefix_blocks(self, hashes: Iterable[bytes]) -> int:
-        """Return how many leading blocks of a chain of block hashes the node has."""
+        """Return how many leading blocks of a chain, given by their hashes, the node has."""
         return sum(1 for _ in takewhile(self.blocks.__contains__, hashes))
 
     def check_integrity(self) -> None:
@@ -87,10 +87,10 @@ class BlockMirror:
             raise Internal("the mirror's digest does not match its blocks")
 
     def _apply_changes(self, message: BlockChanges, changes: list[BlockChange]) -> None:
-        if self._coming is not None:
+        if self._snapshot is not None:
             raise Internal("a snapshot was not completed")
         if (message.log_epoch, message.number - len(changes)) != (self.log_epoch, self.number):
-            raise Internal(f"changes end with number {message.number}, {self.number} is known, {len(changes)} came")
+            raise Internal(f"{len(changes)} changes up to number {message.number} do not follow change {self.number}")
         for change in changes:
             if change.stored == (change.block_hash in self.blocks):
                 raise Internal("a block was added twice, or removed before it was added")
@@ -105,21 +105,21 @@ class BlockMirror:
         if changes:
             self._check_state(message)
 
-    def _apply_part(self, message: BlockChanges, changes: list[BlockChange]) -> None:
-        coming = {} if self._coming is None else self._coming
-        self._coming = coming
-        coming.update((change.block_hash, change.parent) for change in changes)
+    def _apply_snapshot_part(self, message: BlockChanges, changes: list[BlockChange]) -> None:
+        snapshot = {} if self._snapshot is None else self._snapshot
+        self._snapshot = snapshot
+        snapshot.update((change.block_hash, change.parent) for change in changes)
         if message.kind != BlockChanges.KIND_SNAPSHOT_END:
             return
-        self._check_parents(coming)
-        self.blocks, self._coming = coming, None
+        self._check_parents(snapshot)
+        self.blocks, self._snapshot = snapshot, None
         self.log_epoch, self.number = message.log_epoch, message.number
-        self._digest = _digest(coming)
+        self._digest = _digest(snapshot)
         self._check_state(message)
 
     def _check_state(self, message: BlockChanges) -> None:
         if (len(self.blocks), self._digest) != (message.blocks, message.digest):
-            raise Internal(f"the node has {message.blocks} blocks, the mirror {len(self.blocks)} or others")
+            raise Internal(f"the node has {message.blocks} blocks, the mirror {len(self.blocks)} or different ones")
 
     @staticmethod
     def _check_parents(blocks: dict[bytes, bytes]) -> None:
@@ -131,8 +131,8 @@ class BlockMirror:
 
 
 def changes_of(message: BlockChanges) -> Iterator[BlockChange]:
-    """Yield the changes of a message, in order; for a snapshot's part, its blocks. Raises InvalidRequest for hashes of
-    wrong length."""
+    """Yield the changes of a message, in order; the blocks of a part of a snapshot count as stored. Raises
+    InvalidRequest for hashes of wrong length."""
     for run in message.runs:
         parent = run.parent
         for block_hash in split_hashes(run.block_hashes):

@@ -46,6 +46,7 @@ class EventLines:
         self._in_snapshot = False
 
     def lines(self, message: BlockChanges) -> Iterator[dict[str, Any]]:
+        """Yield the events of a stream's next message, each as a JSON object."""
         if message.HasField("pool"):
             pool = message.pool
             yield {

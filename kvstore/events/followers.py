@@ -26,6 +26,7 @@ from pillion.wire.attach import AttachHello
 MAX_FOLLOWERS = 16
 # Pause after a message, to batch changes: a message costs about as much as a commit.
 GATHER_S = 0.02
+# A follower that accepts no message for this long is dropped.
 STALL_S = 30.0
 
 
@@ -34,12 +35,12 @@ class Followers:
 
     Args:
         tree: the pool's blocks.
-        log: their changes.
+        log: the changes of those blocks.
         node_id, kv_device: properties reported to followers.
 
     Attributes:
-        log: the changes, for reading.
-        dropped: followers that were too slow.
+        log: the log of changes, for reading.
+        dropped: number of followers dropped for being slow.
     """
 
     def __init__(
@@ -54,12 +55,12 @@ class Followers:
         self._tree = tree
         self._node_id, self._kv_device = node_id, kv_device
         self._facts: PoolFacts | None = None
-        # One event per follower, set when there is something new for it.
-        self._news: dict[asyncio.Event, None] = {}
+        # One event per follower, set when the pool has changed.
+        self._wakeups: dict[asyncio.Event, None] = {}
         self._closed = False
 
     def __len__(self) -> int:
-        return len(self._news)
+        return len(self._wakeups)
 
     def note(self, events: Iterable[IndexEvent]) -> None:
         """Log the ledger's events, in order. O(events), never waits."""
@@ -95,30 +96,30 @@ class Followers:
         follower, Unavailable when the node ends.
         """
         if len(self) >= MAX_FOLLOWERS:
-            raise Overloaded(f"{MAX_FOLLOWERS} followers read this node's changes already", FOLLOW_AGAIN_MS)
-        news = asyncio.Event()
-        self._news[news] = None
+            raise Overloaded(f"{MAX_FOLLOWERS} followers already read this node's changes", FOLLOW_AGAIN_MS)
+        wakeup = asyncio.Event()
+        self._wakeups[wakeup] = None
         try:
             stream = FollowerStream(self._tree, self.log, lambda: self._facts, request.log_epoch, request.number)
-            await self._serve(stream, news, send)
+            await self._serve(stream, wakeup, send)
         except Overloaded:
             self.dropped += 1
             raise
         finally:
-            del self._news[news]
+            del self._wakeups[wakeup]
 
     def _wake(self) -> None:
-        for news in self._news:
-            news.set()
+        for wakeup in self._wakeups:
+            wakeup.set()
 
     async def _serve(
-        self, stream: FollowerStream, news: asyncio.Event, send: Callable[[BlockChanges], Awaitable[None]]
+        self, stream: FollowerStream, wakeup: asyncio.Event, send: Callable[[BlockChanges], Awaitable[None]]
     ) -> None:
         while not self._closed:
-            news.clear()
+            wakeup.clear()
             message = stream.next_message()
             if message is None:
-                await news.wait()
+                await wakeup.wait()
                 continue
             try:
                 async with asyncio.timeout(STALL_S):

@@ -162,7 +162,7 @@ def test_a_snapshot_ends_with_the_changes_that_would_follow_it(monkeypatch: pyte
         assert part is not None
         assert part.kind == BlockChanges.KIND_SNAPSHOT_PART
         log.append(events)
-    with pytest.raises(Overloaded, match="has seen change 3, and the node knows changes 5 to 6"):
+    with pytest.raises(Overloaded, match="is at change 3, and the log only has changes 5 to 6"):
         stream.next_message()
 
 

@@ -231,7 +231,7 @@ async def test_the_number_of_followers_is_limited(lives: Lives, monkeypatch: pyt
         await router.has(dict)
         assert {m.name: cells for m, cells in node.meters.collect().items()}[names.KV_FOLLOWERS.name] == {(): 1}
         second = NodeClient(lives.flags.node_listen, "second")
-        with pytest.raises(Overloaded, match="1 followers read"):
+        with pytest.raises(Overloaded, match="1 followers already read"):
             await anext(second.follow_blocks())
         await second.aclose()
     await until("the place to be free", lambda: not followers_of(node))
@@ -303,7 +303,7 @@ async def test_a_follower_that_the_log_leaves_behind_is_dropped() -> None:
     await loop_turns()
     followers.note([IndexEvent(h, here=True) for h in split_hashes(chain(0))[:4]])
     reader.taking.set()
-    with pytest.raises(Overloaded, match="has seen change 0, and the node knows changes 2 to 4"):
+    with pytest.raises(Overloaded, match="is at change 0, and the log only has changes 2 to 4"):
         await following
     assert (followers.dropped, len(followers)) == (1, 0)
 
