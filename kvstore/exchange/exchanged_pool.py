@@ -17,7 +17,7 @@ from pillion.kvstore.index.registry import Addresses
 from pillion.kvstore.ledger.records import Block, PoolShape
 from pillion.kvstore.memory.memory import PoolMemory
 from pillion.kvstore.node.pool import Pool
-from pillion.kvstore.transfer.nixl.nixl_agent import nixl_trouble
+from pillion.kvstore.transfer.nixl.nixl_agent import why_nixl_unusable
 from pillion.kvstore.transfer.nixl.nixl_plane import NixlPlane
 from pillion.v1.kvnode_pb2 import PinPrefixRequest
 from pillion.v1.kvplane_pb2 import MeetReply, PinBlocksReply
@@ -29,22 +29,21 @@ log = logging.getLogger("pillion.kvnode")
 # aborts the reader's process if the plane vanishes meanwhile.
 FIRST_CONTACT_S = 1.0
 
-
-# The prefix pins that end in a chain, as requests to other nodes.
+# Returns the prefix pins that end with a block of a chain of hashes, as requests that recreate them on another node.
 PinsOf = Callable[[Sequence[bytes]], Sequence[PinPrefixRequest]]
 
 
 class ExchangedPool:
-    """This node's pool as a source for others, and the nodes that it reads from. Only the node's loop calls it.
+    """This node's pool as a source for other nodes, and the peers that it reads from. Only the node's loop calls it.
 
     Args:
         shape, memory, pool: the pool, with its shape and memory.
         kv_transport: the transport from the node's flags.
         addresses, boot_epoch: the live nodes, and this node's boot epoch.
-        pins_of: returns the prefix pins that end in a chain.
+        pins_of: returns the prefix pins that end with a block of a chain.
 
     Attributes:
-        making: task that creates the data plane; None until first needed.
+        plane_task: creates the data plane; None until first needed.
         peers: the nodes that this one reads from.
     """
 
@@ -64,28 +63,28 @@ class ExchangedPool:
         self._node_id, self._kv_transport = node_id, kv_transport
         self._boot_epoch, self._pins_of = boot_epoch, pins_of
         self._block_shape = BlockShape(shape.block_bytes, bytes.fromhex(shape.namespace))
-        self.making: asyncio.Task[DataPlane] | None = None
+        self.plane_task: asyncio.Task[DataPlane] | None = None
         self._connecting_until_s = 0.0
         self.peers = Peers(node_id, self._block_shape, addresses, self.plane)
 
     async def plane(self) -> DataPlane:
         """Return this node's data plane; the first call takes a second or two."""
-        if self.making is None:
-            making = asyncio.to_thread(choose_plane, self._kv_transport, self.memory)
-            self.making = asyncio.create_task(making, name="data plane")
-        return await asyncio.shield(self.making)
+        if self.plane_task is None:
+            creating = asyncio.to_thread(choose_plane, self._kv_transport, self.memory)
+            self.plane_task = asyncio.create_task(creating, name="data plane")
+        return await asyncio.shield(self.plane_task)
 
     async def aclose(self) -> None:
         """Close the data plane once the last reader that got its description has had time to connect."""
-        if self.making is None:
+        if self.plane_task is None:
             return
         with contextlib.suppress(Exception):
-            plane = await self.making
+            plane = await self.plane_task
             await asyncio.sleep(self._connecting_until_s - asyncio.get_running_loop().time())
             plane.close()
 
     async def describe(self) -> MeetReply:
-        """Describe the pool to readers; the first call may take a second."""
+        """Return the pool's description for readers; the first call may take a second."""
         plane = await self.plane()
         if plane.nixl_metadata:
             self._connecting_until_s = asyncio.get_running_loop().time() + FIRST_CONTACT_S
@@ -105,8 +104,8 @@ class ExchangedPool:
         self, epoch: int, nonce: int, hashes: list[bytes], first_block: int, timeout_s: float
     ) -> PinBlocksReply:
         """Pin the longest prefix of a chain that this node has, lower tiers included, to a ticket of ``epoch``, and
-        return its blocks from ``first_block`` on; without such blocks nothing is pinned. Raises NotFound for a void
-        epoch."""
+        return its blocks from ``first_block`` on. Pins nothing if the prefix ends before ``first_block``. Raises
+        NotFound for a void epoch."""
         ticket_id, chain = await self._pool.pin_chain(epoch, nonce, hashes, first_block, timeout_s)
         if not chain:
             return PinBlocksReply()
@@ -124,8 +123,8 @@ class ExchangedPool:
     async def _checksums(self, chain: Sequence[Block]) -> tuple[int, ...]:
         """Return the checksums of pinned blocks, each computed once."""
         unknown = [block for block in chain if not block.checksum]
-        found = await self.memory.checksums([block.slot for block in unknown])
-        for block, checksum in zip(unknown, found, strict=True):
+        computed = await self.memory.checksums([block.slot for block in unknown])
+        for block, checksum in zip(unknown, computed, strict=True):
             block.checksum = checksum
         return tuple(block.checksum for block in chain)
 
@@ -139,13 +138,13 @@ def choose_transport(kv_transport: str) -> str:
     if kv_transport == "grpc":
         log.info("blocks move between nodes by gRPC (--kv-transport=grpc)")
         return "grpc"
-    trouble = nixl_trouble()
-    if not trouble:
+    reason = why_nixl_unusable()
+    if not reason:
         log.info("blocks move between nodes by NIXL (--kv-transport=%s)", kv_transport)
         return "nixl"
     if kv_transport == "nixl":
-        raise ConfigError(f"--kv-transport=nixl: {trouble}")
-    log.info("blocks move between nodes by gRPC (--kv-transport=%s; no NIXL: %s)", kv_transport, trouble)
+        raise ConfigError(f"--kv-transport=nixl: {reason}")
+    log.info("blocks move between nodes by gRPC (--kv-transport=%s; no NIXL: %s)", kv_transport, reason)
     return "grpc"
 
 
@@ -156,7 +155,7 @@ def choose_plane(kv_transport: str, memory: PoolMemory) -> DataPlane:
         try:
             return NixlPlane(memory)
         except ConfigError as error:
-            # NIXL works with two pages, but a big pool may exceed its limits.
+            # The self-check with two pages passed, but a big pool may exceed NIXL's limits.
             if kv_transport == "nixl":
                 raise
             log.warning("blocks move between nodes by gRPC: %s", error.message)

@@ -104,20 +104,21 @@ class NodeExchange:
         await asyncio.Event().wait()
 
     async def hand_over(self, plan: HandOver[bytes], look_up: LookUp) -> None:
-        """Let other nodes fetch what ``plan`` selects, until it is over. Failures hand over less."""
+        """Let other nodes fetch the chains that ``plan`` selects, until the plan ends. Raises nothing if nodes fail;
+        less is handed over then."""
         pool, loop = self.shaped(), asyncio.get_running_loop()
         while (step := plan.next(loop.time())) is not None:
             if isinstance(step, float):
                 await asyncio.sleep(step - loop.time())
                 continue
             if isinstance(step, HandOverLook):
-                await self._look(plan, step, look_up)
+                await self._look_up_chain(plan, step, look_up)
                 continue
-            hashes, most_bytes = b"".join(step.chain), step.most_blocks * pool.memory.block_bytes
+            hashes, max_bytes = b"".join(step.chain), step.max_blocks * pool.memory.block_bytes
             try:
                 peer = await pool.peers.get(step.node_id, plan.until_s - loop.time())
-                reply = await peer.offer(self._node_id, hashes, most_bytes, plan.until_s - loop.time())
-                if plan.answered(step, reply.blocks, reply.fetched_blocks):
+                reply = await peer.offer(self._node_id, hashes, max_bytes, plan.until_s - loop.time())
+                if plan.record_answer(step, reply.blocks, reply.fetched_blocks):
                     await peer.pin_prefixes(pool.pins_of(step.chain))
             except PillionError as error:
                 log.info("node %s accepts no blocks: %s", step.node_id, error.message)
@@ -128,9 +129,9 @@ class NodeExchange:
             with contextlib.suppress(PillionError):
                 await (await pool.peers.get(node_id)).touch(b"".join(chain))
 
-    async def _look(self, plan: HandOver[bytes], look: HandOverLook[bytes], look_up: LookUp) -> None:
-        """Look up a chain in the index. A full node that has it gets the pins within it."""
-        node_id = plan.looked(look, await look_up(b"".join(look.chain)))
+    async def _look_up_chain(self, plan: HandOver[bytes], look: HandOverLook[bytes], look_up: LookUp) -> None:
+        """Look up a chain in the index. If a full node has it, recreate the pins within the chain there."""
+        node_id = plan.record_lookup(look, await look_up(b"".join(look.chain)))
         pool = self.shaped()
         if node_id is not None and (pins := pool.pins_of(look.chain)):
             try:
@@ -151,10 +152,11 @@ class NodeExchange:
 
 
 def _transport_of(flags: KVNodeFlags) -> str:
+    """Return ``--kv-transport``, "grpc" for a pool divided over GPUs. Raises ConfigError for NIXL with such a pool."""
     divided = "," in flags.kv_device
     if divided and flags.kv_transport == "nixl":
         raise ConfigError(
-            f"--kv-transport nixl reads a block in one piece, and --kv-device {flags.kv_device} divides blocks over"
+            f"--kv-transport nixl reads a block as one range, and --kv-device {flags.kv_device} divides blocks over"
             " several GPUs; choose grpc"
         )
     return "grpc" if divided else flags.kv_transport

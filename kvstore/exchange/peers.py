@@ -23,6 +23,7 @@ import grpc
 from pillion.errors import Conflict, DeadlineExceeded, PillionError, Unavailable
 from pillion.kvstore.client.node_client import CALL_TIMEOUT_S, NodeClient, NodeSession, call_unary, typed
 from pillion.kvstore.exchange.plane import MAX_PIECE_BYTES, MAX_READ_SLOTS, BlockShape, DataPlane, node_id_of
+from pillion.kvstore.index.registry import Addresses
 from pillion.kvstore.memory.memory import CUDA, HOST
 from pillion.tasks import end_tasks
 from pillion.v1 import kvplane_pb2_grpc
@@ -36,18 +37,16 @@ MAX_PEERS = 256
 PEER_IDLE_S = 300.0
 ADDRESSES_TTL_S = 1.0
 STREAM_STALL_S = 2.0
-# Pending releases while a source does not answer; the oldest beyond this are left to the session's end.
+# Max pending releases while a source does not answer; older ones are dropped, and take effect when the session ends.
 MAX_RELEASES = 4096
 RELEASE_RETRY_DELAY_S = 0.1
-# How long fetches avoid a source after a failure. A source that had less than FAIR_TIMEOUT_S to answer is not blamed.
+# How long fetches avoid a source after a failure. A timeout below FAIR_TIMEOUT_S does not count as a failure.
 AVOID_S = 1.0
 FAIR_TIMEOUT_S = 0.2
 
-Addresses = Callable[[], Awaitable[Mapping[str, str]]]
-
 
 class Peer:
-    """Connection to one source, with a session there. ``pool`` is the source's."""
+    """Connection to one source node, with a session at it. ``pool`` describes the source's pool."""
 
     def __init__(self, client: NodeClient, session: NodeSession, pool: MeetReply) -> None:
         self.pool = pool
@@ -99,7 +98,7 @@ class Peer:
             raise Unavailable(f"the session at {self.node_id} ended during the read")
 
     async def read_blocks(self, ticket_id: int, slots: tuple[int, ...], targets: list[memoryview]) -> None:
-        """Fill ``targets`` with pinned blocks. Nothing writes to them after this call, however it ends. Raises
+        """Fill ``targets`` with pinned blocks. No write to them is pending when this returns or raises. Raises
         Unavailable if the source is silent for STREAM_STALL_S or ends the stream early, and the source's errors."""
         for start in range(0, len(slots), MAX_READ_SLOTS):
             part = slots[start : start + MAX_READ_SLOTS]
@@ -108,14 +107,14 @@ class Peer:
             )
             await self._stream(request, targets[start : start + len(part)])
 
-    async def offer(self, source: str, hashes: bytes, most_bytes: int, timeout_s: float) -> PrefetchReply:
-        """Make the node fetch up to ``most_bytes`` more of a chain from ``source``, under a ticket that ends with this
-        call. Raises the node's errors."""
+    async def offer(self, source: str, hashes: bytes, max_bytes: int, timeout_s: float) -> PrefetchReply:
+        """Make the node fetch up to ``max_bytes`` more of a chain from ``source``, under a ticket that is released at
+        the end of this call. Raises the node's errors."""
         self.used_s = time.monotonic()
         ticket = await self._client.open_ticket(self._session.epoch, hashes, 0, timeout_s=timeout_s)
         try:
             return await self._client.prefetch(
-                self._session.epoch, ticket.ticket_id, hashes, [source], timeout_s=timeout_s, max_bytes=most_bytes
+                self._session.epoch, ticket.ticket_id, hashes, [source], timeout_s=timeout_s, max_bytes=max_bytes
             )
         finally:
             self.release(ticket.ticket_id)
@@ -131,7 +130,7 @@ class Peer:
             try:
                 await self._client.pin_prefix(pin)
             except PillionError as error:
-                log.warning("pin %s is not taken over by node %s: %s", pin.name, self.node_id, error.message)
+                log.warning("node %s refuses pin %s: %s", self.node_id, pin.name, error.message)
 
     async def aclose(self) -> None:
         """End the session at the source, releasing all its pins. Idempotent."""
@@ -154,9 +153,9 @@ class Peer:
                     data = data or await self._piece(call)
                     if not data:
                         raise Unavailable(f"{self.node_id} sent {at} of {len(target)} bytes of a block")
-                    fits = min(len(data), len(target) - at)
-                    target[at : at + fits], data = data[:fits], data[fits:]
-                    at += fits
+                    count = min(len(data), len(target) - at)
+                    target[at : at + count], data = data[:count], data[count:]
+                    at += count
             if data:
                 raise Unavailable(f"{self.node_id} sent {len(data)} bytes more than the blocks have")
         finally:
@@ -190,7 +189,7 @@ class Peer:
 
 
 class SourceNode:
-    """A node to read from in one fetch; connected at the first pin."""
+    """A node as the source of one fetch; connected at the first pin."""
 
     def __init__(self, node_id: str, peers: Peers) -> None:
         self.node_id = node_id
@@ -221,6 +220,7 @@ class SourceNode:
             peer.release(ticket_id)
 
     async def read(self, ticket_id: int, remote: tuple[int, ...], local: tuple[int, ...]) -> None:
+        """Read slots pinned under a ticket into own slots (:meth:`DataPlane.read`). Raises Unavailable, Conflict."""
         peer = self._pinned_at.get(ticket_id)
         if peer is None:
             raise Unavailable(f"nothing is pinned at {self.node_id} under that ticket")
@@ -245,13 +245,13 @@ class Peers:
         self._node_id = node_id
         self._addresses = addresses
         self._shape = shape
-        self._make_plane = plane
-        self._made_plane: DataPlane | None = None
+        self._get_plane = plane
+        self._plane: DataPlane | None = None
         self._avoided_until_s: dict[str, float] = {}
-        self._known: Mapping[str, str] = {}
-        self._known_until_s = 0.0
+        self._cached_addresses: Mapping[str, str] = {}
+        self._addresses_until_s = 0.0
         self._peers: dict[str, Peer] = {}
-        self._meeting: dict[str, asyncio.Task[Peer]] = {}
+        self._connecting: dict[str, asyncio.Task[Peer]] = {}
         self._closing: dict[asyncio.Task[None], None] = {}
         self._closed = False
 
@@ -264,8 +264,9 @@ class Peers:
         return SourceNode(node_id, self)
 
     async def plane(self) -> DataPlane:
-        self._made_plane = await self._make_plane()
-        return self._made_plane
+        """Return this node's data plane."""
+        self._plane = await self._get_plane()
+        return self._plane
 
     def avoid(self, node_id: str) -> None:
         """Make fetches avoid a node that just failed, for AVOID_S."""
@@ -282,10 +283,10 @@ class Peers:
             return peer
         if self._closed or node_id == self._node_id:
             raise Unavailable(f"{node_id} is not a source for this node")
-        task = self._meeting.get(node_id)
+        task = self._connecting.get(node_id)
         if task is None:
-            task = self._meeting[node_id] = asyncio.create_task(self._meet(node_id), name=f"meeting {node_id}")
-            task.add_done_callback(lambda _: self._meeting.pop(node_id, None))
+            task = self._connecting[node_id] = asyncio.create_task(self._meet(node_id), name=f"meeting {node_id}")
+            task.add_done_callback(lambda _: self._connecting.pop(node_id, None))
             # Retrieve the exception even if no caller is left.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
@@ -298,8 +299,8 @@ class Peers:
         """Disconnect a peer; the next :meth:`get` reconnects. Pending reads there fail."""
         peer = self._peers.pop(node_id, None)
         if peer is not None:
-            if self._made_plane is not None:
-                self._made_plane.forget(node_id)
+            if self._plane is not None:
+                self._plane.forget(node_id)
             task = asyncio.create_task(peer.aclose(), name=f"leaving {node_id}")
             self._closing[task] = None
             task.add_done_callback(lambda done: self._closing.pop(done, None))
@@ -307,16 +308,16 @@ class Peers:
     async def aclose(self) -> None:
         """Disconnect all peers. Idempotent."""
         self._closed = True
-        await end_tasks(*self._meeting.values())
+        await end_tasks(*self._connecting.values())
         for node_id in list(self._peers):
             self.drop(node_id)
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     async def _meet(self, node_id: str) -> Peer:
-        # Everything of an earlier connection is void: a restarted source has a new boot epoch.
+        # State of an earlier connection is void: a restarted source has a new boot epoch.
         self.drop(node_id)
         address = await self._address(node_id)
-        self._make_room()
+        self._evict_peers()
         client = NodeClient(address, self._node_id)
         session: NodeSession | None = None
         try:
@@ -342,24 +343,26 @@ class Peers:
         self._peers[node_id] = peer = Peer(client, session, pool)
         return peer
 
-    def _make_room(self) -> None:
+    def _evict_peers(self) -> None:
+        """Drop dead and idle peers, and the least recently used ones so that one more fits."""
         now = time.monotonic()
         by_use = sorted(self._peers, key=lambda node_id: self._peers[node_id].used_s)
-        for place, node_id in enumerate(by_use):
+        for index, node_id in enumerate(by_use):
             peer = self._peers[node_id]
-            too_many = len(by_use) - place >= MAX_PEERS
+            too_many = len(by_use) - index >= MAX_PEERS
             if too_many or not peer.alive or now - peer.used_s > PEER_IDLE_S:
                 self.drop(node_id)
 
     async def _address(self, node_id: str) -> str:
         now = time.monotonic()
-        if now >= self._known_until_s:
+        if now >= self._addresses_until_s:
             with contextlib.suppress(PillionError):
-                found = await self._addresses()
-                # A registry without this very node has lost its data: keep the cached addresses.
-                self._known = found if self._node_id in found else {**self._known, **found}
-            self._known_until_s = now + ADDRESSES_TTL_S
-        address = self._known.get(node_id, "")
+                addresses = await self._addresses()
+                # A registry that lacks this node itself has lost its data: keep the cached addresses.
+                lost = self._node_id not in addresses
+                self._cached_addresses = {**self._cached_addresses, **addresses} if lost else addresses
+            self._addresses_until_s = now + ADDRESSES_TTL_S
+        address = self._cached_addresses.get(node_id, "")
         if not address:
             raise Unavailable(f"the registry has no address of KV node {node_id}")
         return address

@@ -14,6 +14,7 @@ from pillion.errors import Conflict, PillionError, Unavailable
 from pillion.kvstore.memory.memory import PoolMemory, keep_freed_buffers
 from pillion.v1.kvplane_pb2 import MeetReply
 
+# Concurrent reads of one node.
 MAX_READS = 64
 READ_TIMEOUT_S = 30.0
 MAX_READ_SLOTS = 4096
@@ -33,7 +34,7 @@ class BlockShape:
         if other.block_bytes != self.block_bytes:
             raise Conflict(f"blocks have {self.block_bytes} bytes here, {other.block_bytes} at {other_id}")
         if other.namespace != self.namespace:
-            raise Conflict(f"{other_id} holds blocks of another namespace: model, dtype, layout or block size differ")
+            raise Conflict(f"{other_id} has blocks of another namespace: model, dtype, layout or block size differ")
 
 
 # Calls a source's ReadBlocks with a ticket and slots; fills the targets with one whole block each, in order.
@@ -66,22 +67,22 @@ class DataPlane:
         remote: tuple[int, ...],
         local: tuple[int, ...],
     ) -> None:
-        """Copy slots of ``source``, pinned there under ``ticket_id``, into own slots, pair by pair; ``stream`` reads
-        from the source.
+        """Copy slots ``remote`` of ``source``, pinned there under ``ticket_id``, into own slots ``local``, in order;
+        ``stream`` reads from the source.
 
-        The caller must have leased the ``local`` slots. Nothing writes to them after this call, however it ends; so a
-        cancelled caller waits for that, and the call ends by itself when the source is lost. Raises Unavailable if not
-        everything was copied (the slots are undefined then), Conflict if the slots do not fit the pools.
+        The caller must have leased the ``local`` slots. No write to them is pending when this returns or raises, so
+        cancelling it may take a while; it ends by itself when the source is lost. Raises Unavailable if not everything
+        was copied, which leaves the slots undefined, and Conflict if the slots do not fit the pools.
         """
         check_slots(source, self._memory, remote, local)
         if self._streaming >= MAX_READS:
             raise Unavailable(f"{MAX_READS} reads are already in progress")
         self._streaming += 1
-        most = self._memory.batch_blocks
+        batch = self._memory.batch_blocks
         try:
             async with asyncio.timeout(READ_TIMEOUT_S):
-                for first in range(0, len(local), most):
-                    part = slice(first, first + most)
+                for first in range(0, len(local), batch):
+                    part = slice(first, first + batch)
                     async with self._memory.writing(local[part]) as targets:
                         await stream(ticket_id, remote[part], targets)
         except TimeoutError:
@@ -106,12 +107,13 @@ def node_id_of(source: MeetReply) -> str:
 
 
 def check_slots(source: MeetReply, own: PoolMemory, remote: tuple[int, ...], local: tuple[int, ...]) -> None:
-    """Raise Conflict if the two pools or the two lists do not fit, or if a slot is outside its pool."""
+    """Raise Conflict unless both pools have the same block size, and the lists are of equal length, with each local
+    slot once and every slot within its pool."""
     if source.block_bytes != own.block_bytes:
         raise Conflict(f"blocks have {own.block_bytes} bytes here, {source.block_bytes} at {node_id_of(source)}")
     if len(remote) != len(local) or len(set(local)) != len(local):
-        raise Conflict(f"{len(remote)} slots cannot be read into {len(set(local))} others, pair by pair")
+        raise Conflict(f"{len(remote)} slots cannot be read into {len(set(local))} different slots")
     if min(remote, default=0) < 0 or max(remote, default=-1) >= source.num_slots:
-        raise Conflict(f"{node_id_of(source)} has {source.num_slots} slots, another was named")
+        raise Conflict(f"{node_id_of(source)} has {source.num_slots} slots, a slot beyond them was requested")
     if min(local, default=0) < 0 or max(local, default=-1) >= own.num_slots:
-        raise Conflict("a slot outside the own pool was named")
+        raise Conflict("a slot is outside the own pool")

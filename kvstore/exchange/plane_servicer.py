@@ -16,7 +16,7 @@ from pillion.v1 import kvplane_pb2, kvplane_pb2_grpc
 from pillion.wire.common import check_hello
 
 SERVICE_NAME = kvplane_pb2.DESCRIPTOR.services_by_name["KVPlane"].full_name
-# Blocks pinned per call: 8 MiB of hashes, half of a message's limit.
+# Max blocks pinned per call: 8 MiB of hashes, half of a message's limit.
 MAX_PIN_BLOCKS = 2**18
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -42,7 +42,7 @@ class KVPlaneServicer(kvplane_pb2_grpc.KVPlaneServicer):
             raise InvalidRequest(f"{len(hashes)} blocks cannot be pinned at once, at most {MAX_PIN_BLOCKS}")
         if request.first_block > len(hashes):
             raise InvalidRequest(f"block {request.first_block} is after the end of a chain of {len(hashes)}")
-        # Load blocks from lower tiers within half of the caller's time, to leave it the rest.
+        # Spend at most half of the caller's time on loading blocks from lower tiers.
         left_s = context.time_remaining()
         timeout_s = left_s / 2 if left_s else 0.0
         return await self._source().pin_chain(request.epoch, request.nonce, hashes, request.first_block, timeout_s)
@@ -53,13 +53,13 @@ class KVPlaneServicer(kvplane_pb2_grpc.KVPlaneServicer):
             raise InvalidRequest(f"{len(slots)} slots cannot be read in one call, at most {MAX_READ_SLOTS}")
         memory, ticket_id = source.memory, request.ticket_id
         if not set(slots) <= source.pinned_slots(request.epoch, ticket_id):
-            raise InvalidRequest(f"a slot is not of ticket {ticket_id}'s chain")
+            raise InvalidRequest(f"a slot is not in the chain of ticket {ticket_id}")
         ahead_blocks = memory.ahead_blocks if request.max_piece_bytes else 1
         piece_bytes = min(request.max_piece_bytes or MAX_PIECE_BYTES, MAX_PIECE_BYTES)
         for first in range(0, len(slots), ahead_blocks):
             pieces = await memory.pieces(slots[first : first + ahead_blocks], piece_bytes)
-            # Check again: a ticket's chain never shrinks, so if the ticket is still held, these blocks were pinned
-            # while they were copied. Otherwise the slots may have been reused.
+            # Check again: a ticket's chain never shrinks, so if the ticket still exists, these blocks were pinned while
+            # they were copied. Otherwise the slots may have been reused.
             source.pinned_slots(request.epoch, ticket_id)
             for piece in pieces:
                 yield kvplane_pb2.BlockPiece(data=piece)

@@ -24,7 +24,7 @@ log = logging.getLogger("pillion.kvnode")
 
 
 class CudaDomain(Domain):
-    """Memory of one GPU or several. A GPU that is named twice has two shards."""
+    """Memory of the GPUs with these ``indexes``. A GPU that is named twice has two shards."""
 
     kind = CUDA
 
@@ -50,26 +50,26 @@ class CudaDomain(Domain):
             )
         return Shards.divided(block_bytes, kv_rows, kv_heads, count)
 
-    def layout(self, namespace: str, division: Shards) -> str:
+    def layout_id(self, namespace: str, division: Shards) -> str:
         return division.layout_id(namespace, self.device_uuids)
 
     def pool_bytes(self, division: Shards) -> int:
         """Return the size of the pool. Without a flag, each GPU contributes its usable share, less the memory already
         in use."""
-        left = {index: self._left(device) for index, device in self._by_index.items()}
+        available = {index: self._available_bytes(device) for index, device in self._by_index.items()}
         if len(self._devices) == 1:
-            return self._flags.kv_pool_bytes or left[self.device_indexes[0]]
+            return self._flags.kv_pool_bytes or available[self.device_indexes[0]]
         # The fullest GPU limits the number of slots.
-        taken = dict.fromkeys(self._by_index, 0)
+        slot_bytes = dict.fromkeys(self._by_index, 0)
         for shard, index in enumerate(self.device_indexes):
-            taken[index] += division.shard_bytes(shard)
+            slot_bytes[index] += division.shard_bytes(shard)
         if self._flags.kv_pool_bytes:
-            slots = slots_of(self._flags.kv_pool_bytes, sum(taken.values()))
+            slots = slots_of(self._flags.kv_pool_bytes, sum(slot_bytes.values()))
         else:
-            slots = min(slots_of(left[index], size) for index, size in taken.items())
+            slots = min(slots_of(available[index], size) for index, size in slot_bytes.items())
         return slots * division.block_bytes
 
-    def place(self, device_uuid: str) -> int:
+    def shard_on(self, device_uuid: str) -> int:
         if not device_uuid:
             return 0
         if device_uuid not in self.device_uuids:
@@ -83,16 +83,18 @@ class CudaDomain(Domain):
     def segment(self, size_bytes: int, shard: int = 0) -> MadeSegment:
         return DeviceSegment(self._devices[shard], size_bytes)
 
-    def kept(self, descriptors: Sequence[int], num_slots: int, division: Shards) -> list[MadeSegment]:
-        made: list[MadeSegment] = []
+    def map_descriptors(self, descriptors: Sequence[int], num_slots: int, division: Shards) -> list[MadeSegment]:
+        segments: list[MadeSegment] = []
         try:
             for shard, (device, descriptor) in enumerate(zip(self._devices, descriptors, strict=True)):
-                made.append(DeviceSegment.kept(device, descriptor, num_slots * division.shard_bytes(shard)))
+                segments.append(
+                    DeviceSegment.from_descriptor(device, descriptor, num_slots * division.shard_bytes(shard))
+                )
         except BaseException:
-            for segment in made:
+            for segment in segments:
                 segment.close()
             raise
-        return made
+        return segments
 
     def memory(self, segments: Sequence[MadeSegment], num_slots: int, division: Shards) -> PoolMemory:
         mappings = [segment.mapping for segment in segments if isinstance(segment, DeviceSegment)]
@@ -108,19 +110,19 @@ class CudaDomain(Domain):
         for device in self._by_index.values():
             device.close()
 
-    def _left(self, device: CudaDevice) -> int:
-        """Return the bytes that a GPU has left for its part of the pool. Raises ConfigError if there are none and no
+    def _available_bytes(self, device: CudaDevice) -> int:
+        """Return the bytes available on a GPU for its part of the pool. Raises ConfigError if there are none and no
         flag sets the size."""
         free, total = device.memory_info()
         log.info("CUDA device %d has %d bytes, %d of them free", device.index, total, free)
         share = self._flags.gpu_memory_utilization
-        left = int(Fraction(str(share)) * total) - (total - free)
-        if left <= 0 and not self._flags.kv_pool_bytes:
+        available = int(Fraction(str(share)) * total) - (total - free)
+        if available <= 0 and not self._flags.kv_pool_bytes:
             raise ConfigError(
                 f"no memory is left for KV on CUDA device {device.index}: {total - free} of its {total} bytes are "
                 f"in use, and --gpu-memory-utilization {share} allows no more"
             )
-        return left
+        return available
 
 
 def open_cuda_domain(flags: KVNodeFlags) -> Domain:
@@ -136,12 +138,12 @@ def open_cuda_domain(flags: KVNodeFlags) -> Domain:
 
 def device_indexes(kv_device: str) -> tuple[int, ...]:
     """Parse "cuda" (0), "cuda:N" or several of these. Raises ConfigError on anything else."""
-    found = []
+    indexes = []
     for device in kv_device.split(","):
         name, colon, number = device.partition(":")
         if name != CUDA or (colon and not (number.isascii() and number.isdecimal())):
             raise ConfigError(f"--kv-device {kv_device!r} is not cpu, cuda, cuda:N, or several such as cuda:0,cuda:1")
-        found.append(int(number or 0))
-    if len(found) > MAX_SHARDS:
-        raise ConfigError(f"--kv-device names {len(found)} GPUs; a pool can be on {MAX_SHARDS}")
-    return tuple(found)
+        indexes.append(int(number or 0))
+    if len(indexes) > MAX_SHARDS:
+        raise ConfigError(f"--kv-device names {len(indexes)} GPUs; a pool can use at most {MAX_SHARDS}")
+    return tuple(indexes)

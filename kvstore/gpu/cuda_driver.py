@@ -19,25 +19,21 @@ import os
 import uuid
 from collections.abc import Iterator
 from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_ulonglong, c_ushort, c_void_p
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 from typing import Any
 
 from pillion.errors import ConfigError
 
 LIBRARY = "libcuda.so.1"
 
+# Values of cuda.h's enumerations and flags.
 OUT_OF_MEMORY = 2
-
 ALLOCATION_PINNED = 1
 LOCATION_DEVICE = 1
-HANDLE_FILE_DESCRIPTOR = 1
-HANDLE_FABRIC = 8
 GRANULARITY_MINIMUM = 0
 ACCESS_READ_WRITE = 3
 STREAM_NON_BLOCKING = 1
 HOST_REGISTER_PORTABLE = 1
-MEMORY_HOST = 1
-MEMORY_DEVICE = 2
 _UUID_BYTES = 16
 
 
@@ -54,6 +50,20 @@ class DeviceAttribute(IntEnum):
     FILE_DESCRIPTORS = 103
     RDMA = 110
     FABRIC = 128
+
+
+class HandleType(IntFlag):
+    """CUDA's CUmemAllocationHandleType."""
+
+    FILE_DESCRIPTOR = 1
+    FABRIC = 8
+
+
+class CopySide(IntEnum):
+    """CUDA's CUmemorytype: the memory on one side of a copy."""
+
+    HOST = 1
+    DEVICE = 2
 
 
 class CudaError(ConfigError):
@@ -253,7 +263,7 @@ class CudaDevice:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Make this device the thread's current one within the block."""
+        """Make this device the thread's current one while the context is open."""
         self.driver.call("cuCtxPushCurrent_v2", self._context)
         try:
             yield
@@ -303,18 +313,20 @@ class CudaDevice:
 
     def export_fd(self, handle: int) -> int:
         """Return a descriptor of the memory; the caller closes it."""
-        fd = self.driver.read(c_int, "cuMemExportToShareableHandle", handle, HANDLE_FILE_DESCRIPTOR, 0)
+        fd = self.driver.read(c_int, "cuMemExportToShareableHandle", handle, HandleType.FILE_DESCRIPTOR, 0)
         os.set_inheritable(fd, False)
         return fd
 
     def import_fd(self, fd: int) -> int:
         """Return a handle of the memory behind a descriptor, which the caller keeps."""
         with self.current():
-            return self.driver.read(c_ulonglong, "cuMemImportFromShareableHandle", c_void_p(fd), HANDLE_FILE_DESCRIPTOR)
+            return self.driver.read(
+                c_ulonglong, "cuMemImportFromShareableHandle", c_void_p(fd), HandleType.FILE_DESCRIPTOR
+            )
 
     def map(self, handle: int, size_bytes: int) -> int:
-        """Map memory of this device, or of one that it reaches, for reading and writing by this device; return its
-        address in this process's contexts."""
+        """Map memory of this device, or of a device that it reaches, for reading and writing by this device; return its
+        address, which is valid in all contexts of this process."""
         access = AccessDesc(Location(LOCATION_DEVICE, self._number), ACCESS_READ_WRITE)
         with self.current(), contextlib.ExitStack() as undo:
             address = self.driver.read(c_ulonglong, "cuMemAddressReserve", size_bytes, 0, 0, 0)
@@ -347,15 +359,15 @@ class CudaDevice:
     def _prop(self, rdma: bool = False, fabric: bool = False) -> AllocationProp:
         return AllocationProp(
             type=ALLOCATION_PINNED,
-            requested_handle_types=HANDLE_FILE_DESCRIPTOR | (HANDLE_FABRIC if fabric else 0),
+            requested_handle_types=HandleType.FILE_DESCRIPTOR | (HandleType.FABRIC if fabric else 0),
             location=Location(LOCATION_DEVICE, self._number),
             alloc_flags=AllocationFlags(gpu_direct_rdma_capable=rdma),
         )
 
 
 class CudaStream:
-    """A stream of a device. Copies run in the order of the calls, concurrently with other streams. Addresses are plain
-    numbers; both sides of a copy must not change until :meth:`synchronize` returns."""
+    """A stream of a device. Copies run in the order of the calls, concurrently with other streams. Addresses are
+    integers. Source and target of a copy must not change until :meth:`synchronize` returns."""
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device
@@ -363,24 +375,28 @@ class CudaStream:
             self._stream: int | None = device.driver.read(c_void_p, "cuStreamCreate", STREAM_NON_BLOCKING)
 
     def to_host(self, target: int, source: int, size_bytes: int) -> None:
+        """Start copying device memory to host memory."""
         self._copy("cuMemcpyDtoHAsync_v2", target, source, size_bytes)
 
     def to_device(self, target: int, source: int, size_bytes: int) -> None:
+        """Start copying host memory to device memory."""
         self._copy("cuMemcpyHtoDAsync_v2", target, source, size_bytes)
 
     def within(self, target: int, source: int, size_bytes: int) -> None:
+        """Start copying within the device's memory."""
         self._copy("cuMemcpyDtoDAsync_v2", target, source, size_bytes)
 
     def rows_to_host(
         self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int
     ) -> None:
-        """Copy ``rows`` rows of ``width`` bytes; a pitch is the distance between rows in bytes."""
+        """Start copying ``rows`` rows of ``width`` bytes to host memory; a pitch is the distance between rows in
+        bytes."""
         self._copy_rows(
             PitchedCopy(
-                source_type=MEMORY_DEVICE,
+                source_type=CopySide.DEVICE,
                 source_device=source,
                 source_pitch=source_pitch,
-                target_type=MEMORY_HOST,
+                target_type=CopySide.HOST,
                 target_host=target,
                 target_pitch=target_pitch,
                 width=width,
@@ -391,13 +407,13 @@ class CudaStream:
     def rows_to_device(
         self, target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int
     ) -> None:
-        """Copy rows as :meth:`rows_to_host` does, in the other direction."""
+        """Start copying rows to device memory, with arguments as for :meth:`rows_to_host`."""
         self._copy_rows(
             PitchedCopy(
-                source_type=MEMORY_HOST,
+                source_type=CopySide.HOST,
                 source_host=source,
                 source_pitch=source_pitch,
-                target_type=MEMORY_DEVICE,
+                target_type=CopySide.DEVICE,
                 target_device=target,
                 target_pitch=target_pitch,
                 width=width,

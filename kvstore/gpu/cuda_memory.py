@@ -21,12 +21,15 @@ from typing import Any, TypeVar
 from pillion.errors import ConfigError, Internal, Unavailable
 from pillion.kvstore.gpu.cuda_driver import CudaDevice, CudaError, CudaStream
 from pillion.kvstore.gpu.cuda_segment import DeviceMapping
-from pillion.kvstore.memory.memory import CUDA, PoolMemory, address_of, block_checksum, joined, until_over
+from pillion.kvstore.memory.memory import CUDA, PoolMemory, address_of, block_checksum, cut_pieces, until_over
 from pillion.kvstore.memory.shards import Rectangle, Shards
 
+# Concurrent copies, each through a stage of its own.
 STAGES = 6
-# Stages in use by writers, whose sources may be slow; the rest keeps other copies moving.
+# Stages that writers may occupy while they wait for slow sources; the other stages stay free for copies that are not
+# blocked.
 MAX_WRITERS = 4
+# Pinned host memory per stage.
 STAGE_BYTES = 8 * 2**20
 
 Result = TypeVar("Result")
@@ -41,7 +44,7 @@ class PinnedMemory:
         try:
             self._mapped = mmap.mmap(-1, size_bytes)
         except (OSError, ValueError, OverflowError) as error:
-            raise ConfigError(f"cannot have {size_bytes} bytes of host memory: {error}") from None
+            raise ConfigError(f"cannot allocate {size_bytes} bytes of host memory: {error}") from None
         self.view = memoryview(self._mapped)
         self.address = address_of(self.view)
         self._registered = False
@@ -63,8 +66,9 @@ class PinnedMemory:
 
 
 class CudaCopies:
-    """One stream on each GPU of a pool. Copies are finished after :meth:`synchronize`; until then both sides must not
-    change. ``mappings`` are the memory of each of ``shards``."""
+    """Copies between the slots of a pool and host memory, with one stream per GPU. They are finished after
+    :meth:`synchronize`; until then their sources and targets must not change. ``mappings``: the memory of each
+    shard."""
 
     def __init__(self, mappings: Sequence[DeviceMapping], num_slots: int, shards: Shards) -> None:
         self._num_slots = num_slots
@@ -75,38 +79,50 @@ class CudaCopies:
 
     def to_host(self, target: int, slot: int) -> None:
         """Start copying a slot's block to an address."""
-        for part in self._gathered:
-            stream, source, to = self._streams[part.shard], self._at(part, slot), target + part.block_at
-            if part.rows == 1:
-                stream.to_host(to, source, part.width_bytes)
+        for rectangle in self._gathered:
+            stream, source, at = (
+                self._streams[rectangle.shard],
+                self._address(rectangle, slot),
+                target + rectangle.block_at,
+            )
+            if rectangle.rows == 1:
+                stream.to_host(at, source, rectangle.width_bytes)
             else:
-                stream.rows_to_host(to, part.block_pitch, source, part.shard_pitch, part.width_bytes, part.rows)
+                stream.rows_to_host(
+                    at, rectangle.block_pitch, source, rectangle.shard_pitch, rectangle.width_bytes, rectangle.rows
+                )
 
     def to_slot(self, slot: int, source: int) -> None:
         """Start copying the block at an address to a slot."""
-        for part in self._scattered:
-            stream, to, begin = self._streams[part.shard], self._at(part, slot), source + part.block_at
-            if part.rows == 1:
-                stream.to_device(to, begin, part.width_bytes)
+        for rectangle in self._scattered:
+            stream, target, at = (
+                self._streams[rectangle.shard],
+                self._address(rectangle, slot),
+                source + rectangle.block_at,
+            )
+            if rectangle.rows == 1:
+                stream.to_device(target, at, rectangle.width_bytes)
             else:
-                stream.rows_to_device(to, part.shard_pitch, begin, part.block_pitch, part.width_bytes, part.rows)
+                stream.rows_to_device(
+                    target, rectangle.shard_pitch, at, rectangle.block_pitch, rectangle.width_bytes, rectangle.rows
+                )
 
     def synchronize(self) -> None:
         """Wait for all copies. Raises CudaError if one failed."""
-        with contextlib.ExitStack() as every:
+        with contextlib.ExitStack() as stack:
             # Wait for all GPUs even if a copy failed on one.
             for stream in self._streams:
-                every.callback(stream.synchronize)
+                stack.callback(stream.synchronize)
 
     def close(self) -> None:
         """Destroy the streams, with no copy running. Idempotent."""
         for stream in self._streams:
             stream.close()
 
-    def _at(self, part: Rectangle, slot: int) -> int:
+    def _address(self, rectangle: Rectangle, slot: int) -> int:
         if not 0 <= slot < self._num_slots:
-            raise Internal(f"slot {slot} is not of this pool")
-        return self._starts[part.shard] + slot * self._shard_bytes[part.shard] + part.shard_at
+            raise Internal(f"slot {slot} is not in this pool")
+        return self._starts[rectangle.shard] + slot * self._shard_bytes[rectangle.shard] + rectangle.shard_at
 
 
 class _Stage:
@@ -123,7 +139,7 @@ class CudaMemory(PoolMemory):
     layout. ``address`` and ``device_index`` are of the first GPU.
 
     The constructor pins memory, so do not call it on the event loop. Raises ConfigError if the pool does not fit into
-    ``mappings``, one per share, or if no memory can be pinned.
+    ``mappings``, one per shard, or if no memory can be pinned.
     """
 
     kind = CUDA
@@ -161,7 +177,7 @@ class CudaMemory(PoolMemory):
     async def pieces(self, slots: Sequence[int], piece_bytes: int) -> list[bytes]:
         def copy(stage: _Stage) -> list[bytes]:
             self._to_host(stage.copies, slots, stage.addresses)
-            return joined(stage.views[: len(slots)], piece_bytes)
+            return cut_pieces(stage.views[: len(slots)], piece_bytes)
 
         async with self._stage() as stage:
             return await self._in_thread(lambda: copy(stage))
@@ -185,7 +201,7 @@ class CudaMemory(PoolMemory):
             await self._in_thread(lambda: self._to_slots(stage.copies, slots, addresses))
 
     async def checksums(self, slots: Sequence[int]) -> list[int]:
-        def look(stage: _Stage, part: Sequence[int]) -> list[int]:
+        def checksum(stage: _Stage, part: Sequence[int]) -> list[int]:
             self._to_host(stage.copies, part, stage.addresses)
             return [block_checksum(view) for view in stage.views[: len(part)]]
 
@@ -193,7 +209,7 @@ class CudaMemory(PoolMemory):
         for start in range(0, len(slots), self.batch_blocks):
             part = slots[start : start + self.batch_blocks]
             async with self._stage() as stage:
-                sums += await self._in_thread(lambda stage=stage, part=part: look(stage, part))  # type: ignore[misc]
+                sums += await self._in_thread(lambda stage=stage, part=part: checksum(stage, part))  # type: ignore[misc]
         return sums
 
     def on_device(self) -> AbstractContextManager[None]:

@@ -3,7 +3,7 @@
 node     create --> export: the descriptor for workers --> map, for the node's own copies
 worker   descriptor --> import --> map: the same memory at another address
 keeper   descriptor only: a restarted node imports and maps it
-the end of the last of them, however it ends, frees the memory
+the driver frees the memory with its last handle, mapping and descriptor, even if processes are killed
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class DeviceMapping:
         address: device address of its first byte, for kernels and copies.
         size_bytes: size of the mapping.
         device_index: index in this process of the device that has the memory, torch's ``cuda:N``.
-        device: the device that reads and writes it, the same one or another.
+        device: the device that maps it, which may be another one that reaches the memory.
     """
 
     divided = False
@@ -39,23 +39,23 @@ class DeviceMapping:
         self.size_bytes = size_bytes
         self.device_index = device.index if home_index is None else home_index
         self.address = device.map(handle, size_bytes)
-        self._held: weakref.WeakSet[MappingHold] = weakref.WeakSet()
+        self._holds: weakref.WeakSet[MappingHold] = weakref.WeakSet()
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """The mapping as bytes (CUDA Array Interface 3, of Numba) for ``torch.as_tensor(mapping, device=...)``; the
+        """The mapped bytes, by Numba's CUDA Array Interface 3, for ``torch.as_tensor(mapping, device=...)``; the
         tensor is invalid once the mapping is closed."""
         return {"shape": (self.size_bytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
 
     def hold(self) -> MappingHold:
         """Return an object during whose lifetime :meth:`close` leaves the memory mapped."""
         hold = MappingHold()
-        self._held.add(hold)
+        self._holds.add(hold)
         return hold
 
     def close(self) -> None:
         """Unmap the memory, which must be unused; held memory stays mapped until the process ends. Idempotent."""
-        if self.address and not self._held:
+        if self.address and not self._holds:
             self.device.unmap(self.address, self.size_bytes)
             self.address = 0
 
@@ -74,7 +74,7 @@ def map_device(
     if not device.reaches(home):
         raise ConfigError(
             f"CUDA device {device.index} cannot reach the memory of CUDA device {home}, where the KV node has a part of"
-            " its pool: there is no peer access between the two; serve with as many ranks as the pool has GPUs"
+            " its pool, because there is no peer access between them; serve with as many ranks as the pool has GPUs"
             " (--tensor-parallel-size), or give each size a KV node of its own"
         )
     handle = device.import_fd(fd)
@@ -86,12 +86,12 @@ def map_device(
 
 
 class DeviceSegment:
-    """Memory of ``device``, at least ``size_bytes``: a descriptor, and the node's own mapping. Raises ConfigError if
-    the device lacks memory."""
+    """At least ``size_bytes`` of a device's memory: a descriptor, and the node's own mapping. Raises ConfigError if the
+    device lacks memory."""
 
     def __init__(self, device: CudaDevice, size_bytes: int) -> None:
         if size_bytes <= 0:
-            raise ConfigError(f"{size_bytes} bytes of a GPU's memory hold nothing")
+            raise ConfigError(f"a GPU segment of {size_bytes} bytes is empty")
         self.size_bytes = device.rounded(size_bytes)
         self._fd = -1
         with contextlib.ExitStack() as undo:
@@ -105,13 +105,13 @@ class DeviceSegment:
             except CudaError as error:
                 free, total = device.memory_info()
                 raise ConfigError(
-                    f"cannot make {self.size_bytes} bytes on CUDA device {device.index}, of whose {total} bytes "
+                    f"cannot allocate {self.size_bytes} bytes on CUDA device {device.index}, of whose {total} bytes "
                     f"{free} are free: {error.message}"
                 ) from None
             undo.pop_all()
 
     @classmethod
-    def kept(cls, device: CudaDevice, descriptor: int, size_bytes: int) -> DeviceSegment:
+    def from_descriptor(cls, device: CudaDevice, descriptor: int, size_bytes: int) -> DeviceSegment:
         """Map an earlier process's memory behind ``descriptor``, which the caller keeps. ``size_bytes`` is the size
         that process requested. Raises ConfigError if the memory cannot be mapped with that size."""
         segment = cls.__new__(cls)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pillion.errors import ConfigError, Unavailable
 from pillion.kvstore.client.attachment import SharedMemory, asked
 from pillion.kvstore.gpu.cuda_segment import DeviceMapping, map_device
+from pillion.kvstore.gpu.regions import RegionGrant
 from pillion.kvstore.memory.memory import HOST, address_of
 from pillion.kvstore.memory.segment import map_shared
 from pillion.wire.attach import (
@@ -24,8 +25,8 @@ from pillion.wire.json_lines import line_to_bytes
 
 
 class PoolShards:
-    """A pool divided over GPUs: each shard has the pieces of some KV heads of every slot. A process maps the shards
-    that it uses, for kernels of its first GPU.
+    """A pool divided over GPUs: each shard has some KV heads of every block. A process maps the shards that it uses,
+    for kernels of its first GPU.
 
     Attributes:
         shares: the KV heads of each shard.
@@ -59,7 +60,8 @@ class Region(SharedMemory):
     Attributes:
         device_memory: the mapping of GPU memory, else None.
         address, size_bytes: its address (a device address on a GPU) and size.
-        must_fill: True if this process must write every byte and then call :meth:`filled`; others are waiting.
+        must_fill: True if this process must write every byte and then call :meth:`filled`; other processes may be
+            waiting.
     """
 
     def __init__(
@@ -72,8 +74,8 @@ class Region(SharedMemory):
         self.address = mapped.address if isinstance(mapped, DeviceMapping) else address_of(self.memory)
 
     def filled(self) -> None:
-        """Report that all writes to the region have ended. Raises Unavailable if the node is gone: a restarted process
-        may find the restarted node."""
+        """Report that all writes to the region have ended. Raises Unavailable if the node is gone; the caller may then
+        start again with the restarted node."""
         if self.must_fill:
             self.must_fill = False
             try:
@@ -106,11 +108,11 @@ def share_region(socket_path: str, key: str, size_bytes: int, timeout_s: float, 
     with asked(f"no region from the KV node at {socket_path}", socket_path, hello, timeout_s) as (sock, line, fds):
         reply = region_reply_from_line(line)
         if reply.error or len(fds) != 1:
-            raise ConfigError(f"the KV node shares no region: {reply.error or 'no memory came with its answer'}")
+            raise ConfigError(f"the KV node shares no region: {reply.error or 'its answer has no descriptor'}")
         on_host = reply.memory_kind == HOST
         mapped = map_shared(fds[0], size_bytes) if on_host else _map_device(fds[0], reply, size_bytes)
     sock.setblocking(True)
-    return Region(sock, mapped, size_bytes, must_fill=reply.state == "fill")
+    return Region(sock, mapped, size_bytes, must_fill=reply.state == RegionGrant.FILL)
 
 
 def map_pool(fds: Sequence[int], reply: AttachReply, size_bytes: int) -> DeviceMapping | PoolShards:
@@ -121,8 +123,8 @@ def map_pool(fds: Sequence[int], reply: AttachReply, size_bytes: int) -> DeviceM
     for shard in reply.shards:
         if shard.mapped_bytes * heads < size_bytes * shard.heads:
             raise ConfigError(
-                f"the KV node shares {shard.mapped_bytes} bytes on a GPU, {size_bytes * shard.heads // heads} were"
-                " promised"
+                f"the KV node shares {shard.mapped_bytes} bytes on a GPU, {size_bytes * shard.heads // heads} are"
+                " needed"
             )
     return PoolShards(fds, reply.shards)
 
@@ -130,5 +132,5 @@ def map_pool(fds: Sequence[int], reply: AttachReply, size_bytes: int) -> DeviceM
 def _map_device(fd: int, reply: AttachReply | RegionReply, size_bytes: int) -> DeviceMapping:
     """Map the device memory behind a descriptor, at least ``size_bytes``. Raises ConfigError."""
     if reply.mapped_bytes < size_bytes:
-        raise ConfigError(f"the KV node shares {reply.mapped_bytes} bytes, {size_bytes} were promised")
+        raise ConfigError(f"the KV node shares {reply.mapped_bytes} bytes, {size_bytes} are needed")
     return map_device(fd, reply.mapped_bytes, reply.device_uuid)

@@ -2,7 +2,7 @@
 
 process                                node
   | -- RegionHello ------------------> |
-  |        ... others fill it ...      |  at most WAIT_S
+  |    ... another process fills it    |  at most FILL_TIMEOUT_S
   | <-- RegionReply + descriptor ----- |  state "fill" or "ready" (or an error, then the end)
   | -- RegionFilled -----------------> |  after "fill"
   | ============ the end ============> |  the process no longer uses the region
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pillion.errors import ConfigError, DeadlineExceeded, InvalidRequest, PillionError
-from pillion.kvstore.gpu.regions import FILL, Action, Dropped, Granted, Regions
+from pillion.kvstore.gpu.regions import Action, Dropped, Granted, RegionGrant, Regions
 from pillion.kvstore.memory.domain import MadeSegment
 from pillion.kvstore.memory.node_memory import NodeMemory
 from pillion.kvstore.node.attach_server import read_line, until_end
@@ -27,7 +27,8 @@ from pillion.wire.json_lines import line_to_bytes
 
 log = logging.getLogger("pillion.kvnode")
 
-WAIT_S = 1800.0
+# How long a process waits for another one to fill a region.
+FILL_TIMEOUT_S = 1800.0
 
 
 class RegionServer:
@@ -45,29 +46,29 @@ class RegionServer:
         """Serve one connection until it ends. Raises OSError if it breaks."""
         user = next(self._ids)
         try:
-            shard = self._memory.domain.place(hello.device_uuid)
-            # Each GPU has separate regions, even under equal keys.
+            shard = self._memory.domain.shard_on(hello.device_uuid)
+            # The regions of different GPUs are separate, even with equal keys.
             key = hello.region_key if shard == 0 else f"{hello.region_key} of shard {shard}"
-            state = await self._granted(sock, user, key, hello.size_bytes)
+            state = await self._wait_granted(sock, user, key, hello.size_bytes)
             if not state:
                 return
             segment = await self._segment(key, hello.size_bytes, shard)
             log.info("%s has region %s: %s", hello.component_id, hello.region_key[:16], state)
             uuid = self._memory.domain.device_uuids[shard]
             self._answer(sock, [segment.fileno()], state=state, mapped_bytes=segment.size_bytes, device_uuid=uuid)
-            if state == FILL:
+            if state == RegionGrant.FILL:
                 message = region_filled_from_line(await read_line(sock))
                 if message.filled_bytes != hello.size_bytes:
                     raise InvalidRequest(f"{message.filled_bytes} of {hello.size_bytes} bytes were filled")
-                self._do(self.regions.filled(user))
+                self._apply(self.regions.filled(user))
             await until_end(sock)
         except PillionError as error:
             log.warning("%s gets no region: %s", hello.component_id, error.message)
-            # Also sent to a process that got memory before, to explain why the connection ends.
+            # A process that has the memory already gets it as well, as the reason why its connection ends.
             self._answer(sock, [], error=error.message)
         finally:
             self._waiting.pop(user, None)
-            self._do(self.regions.remove_user(user))
+            self._apply(self.regions.remove_user(user))
 
     @property
     def waiting(self) -> int:
@@ -76,6 +77,7 @@ class RegionServer:
 
     @property
     def keys(self) -> frozenset[str]:
+        """Keys of the regions that have memory."""
         return frozenset(self._segments)
 
     def close(self) -> None:
@@ -84,16 +86,16 @@ class RegionServer:
             segment.close()
         self._segments.clear()
 
-    async def _granted(self, sock: socket.socket, user: int, key: str, size_bytes: int) -> str:
-        """Wait for the region; return FILL or READY, or "" if the peer is gone."""
+    async def _wait_granted(self, sock: socket.socket, user: int, key: str, size_bytes: int) -> str:
+        """Wait until the region is granted; return its state (:class:`RegionGrant`), or "" if the peer is gone."""
         granted: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._waiting[user] = granted
-        self._do(self.regions.ask(user, key, size_bytes))
+        self._apply(self.regions.ask(user, key, size_bytes))
         if not granted.done():
             gone = asyncio.ensure_future(until_end(sock))
             try:
-                both: set[asyncio.Future[Any]] = {granted, gone}
-                await asyncio.wait(both, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+                ends: set[asyncio.Future[Any]] = {granted, gone}
+                await asyncio.wait(ends, timeout=FILL_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
                 if gone.done():
                     gone.exception()
                     return ""
@@ -101,7 +103,7 @@ class RegionServer:
                 gone.cancel()
                 await asyncio.wait({gone})
         if not granted.done():
-            raise DeadlineExceeded(f"the region was not filled within {WAIT_S:.0f} s")
+            raise DeadlineExceeded(f"the region was not filled within {FILL_TIMEOUT_S:.0f} s")
         return granted.result()
 
     async def _segment(self, key: str, size_bytes: int, shard: int) -> MadeSegment:
@@ -115,12 +117,12 @@ class RegionServer:
             idle = self.regions.drop_idle()
             if not idle:
                 raise
-            self._do(idle)
+            self._apply(idle)
             segment = await self._memory.region(size_bytes, shard)
         self._segments[key] = segment
         return segment
 
-    def _do(self, actions: Sequence[Action]) -> None:
+    def _apply(self, actions: Sequence[Action]) -> None:
         for action in actions:
             if isinstance(action, Granted):
                 future = self._waiting.get(action.user)

@@ -1,11 +1,11 @@
-"""Regions: memory beside the pool that workers of one node share under a key, such as weights. Sans-IO (I9).
+"""Regions: memory outside the pool that workers of one node share by a key, such as weights. Sans-IO (I9).
 
     requested --first user: fill--> filling --filled--> ready --last user leaves--> idle --room is needed--> gone
                    ^                  |  ^                ^-------- requested --------+
                    |                  |  +-- others wait --> ready, once filled
                    +-- next waiter ---+-- the filler dies: the next waiter fills; without waiters: gone
 
-Exactly one user fills a region, and its connection proves that it is alive. Others only get filled regions. An idle
+Exactly one user fills a region, and its connection proves that it is alive. All other users get it filled. An idle
 region stays, so that a restarted worker need not reload its weights.
 """
 
@@ -13,22 +13,29 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from pillion.errors import Conflict, Overloaded
 
 MAX_REGIONS = 64
+# Max users waiting for one region.
 MAX_WAITERS = 256
 
-FILL, READY = "fill", "ready"
+
+class RegionGrant(StrEnum):
+    """What a user may do with a region: FILL it, or read it when it is READY."""
+
+    FILL = "fill"
+    READY = "ready"
 
 
 @dataclass(frozen=True, slots=True)
 class Granted:
-    """``user`` gets the region, to fill or to read it: ``state`` is FILL or READY."""
+    """``user`` gets the region, to fill or to read it."""
 
     user: int
     key: str
-    state: str
+    state: RegionGrant
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +76,13 @@ class Regions:
         if region is not None and region.filler is not None and len(region.waiting) >= self._max_waiters:
             raise Overloaded(f"{self._max_waiters} workers wait for this region already")
         if region is None:
-            actions += self._room_for_one()
+            actions += self._make_room()
             region = self._regions[key] = _Region(size_bytes, filler=user)
             region.users.add(user)
-            actions.append(Granted(user, key, FILL))
+            actions.append(Granted(user, key, RegionGrant.FILL))
         elif region.filler is None:
             region.users.add(user)
-            actions.append(Granted(user, key, READY))
+            actions.append(Granted(user, key, RegionGrant.READY))
         else:
             region.waiting[user] = None
         self._key_of[user] = key
@@ -88,7 +95,7 @@ class Regions:
         if region is None or region.filler != user:
             raise Conflict("this process may not fill the region")
         region.filler = None
-        actions: list[Action] = [Granted(waiter, key, READY) for waiter in region.waiting]
+        actions: list[Action] = [Granted(waiter, key, RegionGrant.READY) for waiter in region.waiting]
         region.users.update(region.waiting)
         region.waiting.clear()
         return actions
@@ -107,7 +114,7 @@ class Regions:
                 return [Dropped(key)]
             region.filler = region.waiting.popitem(last=False)[0]
             region.users.add(region.filler)
-            return [Granted(region.filler, key, FILL)]
+            return [Granted(region.filler, key, RegionGrant.FILL)]
         if not region.users:
             self._regions.move_to_end(key)
         return []
@@ -130,23 +137,24 @@ class Regions:
         """Raise Conflict on inconsistency."""
         findings = []
         if len(self._regions) > self._max_regions:
-            findings.append(f"{len(self._regions)} regions, at most {self._max_regions} may be")
+            findings.append(f"{len(self._regions)} regions, at most {self._max_regions} are allowed")
         for key, region in self._regions.items():
-            named = {user for user, its_key in self._key_of.items() if its_key == key}
+            named = {user for user, region_key in self._key_of.items() if region_key == key}
             if named != region.users | region.waiting.keys() or region.users & region.waiting.keys():
-                findings.append(f"region {key}: its users and those who name it differ")
+                findings.append(f"region {key}: its users and the users that name it differ")
             if region.filler is not None and region.users != {region.filler}:
-                findings.append(f"region {key}: others than its filler see it before it is filled")
+                findings.append(f"region {key}: it has users besides its filler before it is filled")
             if region.filler is None and region.waiting:
-                findings.append(f"region {key}: {len(region.waiting)} wait for what is ready")
+                findings.append(f"region {key}: {len(region.waiting)} users wait although it is ready")
             if len(region.waiting) > self._max_waiters:
-                findings.append(f"region {key}: {len(region.waiting)} wait, at most {self._max_waiters} may")
+                findings.append(f"region {key}: {len(region.waiting)} users wait, at most {self._max_waiters} may")
         if set(self._key_of.values()) - self._regions.keys():
             findings.append("a region that is gone has users")
         if findings:
             raise Conflict("; ".join(findings))
 
-    def _room_for_one(self) -> list[Action]:
+    def _make_room(self) -> list[Action]:
+        """Make room for one more region, dropping the longest idle one if necessary. Raises Overloaded."""
         if len(self._regions) < self._max_regions:
             return []
         for key, region in self._regions.items():

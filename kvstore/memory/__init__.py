@@ -1,4 +1,4 @@
 """Pools in host memory, without torch. Open memory.py first.
 
-kvstore/ledger decides who may use a slot; here a slot is an offset.
+kvstore/ledger decides which process may use a slot; here a slot is an offset.
 """

@@ -1,4 +1,4 @@
-"""Memory domains of a KV node: host memory or that of GPUs, its size, and how segments of it are created.
+"""Memory domains of a KV node: host memory or GPU memory, its size, and the creation of segments in it.
 
 open_domain --cpu------> HostDomain: segments are anonymous files
      '--------a device-> CudaDomain (pillion.kvstore.gpu.cuda_domain)
@@ -30,7 +30,7 @@ class MadeSegment(Protocol):
         """Return the descriptor to send."""
 
     def close(self) -> None:
-        """Release the node's own hold on the memory; workers' mappings stay. Idempotent."""
+        """Close the node's own descriptor and mapping; workers' mappings stay. Idempotent."""
 
 
 class Domain(ABC):
@@ -48,11 +48,11 @@ class Domain(ABC):
 
     @abstractmethod
     def division(self, block_bytes: int, kv_rows: int, kv_heads: int) -> Shards:
-        """Divide blocks of ``kv_rows`` rows (layers, keys and values apart) of ``kv_heads`` pieces over the shards.
-        Raises InvalidRequest if that is impossible."""
+        """Divide blocks over the shards by KV heads. A block has ``kv_rows`` rows (per layer: keys, values) of
+        ``kv_heads`` pieces. Raises InvalidRequest if it cannot be divided."""
 
     @abstractmethod
-    def layout(self, namespace: str, division: Shards) -> str:
+    def layout_id(self, namespace: str, division: Shards) -> str:
         """Return an identifier for the contents of a surviving pool: a namespace's blocks in this division over the
         domain."""
 
@@ -65,8 +65,8 @@ class Domain(ABC):
         """Allocate memory on the device of a shard."""
 
     @abstractmethod
-    def kept(self, descriptors: Sequence[int], num_slots: int, division: Shards) -> list[MadeSegment]:
-        """Map the memory of each shard of an earlier process's pool; the caller keeps the descriptors. Raises
+    def map_descriptors(self, descriptors: Sequence[int], num_slots: int, division: Shards) -> list[MadeSegment]:
+        """Map the pool of an earlier process, given one descriptor per shard, which the caller closes. Raises
         ConfigError if they are not memory of this domain."""
 
     @abstractmethod
@@ -82,8 +82,8 @@ class Domain(ABC):
     def close(self) -> None:
         """Close the domain, which must be unused. Idempotent."""
 
-    def place(self, device_uuid: str) -> int:
-        """Return the first shard on a GPU. Raises ConfigError if there is none; host memory is near every GPU."""
+    def shard_on(self, device_uuid: str) -> int:
+        """Return the first shard on a GPU, 0 for host memory. Raises ConfigError if the pool has no shard on it."""
         return 0
 
 
@@ -106,7 +106,7 @@ class HostDomain(Domain):
     def division(self, block_bytes: int, kv_rows: int, kv_heads: int) -> Shards:
         return Shards.whole(block_bytes)
 
-    def layout(self, namespace: str, division: Shards) -> str:
+    def layout_id(self, namespace: str, division: Shards) -> str:
         return namespace
 
     def pool_bytes(self, division: Shards) -> int:
@@ -115,8 +115,8 @@ class HostDomain(Domain):
     def segment(self, size_bytes: int, shard: int = 0) -> MadeSegment:
         return Segment(size_bytes)
 
-    def kept(self, descriptors: Sequence[int], num_slots: int, division: Shards) -> list[MadeSegment]:
-        raise ConfigError("the host's memory has no descriptor but its segment's")
+    def map_descriptors(self, descriptors: Sequence[int], num_slots: int, division: Shards) -> list[MadeSegment]:
+        raise ConfigError("a pool in host memory is recovered from its own segment")
 
     def memory(self, segments: Sequence[MadeSegment], num_slots: int, division: Shards) -> PoolMemory:
         (segment,) = segments

@@ -16,17 +16,17 @@ def shares_of(heads: int, count: int) -> tuple[range, ...]:
     possible."""
     if count > heads and (heads < 1 or count % heads):
         raise InvalidRequest(
-            f"{heads} KV heads cannot be shared out to {count}: at most {heads}, or a multiple of that"
+            f"{heads} KV heads cannot be divided into {count} parts: at most {heads}, or a multiple of it"
         )
     if count > heads:
         sharers = count // heads
         return tuple(range(part // sharers, part // sharers + 1) for part in range(count))
-    each, more = divmod(heads, count)
-    starts = [part * each + min(part, more) for part in range(count + 1)]
+    each, extra = divmod(heads, count)
+    starts = [part * each + min(part, extra) for part in range(count + 1)]
     return tuple(range(start, stop) for start, stop in pairwise(starts))
 
 
-def own_rows(rows: int, place: int, count: int) -> range:
-    """Return the share of a block's ``rows`` that shard number ``place`` contributes, of ``count`` shards with the same
-    heads: their other rows are copies, or unused."""
-    return range(place * rows // count, (place + 1) * rows // count)
+def own_rows(rows: int, index: int, count: int) -> range:
+    """Return the rows of a block that shard ``index`` of ``count`` shards with the same heads contributes; its other
+    rows are copies, or unused."""
+    return range(index * rows // count, (index + 1) * rows // count)

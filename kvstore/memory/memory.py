@@ -21,10 +21,8 @@ import xxhash
 from pillion.errors import ConfigError
 
 HOST, CUDA = "host", "cuda"
-# Read-ahead for readers over the network.
+# Bytes copied ahead for readers over the network.
 AHEAD_BYTES = 4 * 2**20
-# Largest freed buffer whose memory the allocator keeps.
-KEPT_BYTES = 16 * 2**20
 
 Result = TypeVar("Result")
 
@@ -33,8 +31,8 @@ class PoolMemory(ABC):
     """Memory of one pool: ``num_slots`` blocks of ``block_bytes``.
 
     Only the node's loop calls it; no call blocks the thread. Callers must own the slots that they write, and have
-    pinned the blocks that they read. Nothing that a call started still runs when it ends, so a cancelled caller waits
-    for that. Raises Unavailable if a GPU fails.
+    pinned the blocks that they read. A call returns or raises, even if cancelled, only when everything that it started
+    has ended. Raises Unavailable if a GPU fails.
 
     Attributes:
         kind: "host" or "cuda".
@@ -77,7 +75,7 @@ class PoolMemory(ABC):
         """Return each slot's :func:`block_checksum`."""
 
     def on_device(self) -> AbstractContextManager[None]:
-        """Make the pool's GPU the thread's current one within the block, for other libraries."""
+        """Make the pool's GPU the thread's current one while the context is open, for other libraries."""
         return contextlib.nullcontext()
 
     @abstractmethod
@@ -120,7 +118,9 @@ class HostMemory(PoolMemory):
                 view.release()
 
     async def pieces(self, slots: Sequence[int], piece_bytes: int) -> list[bytes]:
-        return await until_over(asyncio.to_thread(lambda: joined([self.block(slot) for slot in slots], piece_bytes)))
+        return await until_over(
+            asyncio.to_thread(lambda: cut_pieces([self.block(slot) for slot in slots], piece_bytes))
+        )
 
     async def copy_out(
         self, slots: Sequence[int], targets: Sequence[memoryview], known_sums: Sequence[int]
@@ -161,27 +161,27 @@ def address_of(view: memoryview) -> int:
 
 
 def keep_freed_buffers() -> None:
-    """Make the C library's allocator reuse freed buffers of up to KEPT_BYTES.
+    """Make the C library's allocator reuse freed buffers of up to 16 MiB, the limit of a gRPC message.
 
     glibc raises its mmap threshold to the size of the largest buffer freed so far (no effect elsewhere). Otherwise
     every message's buffers would be mapped afresh, and their page faults cost several times as much as copying their
     bytes.
     """
-    np.empty(KEPT_BYTES, np.uint8)
+    np.empty(16 * 2**20, np.uint8)
 
 
-def joined(blocks: Iterable[memoryview], piece_bytes: int) -> list[bytes]:
+def cut_pieces(blocks: Iterable[memoryview], piece_bytes: int) -> list[bytes]:
     """Return copies of the blocks' bytes, joined in order and cut into pieces of ``piece_bytes``."""
-    pieces, parts, room = list[bytes](), list[memoryview](), piece_bytes
+    pieces, parts, left_bytes = list[bytes](), list[memoryview](), piece_bytes
     for block in blocks:
         at = 0
         while at < len(block):
-            parts.append(block[at : at + room])
+            parts.append(block[at : at + left_bytes])
             at += len(parts[-1])
-            room -= len(parts[-1])
-            if not room:
+            left_bytes -= len(parts[-1])
+            if not left_bytes:
                 pieces.append(b"".join(parts))
-                parts, room = [], piece_bytes
+                parts, left_bytes = [], piece_bytes
     return [*pieces, b"".join(parts)] if parts else pieces
 
 

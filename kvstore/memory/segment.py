@@ -4,9 +4,9 @@ It has no name: memfd on Linux, an unlinked temporary file elsewhere. Workers ge
 (:mod:`pillion.kvstore.node.attach_server`), and the kernel frees the memory when the last process with it ends, however
 it ends.
 
-    descriptor of the segment   sent around; refers to one open file, never locked
-       |-- reopened by the node, locked at place 0 --> mapped by the node      its ownership
-       '-- reopened by a worker, locked at its place --> mapped by the worker  its use
+    descriptor of the segment   sent to other processes; refers to one open file, never locked
+       |-- reopened by the node, locked at byte 0 --> mapped by the node          its ownership
+       '-- reopened by a worker, locked at its place, the byte of its epoch --> mapped by the worker   its use
 
 An open file description lock (fcntl(2)) ends with the last descriptor *and mapping* of that open file, so the kernel
 releases a process's place exactly when no thread of it can store to the memory any more. A KV node that recovers a
@@ -35,12 +35,12 @@ class Segment:
 
     def __init__(self, size_bytes: int) -> None:
         if size_bytes <= 0:
-            raise ConfigError(f"a KV pool of {size_bytes} bytes holds nothing")
+            raise ConfigError(f"a KV pool of {size_bytes} bytes is empty")
         self.size_bytes = size_bytes
         try:
             self._fd = _anonymous_file(size_bytes)
         except OSError as error:
-            raise ConfigError(f"cannot make a KV pool of {size_bytes} bytes: {error.strerror}") from None
+            raise ConfigError(f"cannot create a KV pool of {size_bytes} bytes: {error.strerror}") from None
 
     def fileno(self) -> int:
         """Return the descriptor to send."""
@@ -64,8 +64,8 @@ def reopened(descriptor: int) -> int:
 
 
 def lock_place(descriptor: int, place: int) -> None:
-    """Lock one place of an open file. Raises BlockingIOError if another open file has it locked, OSError if the system
-    has no such locks."""
+    """Lock one byte of an open file, at offset ``place``. Raises BlockingIOError if another open file has it locked,
+    OSError if the system has no open file description locks."""
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0))
     except AttributeError:
@@ -79,7 +79,7 @@ def map_shared(fd: int, size_bytes: int) -> mmap.mmap:
     """Map a descriptor, writable and shared. Raises ConfigError if the file is shorter, or cannot be mapped."""
     have_bytes = os.fstat(fd).st_size
     if have_bytes < size_bytes:
-        raise ConfigError(f"the KV pool has {have_bytes} bytes, {size_bytes} were promised")
+        raise ConfigError(f"the KV pool has {have_bytes} bytes, {size_bytes} are needed")
     try:
         return mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
     except OSError as error:
@@ -95,7 +95,7 @@ def _anonymous_file(size_bytes: int) -> int:
     try:
         os.ftruncate(fd, size_bytes)
         if sys.platform == "linux":
-            # No process with the descriptor can truncate the file under another one's mapping.
+            # So that no process with the descriptor can truncate the file under another process's mapping.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except OSError:
         os.close(fd)

@@ -23,8 +23,8 @@ from pillion.kvstore.memory.head_shares import MAX_SHARDS, own_rows, shares_of
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """``rows`` pieces of ``width_bytes``: in a block's part in ``shard`` from ``shard_at`` on, every ``shard_pitch``
-    bytes, and in the block from ``block_at`` on, every ``block_pitch`` bytes."""
+    """Strided copy between a block and its part in ``shard``: ``rows`` rows of ``width_bytes`` each. Row i is at offset
+    ``shard_at`` + i * ``shard_pitch`` of the part, and at ``block_at`` + i * ``block_pitch`` of the block."""
 
     shard: int
     rows: int
@@ -37,7 +37,8 @@ class Rectangle:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """Division of blocks of ``rows`` rows of ``heads`` pieces. Raises InvalidRequest for an invalid division.
+    """Division of blocks into shards. A block has ``rows`` rows of ``heads`` pieces of ``piece_bytes``. Raises
+    InvalidRequest for an invalid division.
 
     Attributes:
         shares: the heads of each shard, in order, which together are all heads.
@@ -52,11 +53,11 @@ class Shards:
         if min(self.rows, self.heads, self.piece_bytes) < 1 or not 1 <= len(self.shares) <= MAX_SHARDS:
             raise InvalidRequest(
                 f"blocks of {self.rows} rows of {self.heads} heads of {self.piece_bytes} bytes cannot be divided into "
-                f"{len(self.shares)} shards; {MAX_SHARDS} are the most"
+                f"{len(self.shares)} shards; at most {MAX_SHARDS} are allowed"
             )
         start = stop = 0
         for share in self.shares:
-            # Contiguous shares; overlapping ones share the common heads.
+            # Shares are contiguous and in order; several shards may have the same heads.
             if not (share and share.step == 1 and start <= share.start <= stop <= share.stop <= self.heads):
                 break
             start, stop = share.start, share.stop
@@ -75,14 +76,16 @@ class Shards:
         """Divide blocks of ``rows`` rows of ``heads`` pieces of one size over ``count`` shards."""
         pieces = rows * heads
         if pieces < 1 or block_bytes % pieces:
-            raise InvalidRequest(f"a block of {block_bytes} bytes has no {rows} rows of {heads} KV heads")
+            raise InvalidRequest(
+                f"a block of {block_bytes} bytes cannot be divided into {rows} rows of {heads} KV heads"
+            )
         return cls(rows, heads, block_bytes // pieces, shares_of(heads, count))
 
     def layout_id(self, namespace: str, device_uuids: Sequence[str]) -> str:
         """Return an identifier (64 hexadecimal digits) of a namespace's blocks in this division over these GPUs."""
         shares = [(share.start, share.stop) for share in self.shares]
-        said = repr((namespace, tuple(device_uuids), self.rows, self.heads, self.piece_bytes, shares))
-        return hashlib.sha256(said.encode()).hexdigest()
+        description = repr((namespace, tuple(device_uuids), self.rows, self.heads, self.piece_bytes, shares))
+        return hashlib.sha256(description.encode()).hexdigest()
 
     @property
     def block_bytes(self) -> int:
@@ -99,14 +102,14 @@ class Shards:
 
     def gathered(self) -> list[Rectangle]:
         """Return the rectangles that assemble a block from its shards, each byte once."""
-        end, found = 0, []
-        for share, alike in groupby(enumerate(self.shares), key=itemgetter(1)):
-            shards, heads, end = [shard for shard, _ in alike], range(end, share.stop), max(end, share.stop)
-            for place, shard in enumerate(shards):
-                rows = own_rows(self.rows, place, len(shards))
+        end, rectangles = 0, []
+        for share, sharers in groupby(enumerate(self.shares), key=itemgetter(1)):
+            shards, heads, end = [shard for shard, _ in sharers], range(end, share.stop), max(end, share.stop)
+            for index, shard in enumerate(shards):
+                rows = own_rows(self.rows, index, len(shards))
                 if heads and rows:
-                    found.append(self._rectangle(shard, heads, rows))
-        return found
+                    rectangles.append(self._rectangle(shard, heads, rows))
+        return rectangles
 
     def _rectangle(self, shard: int, heads: range, rows: range) -> Rectangle:
         share, piece = self.shares[shard], self.piece_bytes

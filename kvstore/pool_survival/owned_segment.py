@@ -23,7 +23,7 @@ class OwnedSegment(Segment):
     _own_fd = -1
 
     @classmethod
-    def kept(cls, descriptor: int) -> OwnedSegment:
+    def from_descriptor(cls, descriptor: int) -> OwnedSegment:
         """Return the segment left by an earlier process, taking over ``descriptor``. Raises ConfigError if the
         segment's size could change."""
         segment = cls.__new__(cls)

@@ -6,7 +6,7 @@ leaves it to its users.
                '--else--> left to its users, and a fresh one created
 
 For a pool on GPUs, the table's namespace includes how the pool is divided, and over which GPUs
-(:meth:`pillion.kvstore.memory.domain.Domain.layout`). A GPU seldom has room for two pools, so the node drops a pool
+(:meth:`pillion.kvstore.memory.domain.Domain.layout_id`). A GPU seldom has room for two pools, so the node drops a pool
 that it cannot recover, at the keeper as well, before it creates a fresh one, or if a region needs the room.
 """
 
@@ -83,7 +83,7 @@ class SurvivingMemory(NodeMemory):
         except ConfigError:
             if self._found is None:
                 raise
-        async with self._taking:
+        async with self._allocating:
             log.warning("the pool of this node's previous life is given up: its memory is needed")
             await self._drop_found()
         return await super().region(size_bytes, shard)
@@ -195,7 +195,9 @@ class SurvivingMemory(NodeMemory):
         if domain.kind != HOST:
             num_slots = found.table.shape.num_slots
             try:
-                self.segments = await until_over(asyncio.to_thread(domain.kept, found.memory_fds, num_slots, shards))
+                self.segments = await until_over(
+                    asyncio.to_thread(domain.map_descriptors, found.memory_fds, num_slots, shards)
+                )
             except ConfigError as error:
                 log.warning("the pool of this node's previous life is not recovered: %s", error.message)
                 return False
@@ -207,7 +209,7 @@ class SurvivingMemory(NodeMemory):
 
     def _shape(self, num_slots: int, shards: Shards, namespace: str) -> PoolShape:
         """Return the shape to record in a surviving pool's table."""
-        return PoolShape(num_slots, shards.block_bytes, self.domain.layout(namespace, shards))
+        return PoolShape(num_slots, shards.block_bytes, self.domain.layout_id(namespace, shards))
 
     def _keep(self, shape: PoolShape) -> None:
         """Make a fresh pool on GPUs survive this node, if the system supports that."""

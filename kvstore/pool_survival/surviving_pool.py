@@ -125,7 +125,7 @@ class SurvivingPool:
                 if len(kept.memories) != shards + MIN_KEPT_MEMORIES:
                     raise ConfigError(f"it has {len(kept.memories)} memories, this node's {shards + MIN_KEPT_MEMORIES}")
                 table_segment, places = (
-                    undo.enter_context(contextlib.closing(OwnedSegment.kept(kept.memories.pop())))
+                    undo.enter_context(contextlib.closing(OwnedSegment.from_descriptor(kept.memories.pop())))
                     for _ in range(MIN_KEPT_MEMORIES)
                 )
                 words = table_words(table_segment)

@@ -5,7 +5,7 @@
        |          +-- another fetch has the next block in flight --> wait for that
        |          +-- a lower tier has it --> lease slots, load, commit
        |          +-- another node has it --> pin it there, lease slots, read, verify, commit
-       |          +-- the bucket has it, which is asked once --> as from a lower tier
+       |          +-- the bucket, asked once, has it --> as from a lower tier
        |          +-- no source, slots, time or bytes left --> the end, maybe short
        +----------+
 
@@ -13,8 +13,8 @@ Every fetch is a holder in the ledger with its own epoch. It leases slots from t
 commits blocks as a worker does, pinned to the ticket. A failure means fewer blocks, never wrong ones (I1). For a ticket
 that resumes from states, the pages of the state after the last block are fetched behind the chain, under a separate
 ticket of the fetch, and the caller's ticket then extends to the last state present. A read that outlives its fetch
-keeps its slots until it has ended, because it may write to them; it holds no ticket, and counts as a fetch. A late tier
-is skipped until it answers again.
+keeps its slots until it has ended, because it may write to them; it holds no ticket, and counts as a fetch. A tier that
+was late is skipped until it answers again.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ log = logging.getLogger("pillion.kvnode")
 # Bytes per read: enough to saturate the transport, and few enough that its blocks are soon usable.
 BATCH_BYTES = 32 * 2**20
 MAX_BATCH_BLOCKS = 512
-# Concurrent fetches, including those whose reads outlived them; further ones fetch nothing, and their prompts are
-# computed. The same applies once late reads occupy this share of the pool.
+# Concurrent fetches, including ended ones with pending reads. Above this limit, or once such late reads occupy this
+# share of the pool, fetches return at once and their prompts are computed.
 MAX_FETCHES = 64
 MAX_LATE_PERCENT = 10
 # Concurrent fetches ahead of need, and the share of the free slots that each may use.
@@ -54,7 +54,7 @@ MAX_AHEAD_PERCENT = 50
 
 @dataclass(slots=True)
 class _Fetch:
-    """State of one call. ``hashes`` begin with the chain's first block; ``until_s`` is on the loop's clock."""
+    """State of one fetch. ``hashes`` begin with the chain's first block; ``until_s`` is on the loop's clock."""
 
     epoch: int
     caller: int
@@ -67,8 +67,9 @@ class _Fetch:
     pinned_from: int = 0
     brought: PrefetchReply = field(default_factory=PrefetchReply)
     ahead: bool = False
-    asked: bool = False
-    # With states: the caller's ticket, extended to the last state present; ``ticket_id`` is then the fetch's own.
+    bucket_asked: bool = False
+    # Ticket of the caller, extended to the last state present, if the model has states; ``ticket_id`` is then the
+    # fetch's own.
     extended_ticket: int = 0
     lingering: dict[asyncio.Future[Any], None] = field(default_factory=dict)
 
@@ -81,7 +82,7 @@ class Fetcher:
         changed: called after every change in the ledger.
         source: returns a node by its id. Raises PillionErrors.
         tiers: the node's own lower tiers, fastest first.
-        bucket: the far tier, asked if neither they nor other nodes have the next block.
+        bucket: the bucket's tier, asked if neither ``tiers`` nor other nodes have the next block.
     """
 
     def __init__(
@@ -105,17 +106,17 @@ class Fetcher:
         self._tiers = tiers
         self._bucket = bucket
         self._batch_blocks = min(max(1, BATCH_BYTES // memory.block_bytes), MAX_BATCH_BLOCKS)
-        self._most_blocks = max(1, max_bytes // memory.block_bytes)
-        # Blocks in flight; other fetches that want one wait for it.
-        self._coming: dict[bytes, asyncio.Event] = {}
+        self._max_blocks = max(1, max_bytes // memory.block_bytes)
+        # Blocks in flight; other fetches of the same block wait for its event.
+        self._in_flight: dict[bytes, asyncio.Event] = {}
         self._fetches = self._ahead = 0
         # Reads that outlived their fetch, with the number of slots that they occupy.
-        self._late: dict[asyncio.Future[Any], int] = {}
+        self._late_reads: dict[asyncio.Future[Any], int] = {}
 
     @property
     def late_blocks(self) -> int:
         """Number of slots occupied by reads that outlived their fetch."""
-        return sum(self._late.values())
+        return sum(self._late_reads.values())
 
     async def fetch_blocks(
         self,
@@ -129,31 +130,39 @@ class Fetcher:
         far: bool = True,
         ahead: bool = False,
     ) -> PrefetchReply:
-        """Fetch as many blocks of ``hashes`` into the pool as possible, under a ticket that ``epoch`` holds. A limit of
-        zero means this node's own. ``far`` includes the bucket. Fetches ``ahead`` of need only use free slots. Raises
-        NotFound if the epoch does not hold the ticket, InvalidRequest for a ticket of another chain."""
+        """Fetch as many blocks of a chain into the pool as possible, under a ticket of ``epoch``.
+
+        Args:
+            hashes: the chain from its first block.
+            sources: ids of nodes that may have its blocks, in the order of asking.
+            timeout_s, max_bytes: limits; 0: this node's own.
+            far: whether to ask the bucket.
+            ahead: fetch ahead of need, which only uses free slots.
+
+        Raises NotFound if the epoch does not have the ticket, InvalidRequest for a ticket of another chain.
+        """
         ticket = self._ledger.extend(epoch, ticket_id, hashes)
         blocks = ticket.blocks
         self._changed()
         if blocks >= len(hashes) or self._full() or (ahead and self._ahead >= MAX_FETCHES_AHEAD):
             return PrefetchReply(blocks=blocks)
-        most_s = min(timeout_s, self._timeout_s) if timeout_s > 0 else self._timeout_s
-        most_blocks = min(max_bytes // self._memory.block_bytes, self._most_blocks) if max_bytes else self._most_blocks
+        limit_s = min(timeout_s, self._timeout_s) if timeout_s > 0 else self._timeout_s
+        limit_blocks = min(max_bytes // self._memory.block_bytes, self._max_blocks) if max_bytes else self._max_blocks
         if ahead:
-            most_blocks = min(most_blocks, len(self._ledger.free) * MAX_AHEAD_PERCENT // 100)
+            limit_blocks = min(limit_blocks, len(self._ledger.free) * MAX_AHEAD_PERCENT // 100)
         fetch = _Fetch(
             epoch=self._ledger.attach("fetch", FETCH),
             caller=epoch,
             ticket_id=ticket_id,
             hashes=hashes,
-            until_s=asyncio.get_running_loop().time() + most_s,
-            left_blocks=most_blocks,
-            sources=self._known(sources),
+            until_s=asyncio.get_running_loop().time() + limit_s,
+            left_blocks=limit_blocks,
+            sources=self._open_sources(sources),
             ahead=ahead,
-            asked=not far,
+            bucket_asked=not far,
         )
         if ticket.state_pages:
-            self._behind_a_state(fetch, ticket.state_pages)
+            self._append_state(fetch, ticket.state_pages)
         self._fetches += 1
         self._ahead += ahead
         try:
@@ -170,10 +179,11 @@ class Fetcher:
 
     async def close(self) -> None:
         """Wait for pending reads, after the last fetch."""
-        await asyncio.gather(*self._late, return_exceptions=True)
+        await asyncio.gather(*self._late_reads, return_exceptions=True)
 
-    def _behind_a_state(self, fetch: _Fetch, pages: int) -> None:
-        """Add the state after the last block to a fetch, under a separate ticket that reserves nothing."""
+    def _append_state(self, fetch: _Fetch, pages: int) -> None:
+        """Append the pages of the state after the last block to a fetch, under a separate ticket that reserves no
+        slots."""
         fetch.extended_ticket, fetch.caller = fetch.ticket_id, fetch.epoch
         fetch.hashes = [*fetch.hashes, *(state_page(fetch.hashes[-1], page) for page in range(pages))]
         fetch.ticket_id = self._ledger.pin_chain(fetch.epoch, 0, fetch.hashes).ticket_id
@@ -186,15 +196,16 @@ class Fetcher:
             at, left_s = ticket.blocks, fetch.until_s - loop.time()
             if at >= len(fetch.hashes) or left_s <= 0 or fetch.left_blocks <= 0:
                 return at
-            coming = self._coming.get(fetch.hashes[at])
-            if coming is not None:
-                await at_most(left_s, coming.wait())
+            in_flight = self._in_flight.get(fetch.hashes[at])
+            if in_flight is not None:
+                await at_most(left_s, in_flight.wait())
                 continue
             if not await self._fetch_batch(fetch, at):
                 return self._ledger.extend(fetch.caller, fetch.ticket_id, fetch.hashes).blocks
 
     async def _fetch_batch(self, fetch: _Fetch, at: int) -> bool:
-        """Fetch the next blocks from the first source that has them; return False if none has, or no slot is left."""
+        """Fetch the blocks from index ``at`` on from the first source that has some; return False if no source has any,
+        or no slot is left."""
         found = self._in_tiers(self._tiers, self._next_batch(fetch, at))
         if found is not None:
             count = await self._from_tier(fetch, *found)
@@ -225,15 +236,15 @@ class Fetcher:
                 self._drop_source(fetch)
             if came:
                 return True
-        return await self._fetch_far(fetch, at)
+        return await self._fetch_from_bucket(fetch, at)
 
-    async def _fetch_far(self, fetch: _Fetch, at: int) -> bool:
-        """Fetch the next blocks from the bucket; return False if it has none, or no slot is left."""
+    async def _fetch_from_bucket(self, fetch: _Fetch, at: int) -> bool:
+        """Fetch the blocks from index ``at`` on from the bucket; return False if it has none, or no slot is left."""
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
-        if not fetch.asked:
-            fetch.asked = True
-            await self._find_far(fetch.hashes, at, fetch.until_s - begun_s)
+        if not fetch.bucket_asked:
+            fetch.bucket_asked = True
+            await self._ask_bucket(fetch.hashes, at, fetch.until_s - begun_s)
         wanted = self._next_batch(fetch, at)
         found = self._in_tiers([] if self._bucket is None else [self._bucket], wanted)
         count = await self._from_tier(fetch, *found) if found is not None else 0
@@ -245,17 +256,18 @@ class Fetcher:
 
     @staticmethod
     def _asked_ms(fetch: _Fetch, begun_s: float, had_some: bool) -> float:
-        """Return the time that a source took if it had some blocks, or did not answer before the fetch ended. A quick
-        negative answer shows nothing about its speed."""
+        """Return the milliseconds since ``begun_s`` if the source had some blocks, or did not answer before the fetch
+        ended; else 0, since a quick negative answer is no measure of its speed."""
         now = asyncio.get_running_loop().time()
         return (now - begun_s) * 1000 if had_some or now >= fetch.until_s else 0.0
 
     async def reach(self, hashes: Sequence[bytes], first: int, timeout_s: float, *, states: bool = False) -> int:
-        """Ask the bucket how far a chain goes; return how many of its blocks from ``first`` on lower tiers probably
-        have. If a tier has the first of them, it is assumed to have all up to the last one that it has: whoever stored
-        a block had those before it, and blocks missing nevertheless are computed (I1). With ``states``, the last one is
-        the last block followed by a state, whose first page is present: pages are written in order."""
-        await self._find_far(hashes, first, timeout_s, roughly=True, states=states)
+        """Return how many blocks of a chain from index ``first`` on the lower tiers probably have, after asking the
+        bucket. If a tier has block ``first``, the tiers are assumed to have all blocks up to the last one found, since
+        blocks are stored with those before them; missing ones are computed (I1). With ``states``, only blocks followed
+        by a state count as the last one; the state is recognized by its first page, since pages are written in
+        order."""
+        await self._ask_bucket(hashes, first, timeout_s, roughly=True, states=states)
         tiers = [tier for tier in (*self._tiers, self._bucket) if tier is not None and tier.is_available()]
 
         def here(block_hash: bytes) -> bool:
@@ -267,7 +279,7 @@ class Fetcher:
         ends = ((state_page(one, 0) if states else one) for one in reversed(chain))
         return next((len(chain) - behind for behind, end in enumerate(ends) if here(end)), 0)
 
-    async def _find_far(
+    async def _ask_bucket(
         self,
         hashes: Sequence[bytes],
         first: int,
@@ -283,21 +295,21 @@ class Fetcher:
 
     @staticmethod
     def _in_tiers(tiers: Sequence[Tier], wanted: list[bytes]) -> tuple[Tier, list[bytes]] | None:
-        """Return the first tier that has the first of these blocks, and those of them that it has."""
+        """Return the first tier that has the first of the ``wanted`` blocks, and the leading ones that it has."""
         for tier in tiers:
-            here = list(takewhile(tier.__contains__, wanted)) if tier.is_available() else []
-            if here:
-                return tier, here
+            present = list(takewhile(tier.__contains__, wanted)) if tier.is_available() else []
+            if present:
+                return tier, present
         return None
 
     async def _from_tier(self, fetch: _Fetch, tier: Tier, hashes: list[bytes]) -> int:
-        """Load these blocks as far as slots can be leased; return how many came."""
+        """Load blocks from a tier, as many as slots can be leased for; return how many were committed."""
         slots = self._lease(fetch, len(hashes))
         hashes = hashes[: len(slots)]
         if not slots:
             return 0
         with self._marked_in_flight(hashes):
-            # A cancel does not end the load, because threads write to the slots.
+            # Not awaited directly: a cancel must not end the load while threads write to the slots.
             loading = asyncio.ensure_future(load_into(self._memory, tier, hashes, slots))
             came = await self._finish(fetch, loading, len(slots))
             return self._commit(fetch, hashes, slots, loading.result() if came else 0)
@@ -305,6 +317,8 @@ class Fetcher:
     async def _from_source(
         self, fetch: _Fetch, hashes: list[bytes], remote: tuple[int, ...], slots: tuple[int, ...], sums: Sequence[int]
     ) -> int:
+        """Read blocks into ``slots`` from slots ``remote`` of the first source, verify them by their checksums
+        ``sums``, and commit the intact ones; return how many were committed."""
         source, pinned = fetch.sources[0], fetch.pinned
         assert pinned is not None
         begun_s = asyncio.get_running_loop().time()
@@ -325,8 +339,8 @@ class Fetcher:
         return count
 
     async def _finish(self, fetch: _Fetch, work: asyncio.Future[Any], blocks: int) -> bool:
-        """Return whether ``work``, which writes to ``blocks`` slots, ended in time. If not, it continues and keeps its
-        slots."""
+        """Return whether ``work``, which writes to ``blocks`` slots, ended in time. If not, it goes on and occupies
+        the slots until it ends."""
         left_s = max(0.0, fetch.until_s - asyncio.get_running_loop().time())
         try:
             done, _ = await asyncio.wait({work}, timeout=left_s)
@@ -339,9 +353,9 @@ class Fetcher:
 
     async def _count_good(self, source: SourceNode, slots: tuple[int, ...], sums: Sequence[int]) -> int:
         """Return how many leading slots match the checksums from the source."""
-        found = await self._memory.checksums(slots)
+        computed = await self._memory.checksums(slots)
         good = 0
-        for sent, actual in zip(sums, found, strict=True):
+        for sent, actual in zip(sums, computed, strict=True):
             if sent not in (0, actual):
                 self.counts.corrupt_blocks += 1
                 log.warning("a block from node %s does not match its checksum; it is computed again", source.node_id)
@@ -361,13 +375,14 @@ class Fetcher:
         return slots
 
     def _commit(self, fetch: _Fetch, hashes: list[bytes], slots: tuple[int, ...], good: int) -> int:
-        """Commit the first ``good`` slots and return the others, unless something may still write to them."""
+        """Commit the first ``good`` slots, and return the other slots to the pool unless a pending read may write to
+        them. Return the number of committed blocks."""
         ledger, count = self._ledger, 0
         back: list[int] = [] if fetch.lingering else list(slots[good:])
         if good:
             run = CommitRun(ticket_id=fetch.ticket_id, slots=slots[:good], block_hashes=b"".join(hashes[:good]))
             (result,) = ledger.commit(fetch.epoch, [run])
-            # Return own slots after a refusal or a lost race: no step reads them.
+            # After a refusal or a lost race, return the own slots at once, since no step reads them.
             back += [slot for slot, stays in zip(slots, result.slots or (-1,) * good, strict=False) if slot != stays]
             count = len(result.slots)
             if result.refusal:
@@ -377,33 +392,34 @@ class Fetcher:
         return count
 
     def _end(self, fetch: _Fetch) -> None:
-        """End a fetch: release its pins and tickets, also at the sources, and its slots once nothing writes to them."""
+        """End a fetch: release its tickets, here and at the sources, and its slots once no read writes to them."""
         self._drop_source(fetch)
         self._ledger.release(fetch.epoch, [fetch.ticket_id])
 
-        def gone(_: object = None) -> None:
+        def end_if_done(_: object = None) -> None:
             if all(work.done() for work in fetch.lingering):
                 self._ledger.end_epoch(fetch.epoch)
                 self._changed()
 
-        gone()
+        end_if_done()
         for work in fetch.lingering:
-            work.add_done_callback(gone)
+            work.add_done_callback(end_if_done)
 
-    def _known(self, names: Sequence[str]) -> list[SourceNode]:
-        found = []
+    def _open_sources(self, names: Sequence[str]) -> list[SourceNode]:
+        """Return the nodes with these ids that can be sources now."""
+        sources = []
         for name in dict.fromkeys(names):
             try:
-                found.append(self._source(name))
+                sources.append(self._source(name))
             except PillionError as error:
                 log.debug("no blocks from node %s: %s", name, error.message)
-        return found
+        return sources
 
     async def _pin(self, fetch: _Fetch, at: int, left_s: float) -> PinBlocksReply | None:
         """Pin the first source's blocks from ``at`` on; return None if it has none or does not answer."""
         if fetch.pinned is None:
             try:
-                # Ask for no more than this fetch may bring: the source checksums everything that it pins.
+                # Ask for no more blocks than this fetch may read: the source checksums all that it pins.
                 packed = b"".join(fetch.hashes[: at + fetch.left_blocks])
                 fetch.pinned = await fetch.sources[0].pin(packed, at, timeout_s=left_s)
                 fetch.pinned_from = at
@@ -429,29 +445,30 @@ class Fetcher:
     def _full(self) -> bool:
         """Return whether no further fetch may start."""
         late_percent = self.late_blocks * 100 // max(1, self._ledger.num_slots)
-        return self._fetches + len(self._late) >= MAX_FETCHES or late_percent >= MAX_LATE_PERCENT
+        return self._fetches + len(self._late_reads) >= MAX_FETCHES or late_percent >= MAX_LATE_PERCENT
 
     def _linger(self, fetch: _Fetch, work: asyncio.Future[Any], blocks: int) -> None:
-        # The read ends soon after the cancel, but not before its last write to the slots.
+        """Cancel a late read, which still occupies ``blocks`` slots until it ends."""
+        # It ends soon after the cancel, but not before its last write to the slots.
         work.cancel()
         fetch.lingering[work] = None
-        self._late[work] = blocks
-        work.add_done_callback(lambda done: self._late.pop(done, None))
+        self._late_reads[work] = blocks
+        work.add_done_callback(lambda done: self._late_reads.pop(done, None))
         work.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def _next_batch(self, fetch: _Fetch, at: int) -> list[bytes]:
-        """Return the next blocks of one batch, up to one that another fetch has in flight."""
+        """Return the hashes of the next batch, from index ``at`` on, up to a block that another fetch has in flight."""
         batch = fetch.hashes[at : at + min(self._batch_blocks, fetch.left_blocks)]
-        return list(takewhile(lambda block_hash: block_hash not in self._coming, batch))
+        return list(takewhile(lambda block_hash: block_hash not in self._in_flight, batch))
 
     @contextlib.contextmanager
     def _marked_in_flight(self, hashes: list[bytes]) -> Iterator[None]:
-        """Make other fetches wait for the blocks of ``hashes`` within the block."""
-        over = asyncio.Event()
-        self._coming.update(dict.fromkeys(hashes, over))
+        """Make other fetches wait for the blocks of ``hashes`` while the context is open."""
+        done = asyncio.Event()
+        self._in_flight.update(dict.fromkeys(hashes, done))
         try:
             yield
         finally:
             for block_hash in dict.fromkeys(hashes):
-                del self._coming[block_hash]
-            over.set()
+                del self._in_flight[block_hash]
+            done.set()

@@ -1,6 +1,6 @@
 """Plan of a leaving node's hand-over: which chains, in which order, to which nodes, and how fast. Sans-IO (I9).
 
-    warm_tips --> chains, hottest first --> next: look up the chain --looked: a full node, whole--> next chain
+    warm_tips --> chains, hottest first --> next: look up the chain --looked up: a full node, whole--> next chain
                                              +-- ask a node for a piece --answered: the chain is whole--> next chain
                                              |                  +-- some came: the next piece, when it is due
                                              |                  +-- none came: retry once, then another chain
@@ -11,7 +11,8 @@ Another node fetches as it does for a prompt, under a ticket, and may fetch less
 node's room is not only its free slots: it also evicts its coldest blocks, in the proportion in which blocks would leave
 a common pool of all nodes that shrinks by this node's.
 
-The index chooses the node to ask: one that has the chain already fetches nothing, and its answer is authoritative (I3).
+The node that has most of a chain, by the index, is asked first. If it has the whole chain, it
+fetches nothing; only its answer is authoritative (I3).
 
 The most recent arrivals leave a pool last. So the handed-over chains are touched again at the end, the hottest last.
 """
@@ -28,7 +29,7 @@ LookUp = Callable[[bytes], Awaitable[Mapping[str, int]]]
 Item = TypeVar("Item")
 Name = TypeVar("Name", bound=Hashable)
 
-# Bytes requested per call, by which the transfer may be ahead of the rate.
+# Bytes requested per call; the transfer may be this far ahead of its rate.
 PIECE_BYTES = 4 * 2**20
 # Consecutive failures after which a node, or a chain, is given up.
 MAX_FAILED_ASKS = 2
@@ -36,7 +37,7 @@ MAX_FAILED_ASKS = 2
 
 @dataclass(frozen=True, slots=True)
 class OtherNode:
-    """A node that may receive blocks: its number of ``free`` slots, and of ``cached``, i.e. unpinned, blocks."""
+    """A node that may receive blocks: numbers of its ``free`` slots and of its ``cached``, i.e. unpinned, blocks."""
 
     node_id: str
     free: int
@@ -45,11 +46,11 @@ class OtherNode:
 
 @dataclass(frozen=True, slots=True)
 class HandOverAsk(Generic[Name]):
-    """Ask a node to fetch up to ``most_blocks`` more blocks of a chain, given from its first block."""
+    """Ask a node to fetch up to ``max_blocks`` more blocks of a chain, given from its first block."""
 
     node_id: str
     chain: tuple[Name, ...]
-    most_blocks: int
+    max_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class HandOverLook(Generic[Name]):
 def warm_tips(
     hot_first: Iterable[Item], parent_of: Callable[[Item], Item | None], kept: Callable[[Item], bool]
 ) -> list[Item]:
-    """Return the last blocks of the chains worth handing over, in the order of sending.
+    """Return the last block of each chain to hand over, in the order of sending.
 
     Args:
         hot_first: all blocks in reverse order of eviction, so that each comes after its parent.
@@ -90,14 +91,14 @@ class HandOver(Generic[Name]):
 
     Args:
         chains: each from its first block, the hottest chain first; read lazily.
-        rooms: blocks that each node may receive.
+        rooms: max blocks that each node may receive.
         bytes_per_s: limit of the average rate since ``begun_s``.
         until_s: end of the hand-over.
 
     Attributes:
         blocks: blocks that other nodes have fetched.
         whole: (node id, chain) of completely transferred chains, in order of arrival.
-        left: chains that were begun and are whole on no node.
+        left: chains begun of which no node has all blocks.
     """
 
     def __init__(
@@ -118,52 +119,53 @@ class HandOver(Generic[Name]):
         self._block_bytes, self._bytes_per_s = block_bytes, bytes_per_s
         self._begun_s, self.until_s = begun_s, until_s
         self._chain: tuple[Name, ...] | None = None
-        # Leading blocks of this chain by staying node, from the index and their answers; None before the look-up.
-        self._held: dict[str, int] | None = None
+        # Leading blocks of the current chain per remaining node, from the index and the nodes' answers; None before the
+        # look-up.
+        self._prefix_blocks: dict[str, int] | None = None
         self._full: set[str] = set()
         self._failed_asks = 0
         self._failed_by_node: dict[str, int] = {}
-        self._where: dict[Name, str] = {}
+        self._node_of: dict[Name, str] = {}
 
     def next(self, now_s: float) -> HandOverLook[Name] | HandOverAsk[Name] | float | None:
         """Return the next look-up or request, or the time until which to wait, or None when the hand-over is over."""
         if now_s >= self.until_s or not self._rooms:
             return None
         if self._chain is None:
-            self._chain, self._held, self._failed_asks = next(self._chains, None), None, 0
+            self._chain, self._prefix_blocks, self._failed_asks = next(self._chains, None), None, 0
         if self._chain is None:
             return None
-        if self._held is None:
+        if self._prefix_blocks is None:
             return HandOverLook(self._chain)
         due_s = self._begun_s + self.blocks * self._block_bytes / self._bytes_per_s
         if due_s > now_s:
             return min(due_s, self.until_s)
-        node_id = self._node_for(self._chain, self._held)
+        node_id = self._node_for(self._chain, self._prefix_blocks)
         piece = max(1, PIECE_BYTES // self._block_bytes)
         return HandOverAsk(node_id, self._chain, min(piece, self._rooms[node_id]))
 
-    def looked(self, look: HandOverLook[Name], held: Mapping[str, int]) -> str | None:
+    def record_lookup(self, look: HandOverLook[Name], prefix_blocks: Mapping[str, int]) -> str | None:
         """Record the index's answer, leaving nodes included. Return the full node that supposedly has the whole chain,
         which is then not asked; None if there is none."""
-        self._held = {node_id: blocks for node_id, blocks in held.items() if node_id in self._rooms}
-        if len(look.chain) in self._held.values():
+        self._prefix_blocks = {node_id: blocks for node_id, blocks in prefix_blocks.items() if node_id in self._rooms}
+        if len(look.chain) in self._prefix_blocks.values():
             return None
         for node_id in self._full:
-            if held.get(node_id, 0) >= len(look.chain):
+            if prefix_blocks.get(node_id, 0) >= len(look.chain):
                 self.whole.append((node_id, look.chain))
                 self._chain = None
                 return node_id
         return None
 
-    def answered(self, ask: HandOverAsk[Name], here: int, fetched: int) -> bool:
-        """Record that the node has the first ``here`` blocks of the chain, ``fetched`` of them just now; return whether
-        it has the whole chain."""
+    def record_answer(self, ask: HandOverAsk[Name], present: int, fetched: int) -> bool:
+        """Record that the node has the first ``present`` blocks of the chain, ``fetched`` of them just now; return
+        whether it has the whole chain."""
         self.blocks += fetched
-        for name in ask.chain[:here]:
-            self._where.setdefault(name, ask.node_id)
-        if self._held is not None:
-            self._held[ask.node_id] = here
-        if here >= len(ask.chain):
+        for name in ask.chain[:present]:
+            self._node_of.setdefault(name, ask.node_id)
+        if self._prefix_blocks is not None:
+            self._prefix_blocks[ask.node_id] = present
+        if present >= len(ask.chain):
             self.whole.append((ask.node_id, ask.chain))
             self._chain = None
         elif not fetched:
@@ -174,8 +176,8 @@ class HandOver(Generic[Name]):
         if self._rooms[ask.node_id] <= 0:
             del self._rooms[ask.node_id]
             self._full.add(ask.node_id)
-            self._give_up()
-        return here >= len(ask.chain)
+            self._abandon_chain()
+        return present >= len(ask.chain)
 
     def record_failure(self, ask: HandOverAsk[Name]) -> None:
         """Record that the node fetched nothing."""
@@ -184,25 +186,25 @@ class HandOver(Generic[Name]):
         if self._failed_by_node[ask.node_id] >= MAX_FAILED_ASKS:
             del self._rooms[ask.node_id]
         if self._failed_asks >= MAX_FAILED_ASKS:
-            self._give_up()
+            self._abandon_chain()
 
     def leftover(self) -> Iterator[tuple[Name, ...]]:
-        """Yield the chains that are whole on no node, in order, after the hand-over has ended."""
-        self._give_up()
+        """Yield the chains that no node has completely, in order, after the hand-over has ended."""
+        self._abandon_chain()
         yield from self.left
         yield from self._chains
 
-    def _give_up(self) -> None:
+    def _abandon_chain(self) -> None:
         if self._chain is not None:
             self.left.append(self._chain)
             self._chain = None
 
-    def _node_for(self, chain: Sequence[Name], held: Mapping[str, int]) -> str:
+    def _node_for(self, chain: Sequence[Name], prefix_blocks: Mapping[str, int]) -> str:
         """Return the node with the most of the chain; on a tie, the one with the most room."""
-        most = dict(held)
+        present = dict(prefix_blocks)
         for blocks in range(len(chain), 0, -1):
-            node_id = self._where.get(chain[blocks - 1])
+            node_id = self._node_of.get(chain[blocks - 1])
             if node_id is not None:
-                most[node_id] = max(blocks, most.get(node_id, 0))
+                present[node_id] = max(blocks, present.get(node_id, 0))
                 break
-        return max(self._rooms, key=lambda node_id: (most.get(node_id, 0), self._rooms[node_id]))
+        return max(self._rooms, key=lambda node_id: (present.get(node_id, 0), self._rooms[node_id]))

@@ -56,7 +56,7 @@ class SimSegment(OwnedSegment):
         self.machine.segments[self._fd] = self
 
     @classmethod
-    def kept(cls, descriptor: int) -> SimSegment:
+    def from_descriptor(cls, descriptor: int) -> SimSegment:
         return cls.machine.segments[descriptor]
 
     def own(self) -> bool:

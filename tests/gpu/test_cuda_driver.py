@@ -87,15 +87,15 @@ def test_layouts_and_numbers_are_those_of_cuda_h(tmp_path: pathlib.Path) -> None
         "CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED": cuda_driver.DeviceAttribute.FILE_DESCRIPTORS,
         "CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED": cuda_driver.DeviceAttribute.RDMA,
         "CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED": cuda_driver.DeviceAttribute.FABRIC,
-        "CU_MEM_HANDLE_TYPE_FABRIC": cuda_driver.HANDLE_FABRIC,
+        "CU_MEM_HANDLE_TYPE_FABRIC": cuda_driver.HandleType.FABRIC,
         "CU_MEM_ALLOCATION_TYPE_PINNED": cuda_driver.ALLOCATION_PINNED,
         "CU_MEM_LOCATION_TYPE_DEVICE": cuda_driver.LOCATION_DEVICE,
-        "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR": cuda_driver.HANDLE_FILE_DESCRIPTOR,
+        "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR": cuda_driver.HandleType.FILE_DESCRIPTOR,
         "CU_MEM_ALLOC_GRANULARITY_MINIMUM": cuda_driver.GRANULARITY_MINIMUM,
         "CU_MEM_ACCESS_FLAGS_PROT_READWRITE": cuda_driver.ACCESS_READ_WRITE,
         **{f"offsetof(CUDA_MEMCPY2D, {theirs})": getattr(PitchedCopy, ours).offset for theirs, ours in ROWS.items()},
-        "CU_MEMORYTYPE_HOST": cuda_driver.MEMORY_HOST,
-        "CU_MEMORYTYPE_DEVICE": cuda_driver.MEMORY_DEVICE,
+        "CU_MEMORYTYPE_HOST": cuda_driver.CopySide.HOST,
+        "CU_MEMORYTYPE_DEVICE": cuda_driver.CopySide.DEVICE,
         "CU_STREAM_NON_BLOCKING": cuda_driver.STREAM_NON_BLOCKING,
         "CU_MEMHOSTREGISTER_PORTABLE": cuda_driver.HOST_REGISTER_PORTABLE,
         **{f"sizeof({name})": ctypes.sizeof(kind) for name, kind in structures.items()},
@@ -221,7 +221,7 @@ def test_the_host_cannot_follow_a_device_address() -> None:
 
 
 def test_what_cannot_be_is_refused_in_one_line(device: CudaDevice) -> None:
-    with pytest.raises(ConfigError, match="nothing"):
+    with pytest.raises(ConfigError, match="is empty"):
         DeviceSegment(device, 0)
     with pytest.raises(ConfigError, match="of whose") as caught:
         DeviceSegment(device, device.memory_info()[1] * 2)

@@ -73,7 +73,7 @@ def test_workers_of_other_sizes_read_the_same_values(
     layouts = []
     for ranks in (writers, readers):
         if ranks > heads and ranks % heads:
-            with pytest.raises(InvalidRequest, match="cannot be shared out"):
+            with pytest.raises(InvalidRequest, match="cannot be divided into"):
                 head_shares.shares_of(heads, ranks)
         else:
             assert head_shares.shares_of(heads, ranks) == shares_of(heads, ranks)

@@ -107,7 +107,7 @@ class KVHost:
     async def make_plane(self) -> None:
         """Create the node's data plane, which takes a second or two with NIXL."""
         assert self.node is not None
-        await self.node._exchange.shaped().plane()
+        await self.node._exchange.require_pool().plane()
 
     async def _open_session(self) -> NodeSession | None:
         with contextlib.suppress(PillionError):

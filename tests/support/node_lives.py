@@ -242,7 +242,10 @@ class NodeProcess:
         kept = self.lives.kept()
         if kept is None:
             return 0
-        with contextlib.closing(kept), contextlib.closing(OwnedSegment.kept(os.dup(kept.memories[-1]))) as table:
+        with (
+            contextlib.closing(kept),
+            contextlib.closing(OwnedSegment.from_descriptor(os.dup(kept.memories[-1]))) as table,
+        ):
             return len(SlotTable.found(table_words(table)).blocks())
 
 

@@ -1,4 +1,4 @@
-"""Wrapper of NIXL's agent with one registered pool: the few calls that the data plane needs, without NIXL's types.
+"""Wrapper of a NIXL agent with one registered pool, which hides NIXL's types from the data plane.
 
 NIXL is an optional package (extra "nixl"), imported when an agent is created, which takes about a second. An agent has
 no lock: use it from the thread that created it, or hand it to another thread for good.
@@ -25,7 +25,8 @@ from pillion.v1.kvplane_pb2 import MeetReply
 
 log = logging.getLogger("pillion.kvnode")
 
-SELF_CHECK_S = 10.0
+SELF_CHECK_TIMEOUT_S = 10.0
+# Size of a test read that shows whether a source can be read one-sided.
 PROBE_BYTES = 64
 
 # Defaults for UCX's environment variables. Emulated reads are not one-sided
@@ -43,8 +44,8 @@ _KINDS = {HOST: "DRAM", CUDA: "VRAM"}
 _BACKEND = "UCX"
 
 
-def nixl_trouble() -> str:
-    """Import NIXL and read one block of own memory through it; return why it is unusable, or an empty string."""
+def why_nixl_unusable() -> str:
+    """Import NIXL and read one block of own memory through it. Return why NIXL is unusable, "" if it works."""
     if sys.platform != "linux":
         return f"there is none for {sys.platform}"
     memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
@@ -73,7 +74,7 @@ class NixlAgent:
             os.environ.setdefault(name, value)
         self._block_bytes = memory.block_bytes
         # Keeps the memory mapped while it is registered.
-        self._held: Any = memory.hold()
+        self._hold: Any = memory.hold()
         self.address = memory.address
         self._own = MeetReply(
             num_slots=memory.num_slots,
@@ -98,7 +99,7 @@ class NixlAgent:
             raise ConfigError(f"NIXL cannot use the pool: {error!r}") from None
 
     def add(self, pool: MeetReply) -> tuple[str, Any]:
-        """Add a source; return its agent's name, and all its slots as one list."""
+        """Add a source; return its agent's name, and the handle of NIXL's list of all its slots."""
         name = _text(self._nixl.add_remote_agent(pool.nixl_metadata))
         try:
             return name, self._prepare(name, pool)
@@ -107,18 +108,19 @@ class NixlAgent:
             raise
 
     def probe(self, agent_name: str, pool: MeetReply) -> tuple[Any, bool]:
-        """Start reading a few bytes of the source into separate memory; return like :meth:`post`."""
+        """Start reading PROBE_BYTES of the source into memory outside the pool; return as :meth:`post` does."""
         size = min(PROBE_BYTES, self._block_bytes)
-        here = self._nixl.get_xfer_descs([(ctypes.addressof(self._scratch), size, 0)], "DRAM")
-        there = self._nixl.get_xfer_descs([(pool.pool_address, size, pool.device_index)], _KINDS[pool.memory_kind])
-        return self._start(self._nixl.initialize_xfer("READ", here, there, agent_name, b"", [_BACKEND]))
+        target = self._nixl.get_xfer_descs([(ctypes.addressof(self._scratch), size, 0)], "DRAM")
+        source = self._nixl.get_xfer_descs([(pool.pool_address, size, pool.device_index)], _KINDS[pool.memory_kind])
+        return self._start(self._nixl.initialize_xfer("READ", target, source, agent_name, b"", [_BACKEND]))
 
     def own_blocks(self) -> Any:
-        """Return this node's own slots as a list, as if they were a source's."""
+        """Return the handle of NIXL's list of this node's own slots, for reading them like a source's."""
         return self._prepare(self.name, self._own)
 
     def post(self, local: tuple[int, ...], blocks: Any, remote: tuple[int, ...]) -> tuple[Any, bool]:
-        """Start a transfer; return its handle, and whether it is finished already."""
+        """Start reading slots ``remote`` of the list ``blocks`` into own slots ``local``; return the transfer's handle,
+        and whether it is finished already."""
         array, int32 = self._numpy.array, self._numpy.int32
         handle = self._nixl.make_prepped_xfer(
             "READ", self.blocks, array(local, dtype=int32), blocks, array(remote, dtype=int32), b"", [_BACKEND]
@@ -130,7 +132,7 @@ class NixlAgent:
         return _text(self._nixl.check_xfer_state(handle))
 
     def release(self, handle: Any) -> None:
-        """Free the handle of a finished transfer, or of an unused list."""
+        """Free the handle of a finished transfer, or of a list of slots that is no longer used."""
         try:
             handle.release()
         except Exception as error:  # noqa: BLE001
@@ -157,7 +159,7 @@ class NixlAgent:
             with contextlib.suppress(Exception):
                 self._nixl.deregister_memory(registered, [_BACKEND])
         self._registered.clear()
-        self._nixl = self.blocks = self._held = self._scratch = None
+        self._nixl = self.blocks = self._hold = self._scratch = None
 
     def _register(self, memory: PoolMemory) -> None:
         self._numpy = importlib.import_module("numpy")
@@ -214,10 +216,10 @@ def _import_api() -> Any:
 def _read_own(agent: NixlAgent) -> None:
     blocks = agent.own_blocks()
     handle, done = agent.post((1,), blocks, (0,))
-    deadline_s = time.monotonic() + SELF_CHECK_S
+    deadline_s = time.monotonic() + SELF_CHECK_TIMEOUT_S
     while not done:
         if time.monotonic() > deadline_s:
-            raise Unavailable(f"nothing came within {SELF_CHECK_S:.0f} s")
+            raise Unavailable(f"nothing came within {SELF_CHECK_TIMEOUT_S:.0f} s")
         done = agent.state(handle) == "DONE"
     agent.release(handle)
     agent.release(blocks)

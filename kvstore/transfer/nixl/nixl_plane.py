@@ -10,7 +10,7 @@ A read, on the agent's thread:
 
 One thread owns the agent and makes all calls to it, so the agent needs no lock and the event loop never waits for it.
 NIXL's own progress thread stays off: it spins, and would burn a core of an idle node. The thread polls the network
-rarely when idle, and often while reads are under way.
+rarely when idle, and often while reads are in flight.
 
 Only true one-sided reads are used: process_vm_readv on one host (UCX "cma"), RDMA between hosts. UCX can emulate them
 over TCP, but then a dying reader aborts its source's process, and a stopped source's bytes arrive after the read was
@@ -43,10 +43,11 @@ from pillion.v1.kvplane_pb2 import MeetReply
 
 log = logging.getLogger("pillion.kvnode")
 
-# Timeout without a finished part of a read, and of a source's probe.
+# Timeout of a part of a read, and of a source's probe.
 STALL_TIMEOUT_S = 2.0
 MAX_PART_BYTES = 4 * 2**20
 CLOSE_TIMEOUT_S = 5.0
+# Time after a failed probe until the source is probed again.
 PROBE_AGAIN_S = 60.0
 MAX_REMOTES = 256
 IDLE_POLL_S = 0.005
@@ -60,9 +61,9 @@ class _Remote:
     Attributes:
         agent_name: its agent; "" until added.
         blocks: its slots as NIXL's list; None if they have to be streamed.
-        probe: the probe's handle while it is under way, until at most ``probe_until_s``.
+        probe: the probe's handle while it is in flight, until at most ``probe_until_s``.
         probe_again_s: time from which a streamed source is probed again.
-        cut: True once removed; it lives until its reads are over.
+        cut: True once removed; it is disconnected after its last read.
     """
 
     pool: MeetReply
@@ -77,19 +78,19 @@ class _Remote:
 
 @dataclass(slots=True)
 class _Read:
-    """One read, part after part, on the agent's thread.
+    """One read, which the agent's thread posts part after part.
 
     Attributes:
-        over: True once everything was read; False if the blocks have to be streamed.
+        result: True once everything was read; False if the blocks have to be streamed.
         at: number of blocks read.
-        size: number of blocks of the part under way.
+        size: number of blocks of the part in flight.
     """
 
     source: MeetReply
     remote: tuple[int, ...]
     local: tuple[int, ...]
     deadline_s: float
-    over: Future[bool] = field(default_factory=Future)
+    result: Future[bool] = field(default_factory=Future)
     peer: _Remote | None = None
     handle: Any = None
     at: int = 0
@@ -115,11 +116,11 @@ class NixlPlane(DataPlane):
         # Only used by the agent's thread.
         self._remotes: dict[str, _Remote] = {}
         self._reads: list[_Read] = []
-        # Calls for the agent's thread: at most MAX_READS reads, plus one forget() per lost peer. Not the C queue: its
+        # Calls for the agent's thread: at most MAX_READS reads, plus one forget() per lost peer. Not a SimpleQueue: its
         # get() may block forever if the timeout passes before it waits (CPython 3.11), which stalled all reads until
         # the next one.
         self._inbox: queue.Queue[Callable[[], None]] = queue.Queue()
-        self._under_way = 0
+        self._reads_in_flight = 0
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="nixl", daemon=True)
         self._thread.start()
@@ -133,14 +134,14 @@ class NixlPlane(DataPlane):
         local: tuple[int, ...],
     ) -> None:
         check_slots(source, self._memory, remote, local)
-        if self._closing or self._under_way >= MAX_READS:
-            raise Unavailable(f"{self._under_way} reads are already in progress, at most {MAX_READS} may be")
-        self._under_way += 1
+        if self._closing or self._reads_in_flight >= MAX_READS:
+            raise Unavailable(f"{self._reads_in_flight} reads are already in progress, at most {MAX_READS} are allowed")
+        self._reads_in_flight += 1
         try:
             if not source.nixl_metadata or not await self._one_sided(source, remote, local):
                 await super().read(source, stream, ticket_id, remote, local)
         finally:
-            self._under_way -= 1
+            self._reads_in_flight -= 1
 
     def forget(self, node_id: str) -> None:
         """Make the next read start with a probe again."""
@@ -162,7 +163,7 @@ class NixlPlane(DataPlane):
         """Read one-sided; return False, with nothing changed, if the source's blocks have to be streamed."""
         read = _Read(source, remote, local, time.monotonic() + READ_TIMEOUT_S)
         self._inbox.put(lambda: self._reads.append(read))
-        return await until_over(asyncio.wrap_future(read.over))
+        return await until_over(asyncio.wrap_future(read.result))
 
     # Methods below run on the agent's thread.
 
@@ -184,25 +185,27 @@ class NixlPlane(DataPlane):
     def _advance(self, read: _Read, now: float) -> None:
         """Advance one read without blocking."""
         try:
-            peer = read.peer or self._begin(read, now)
+            peer = read.peer or self._start_read(read, now)
             if peer.probe is not None:
-                self._look_at_probe(peer, now)
+                self._poll_probe(peer, now)
             elif read.handle is not None:
                 self._poll(read, now)
             elif peer.blocks is not None and not read.failure:
                 self._post(read, peer, now)
         except Exception as error:  # noqa: BLE001  (NIXL's errors have no common root but Exception)
             self._fail(read, error)
-        if read.handle is None and (read.failure or self._nothing_left(read)):
+        if read.handle is None and (read.failure or self._is_complete(read)):
             self._end(read)
 
     @staticmethod
-    def _nothing_left(read: _Read) -> bool:
+    def _is_complete(read: _Read) -> bool:
+        """Return whether all parts were read, or the source's blocks have to be streamed."""
         peer = read.peer
-        met = peer is not None and peer.probe is None
-        return met and peer is not None and (peer.blocks is None or read.at == len(read.local))
+        if peer is None or peer.probe is not None:
+            return False
+        return peer.blocks is None or read.at == len(read.local)
 
-    def _begin(self, read: _Read, now: float) -> _Remote:
+    def _start_read(self, read: _Read, now: float) -> _Remote:
         read.stalled_s = now + self._stall_timeout_s
         peer = self._remotes.get(node_id_of(read.source))
         if peer is None or peer.pool != read.source or (peer.blocks is None and now > peer.probe_again_s):
@@ -252,11 +255,11 @@ class NixlPlane(DataPlane):
         peer = read.peer
         if peer is not None:
             peer.reads -= 1
-            self._drop_if_over(peer)
+            self._disconnect_if_unused(peer)
         if read.failure:
-            read.over.set_exception(Unavailable(f"{node_id_of(read.source)}: {read.failure}"))
+            read.result.set_exception(Unavailable(f"{node_id_of(read.source)}: {read.failure}"))
         else:
-            read.over.set_result(peer is not None and read.at == len(read.local))
+            read.result.set_result(peer is not None and read.at == len(read.local))
 
     def _meet(self, pool: MeetReply, now: float) -> _Remote:
         """Add a source to the agent and send the probe."""
@@ -268,30 +271,31 @@ class NixlPlane(DataPlane):
             peer.agent_name, peer.blocks = self._agent.add(pool)
             peer.probe, done = self._agent.probe(peer.agent_name, pool)
             if done:
-                self._probed(peer, "")
+                self._end_probe(peer, "")
         except Exception as error:  # noqa: BLE001
-            self._probed(peer, _message(error))
+            self._end_probe(peer, _message(error))
         return peer
 
-    def _look_at_probe(self, peer: _Remote, now: float) -> None:
+    def _poll_probe(self, peer: _Remote, now: float) -> None:
         try:
             state = self._agent.state(peer.probe)
         except Exception as error:  # noqa: BLE001
-            self._probed(peer, _message(error))
+            self._end_probe(peer, _message(error))
             return
         if state == "DONE":
-            self._probed(peer, "")
+            self._end_probe(peer, "")
         elif state == "ERR" or now > peer.probe_until_s:
             # Late bytes of a probe are harmless: they go to separate memory.
-            self._probed(peer, "it does not answer")
+            self._end_probe(peer, "it does not answer")
 
-    def _probed(self, peer: _Remote, trouble: str) -> None:
-        """End a probe; on ``trouble`` the source's blocks are streamed, which fails as well if the source is lost."""
+    def _end_probe(self, peer: _Remote, reason: str) -> None:
+        """End a probe. ``reason``: why it failed, "" on success. After a failure the source's blocks are streamed,
+        which fails as well if the source is lost."""
         if peer.probe is not None:
             self._agent.release(peer.probe)
             peer.probe = None
-        if trouble:
-            log.info("blocks of node %s come by gRPC, NIXL finds no way to it: %s", node_id_of(peer.pool), trouble)
+        if reason:
+            log.info("blocks of node %s come by gRPC, NIXL finds no way to it: %s", node_id_of(peer.pool), reason)
             peer.probe_again_s = time.monotonic() + PROBE_AGAIN_S
             if peer.blocks is not None:
                 self._release_list(peer)
@@ -303,9 +307,9 @@ class NixlPlane(DataPlane):
         peer.cut = True
         if self._remotes.get(node_id_of(peer.pool)) is peer:
             del self._remotes[node_id_of(peer.pool)]
-        self._drop_if_over(peer)
+        self._disconnect_if_unused(peer)
 
-    def _drop_if_over(self, peer: _Remote) -> None:
+    def _disconnect_if_unused(self, peer: _Remote) -> None:
         if peer.cut and not peer.reads and peer.blocks is not None:
             self._release_list(peer)
             # The agent may have been re-added; NIXL identifies agents by name.

@@ -84,7 +84,7 @@ def test_memory_of_another_size_is_refused():
     [
         (2, 2, 3, "2 needs a GPU for each rank of each stage, and there are 3; choose one .* all ranks compute"),
         (3, 1, 2, "3 needs a GPU for each stage, and there are 2; choose one .* on which all stages compute"),
-        (3, 1, 3, "3 on 3 GPUs: 2 KV heads cannot be shared out to 3: at most 2, or a multiple of that"),
+        (3, 1, 3, "3 on 3 GPUs: 2 KV heads cannot be divided into 3 parts: at most 2, or a multiple of it"),
         (3, 1, 1, ""),
         (2, 2, 4, ""),
     ],

@@ -145,9 +145,9 @@ async def test_a_reader_that_connects_finds_the_data_plane_open(
     async with hosts(short_folder, redis, "a", "b", kv_transport="nixl") as (a, b):
         exchange = node_of(a)._exchange
         assert isinstance(exchange, node_exchange.NodeExchange)
-        plane = await exchange.shaped().plane()
+        plane = await exchange.require_pool().plane()
         began_s = loop.time()
-        await exchange.shaped().describe()
+        await exchange.require_pool().describe()
         close, closed_s = plane.close, []
 
         def closing() -> None:

@@ -19,7 +19,7 @@ from pillion.kvstore.exchange.plane import BlockShape, DataPlane
 from pillion.kvstore.memory.memory import HostMemory, block_checksum
 from pillion.kvstore.memory.segment import Segment, map_shared
 from pillion.kvstore.transfer.nixl import nixl_plane
-from pillion.kvstore.transfer.nixl.nixl_agent import nixl_trouble
+from pillion.kvstore.transfer.nixl.nixl_agent import why_nixl_unusable
 from pillion.kvstore.transfer.nixl.nixl_plane import NixlPlane
 from pillion.v1.kvplane_pb2 import PinBlocksReply
 
@@ -75,7 +75,7 @@ class Reader:
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the reader's transport. Skips NIXL if it is not installed."""
     kind: str = request.param
-    if kind != "grpc" and (trouble := nixl_trouble()):
+    if kind != "grpc" and (trouble := why_nixl_unusable()):
         pytest.skip(trouble)
     if kind == "nixl-tcp":
         monkeypatch.setenv("UCX_TLS", "tcp")
@@ -261,7 +261,7 @@ async def test_the_stream_sends_only_pinned_blocks(reader: Reader) -> None:
     peer, pinned = await reader.pin(4)
     outside = chain_of(NUM_SLOTS)[1][4]
     target = [memoryview(bytearray(BLOCK_BYTES))]
-    with pytest.raises(InvalidRequest, match="not of ticket"):
+    with pytest.raises(InvalidRequest, match="not in the chain of ticket"):
         await peer.read_blocks(pinned.ticket_id, (outside,), target)
     with pytest.raises(NotFound):
         await peer.read_blocks(pinned.ticket_id + 99, pinned.slots[:1], target)
@@ -271,10 +271,10 @@ async def test_the_stream_sends_only_pinned_blocks(reader: Reader) -> None:
 def test_the_transport_that_auto_chooses(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     caplog.set_level("INFO")
     assert choose_transport("grpc") == "grpc"
-    trouble = nixl_trouble()
+    trouble = why_nixl_unusable()
     assert choose_transport("auto") == ("grpc" if trouble else "nixl")
     assert len([record for record in caplog.records if record.name == "pillion.kvnode"]) == 2
-    monkeypatch.setattr("pillion.kvstore.exchange.exchanged_pool.nixl_trouble", lambda: "nixl does not import")
+    monkeypatch.setattr("pillion.kvstore.exchange.exchanged_pool.why_nixl_unusable", lambda: "nixl does not import")
     assert choose_transport("auto") == "grpc"
     assert "nixl does not import" in caplog.text
     with pytest.raises(ConfigError, match="does not import"):

@@ -20,7 +20,7 @@ from pillion.kvstore.exchange.plane import BlockShape, DataPlane
 from pillion.kvstore.memory.memory import HostMemory
 from pillion.kvstore.memory.segment import Segment, map_shared
 from pillion.kvstore.transfer.nixl import nixl_plane
-from pillion.kvstore.transfer.nixl.nixl_agent import nixl_trouble
+from pillion.kvstore.transfer.nixl.nixl_agent import why_nixl_unusable
 from pillion.kvstore.transfer.nixl.nixl_plane import NixlPlane
 from tests.support.processes import started
 
@@ -80,14 +80,14 @@ async def reading_side(
 
 @pytest.fixture(autouse=True)
 def _with_nixl() -> None:
-    if trouble := nixl_trouble():
+    if trouble := why_nixl_unusable():
         pytest.skip(trouble)
 
 
 @pytest.fixture(scope="module")
 def source() -> Iterator[SourceProcess]:
     """A source with NIXL, for tests that do not damage it."""
-    if trouble := nixl_trouble():
+    if trouble := why_nixl_unusable():
         pytest.skip(trouble)
     with running_source("nixl", num_slots=NUM_SLOTS, block_bytes=BLOCK_BYTES) as started:
         yield started

@@ -127,7 +127,7 @@ async def test_an_older_reader_gets_one_block_per_message() -> None:
 async def test_slots_outside_the_chain_or_the_pool_are_rejected() -> None:
     source = SourceOfOneChain()
     for outside in (NUM_SLOTS - 1, NUM_SLOTS, 2**31):
-        with pytest.raises(InvalidRequest, match="not of ticket"):
+        with pytest.raises(InvalidRequest, match="not in the chain of ticket"):
             await anext(source.read(source.ticket_id, (source.slots[0], outside)))
 
 

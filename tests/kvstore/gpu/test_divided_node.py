@@ -200,12 +200,12 @@ async def test_blocks_that_cannot_be_divided_are_rejected(
 
 
 async def test_flags_unsupported_with_several_gpus_are_rejected(short_folder: str, two: str) -> None:
-    with pytest.raises(ConfigError, match="--kv-transport nixl reads a block in one piece"):
+    with pytest.raises(ConfigError, match="--kv-transport nixl reads a block as one range"):
         await started(short_folder, two, kv_transport="nixl")
     for wrong in ("cuda:0,cpu", "cuda:0,", "cuda:x", "cuda:-1", "cuda:\u0663"):
         with pytest.raises(ConfigError, match="is not cpu, cuda, cuda:N, or several"):
             await started(short_folder, wrong)
-    with pytest.raises(ConfigError, match="a pool can be on 16"):
+    with pytest.raises(ConfigError, match="a pool can use at most 16"):
         await started(short_folder, ",".join(["cuda:0"] * (MAX_SHARDS + 1)))
     assert device_indexes("cuda,cuda:3") == (0, 3)
 

@@ -24,7 +24,7 @@ from pillion.errors import ConfigError, Conflict, InvalidRequest, Overloaded, Un
 from pillion.kvstore.assemble import start_kvnode
 from pillion.kvstore.gpu import cuda_driver, region_server
 from pillion.kvstore.gpu.mapped_memory import Region, share_region
-from pillion.kvstore.gpu.regions import FILL, READY, Action, Dropped, Granted, Regions
+from pillion.kvstore.gpu.regions import Action, Dropped, Granted, RegionGrant, Regions
 from pillion.kvstore.node.kv_node import KVNode
 from pillion.wire.attach import (
     RegionHello,
@@ -62,18 +62,18 @@ sys.stdin.readline()
 
 def test_the_first_fills_and_the_others_wait() -> None:
     regions = Regions()
-    assert regions.ask(1, "k", 10) == [Granted(1, "k", FILL)]
+    assert regions.ask(1, "k", 10) == [Granted(1, "k", RegionGrant.FILL)]
     assert regions.ask(2, "k", 10) == []
     assert regions.ask(3, "k", 10) == []
     with pytest.raises(Conflict, match="10 bytes, 11 were"):
         regions.ask(4, "k", 11)
     with pytest.raises(Conflict, match="may not fill"):
         regions.filled(2)
-    assert regions.filled(1) == [Granted(2, "k", READY), Granted(3, "k", READY)]
-    assert regions.ask(5, "k", 10) == [Granted(5, "k", READY)]
+    assert regions.filled(1) == [Granted(2, "k", RegionGrant.READY), Granted(3, "k", RegionGrant.READY)]
+    assert regions.ask(5, "k", 10) == [Granted(5, "k", RegionGrant.READY)]
     for user in (1, 2, 3, 5, 5):
         assert regions.remove_user(user) == []
-    assert regions.ask(6, "k", 10) == [Granted(6, "k", READY)], "it stays when nobody uses it"
+    assert regions.ask(6, "k", 10) == [Granted(6, "k", RegionGrant.READY)], "it stays when nobody uses it"
     assert regions.drop_idle() == []
     assert regions.remove_user(6) == []
     assert regions.drop_idle() == [Dropped("k")]
@@ -83,8 +83,8 @@ def test_a_dead_filler_is_followed_by_the_next_in_line() -> None:
     regions = Regions()
     for user in (1, 2, 3):
         regions.ask(user, "k", 10)
-    assert regions.remove_user(1) == [Granted(2, "k", FILL)]
-    assert regions.remove_user(2) == [Granted(3, "k", FILL)]
+    assert regions.remove_user(1) == [Granted(2, "k", RegionGrant.FILL)]
+    assert regions.remove_user(2) == [Granted(3, "k", RegionGrant.FILL)]
     assert regions.remove_user(3) == [Dropped("k")]
     regions.check_integrity()
 
@@ -100,7 +100,7 @@ def test_bounds_are_met_with_words() -> None:
         regions.ask(5, "c", 1)
     regions.filled(4)
     regions.remove_user(4)
-    assert regions.ask(6, "c", 1) == [Dropped("b"), Granted(6, "c", FILL)]
+    assert regions.ask(6, "c", 1) == [Dropped("b"), Granted(6, "c", RegionGrant.FILL)]
     regions.check_integrity()
 
 
@@ -124,8 +124,8 @@ class RegionsModel:
             assert action.user not in self.granted, "granted twice"
             self.granted.add(action.user)
             assert action.key not in self.fillers
-            assert (action.key in self.full) == (action.state == READY)
-            if action.state == FILL:
+            assert (action.key in self.full) == (action.state == RegionGrant.READY)
+            if action.state == RegionGrant.FILL:
                 self.fillers[action.key] = action.user
 
 
@@ -347,7 +347,7 @@ async def test_a_malformed_filled_message_is_rejected(short_folder: str) -> None
 
 
 async def test_waits_time_out(short_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(region_server, "WAIT_S", 0.1)
+    monkeypatch.setattr(region_server, "FILL_TIMEOUT_S", 0.1)
     async with running(short_folder, "cpu") as node:
         first = await shared(short_folder)
         with pytest.raises(ConfigError, match="not filled within"):
@@ -362,7 +362,7 @@ async def test_idle_regions_make_room_where_memory_is_short(short_folder: str, m
     monkeypatch.setenv("FAKE_CUDA_TOTAL_BYTES", str(6 * MIB))
     async with running(short_folder, "cuda") as node:
         first = await shared(short_folder, KEY, 4 * MIB)
-        with pytest.raises(ConfigError, match="cannot make"):
+        with pytest.raises(ConfigError, match="cannot allocate"):
             await shared(short_folder, OTHER, 4 * MIB)
         first.filled()
         await until("the region to be ready", lambda: node.regions.regions.state(KEY) == "ready")

@@ -84,7 +84,7 @@ def table_of(lives: Lives) -> Iterator[memoryview]:
     assert kept is not None
     with (
         contextlib.closing(kept),
-        contextlib.closing(OwnedSegment.kept(os.dup(kept.memories[-1]))) as table,
+        contextlib.closing(OwnedSegment.from_descriptor(os.dup(kept.memories[-1]))) as table,
         table_words(table) as words,
     ):
         yield words

@@ -334,7 +334,7 @@ def test_a_node_that_exits_before_its_reply_is_not_a_config_error(tmp_path: path
 
 def test_the_segment_has_no_name_and_cannot_be_truncated() -> None:
     segment = Segment(POOL_BYTES)
-    with pytest.raises(ConfigError, match="were promised"):
+    with pytest.raises(ConfigError, match="are needed"):
         map_shared(segment.fileno(), POOL_BYTES + 1)
     if sys.platform == "linux":
         with pytest.raises(PermissionError):

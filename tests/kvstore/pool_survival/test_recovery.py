@@ -376,7 +376,7 @@ def test_a_place_is_held_as_long_as_the_memory_is_mapped() -> None:
     with map_shared(worker, 8192):
         os.close(worker)
         assert segment.users() == {2**62}, "it may still write"
-        other = OwnedSegment.kept(os.dup(segment.fileno()))
+        other = OwnedSegment.from_descriptor(os.dup(segment.fileno()))
         assert not other.own(), "one node at a time"
         assert locked_places(other.fileno()) == {2**62}
         other.close()
@@ -399,7 +399,7 @@ def test_every_place_is_found_in_any_order() -> None:
 def test_unknown_shared_memory_is_not_recovered(short_folder: str) -> None:
     descriptor = os.open(f"{short_folder}/file", os.O_RDWR | os.O_CREAT)
     with pytest.raises(ConfigError, match="does not belong to a KV node"):
-        OwnedSegment.kept(descriptor)
+        OwnedSegment.from_descriptor(descriptor)
     plain = os.memfd_create("plain")
     with pytest.raises(ConfigError, match="does not belong to a KV node"):
-        OwnedSegment.kept(plain)
+        OwnedSegment.from_descriptor(plain)

@@ -71,7 +71,7 @@ async def test_an_abandoned_pool_is_dropped_last() -> None:
 
 
 def owned_by_another(places: OwnedSegment) -> Any:
-    other = OwnedSegment.kept(os.dup(places.fileno()))
+    other = OwnedSegment.from_descriptor(os.dup(places.fileno()))
     assert other.own()
     return other
 

@@ -35,11 +35,11 @@ class OtherPool:
         self.blocks: set[tuple[int, ...]] = set()
         self.room, self.moods = room, moods
 
-    def ask(self, chain: tuple[tuple[int, ...], ...], most_blocks: int) -> tuple[int, int] | None:
+    def ask(self, chain: tuple[tuple[int, ...], ...], max_blocks: int) -> tuple[int, int] | None:
         if self.moods is not None and self.moods.random() < 0.3:
             return None
         here = self.prefix(chain)
-        wanted = min(most_blocks, len(chain) - here)
+        wanted = min(max_blocks, len(chain) - here)
         fetched = wanted if self.moods is None else self.moods.randint(0, wanted)
         self.blocks.update(chain[here : here + fetched])
         return here + fetched, fetched
@@ -51,7 +51,7 @@ class OtherPool:
 def unknown(plan: HandOver[tuple[int, ...]], now_s: float) -> HandOverAsk[tuple[int, ...]] | float | None:
     """Return the next step of a hand-over with an empty index."""
     while isinstance(step := plan.next(now_s), HandOverLook):
-        assert plan.looked(step, {}) is None
+        assert plan.record_lookup(step, {}) is None
     return step
 
 
@@ -90,19 +90,19 @@ def test_a_hand_over_respects_its_limits(
                 name: other.prefix(step.chain) if other.moods is None else other.moods.randint(0, len(step.chain))
                 for name, other in others.items()
             }
-            held_by = plan.looked(step, said)
+            held_by = plan.record_lookup(step, said)
             assert held_by is None or said[held_by] == len(step.chain)
             trusted += [(held_by, step.chain)] if held_by is not None else []
             continue
         assert now_s < 100.0 + until_s
-        assert step.most_blocks * BLOCK_BYTES <= PIECE_BYTES
+        assert step.max_blocks * BLOCK_BYTES <= PIECE_BYTES
         # What went is ahead of the rate by one piece at most.
         assert plan.blocks * BLOCK_BYTES <= (now_s - 100.0) * bytes_per_s + 1e-3
-        answer = others[step.node_id].ask(step.chain, step.most_blocks)
+        answer = others[step.node_id].ask(step.chain, step.max_blocks)
         if answer is None:
             plan.record_failure(step)
         else:
-            assert plan.answered(step, *answer) == (answer[0] == len(step.chain))
+            assert plan.record_answer(step, *answer) == (answer[0] == len(step.chain))
     else:
         raise AssertionError("the hand-over does not end")
     for other in others.values():
@@ -127,9 +127,9 @@ def test_nothing_is_lost_where_there_is_time_and_room(chains: list[list[int]]) -
         if isinstance(step, float):
             now_s = step
         else:
-            answer = other.ask(step.chain, step.most_blocks)
+            answer = other.ask(step.chain, step.max_blocks)
             assert answer is not None
-            plan.answered(step, *answer)
+            plan.record_answer(step, *answer)
     assert [chain for _, chain in plan.whole] == list(map(named, chains))
     assert other.blocks == {name for chain in chains for name in named(chain)}
     assert plan.blocks == len(other.blocks)
@@ -146,7 +146,7 @@ def test_a_node_that_accepts_nothing_is_not_asked_again() -> None:
         if step.node_id == "bad":
             plan.record_failure(step)
         else:
-            plan.answered(step, len(step.chain), len(step.chain))
+            plan.record_answer(step, len(step.chain), len(step.chain))
     assert asked == ["bad"] * MAX_FAILED_ASKS + ["good"] * 2
     assert plan.left == [named([1])]
 
@@ -157,7 +157,7 @@ def test_a_chain_is_handed_to_the_node_with_its_prefix() -> None:
     )
     while (step := unknown(plan, 1e8)) is not None:
         assert not isinstance(step, float)
-        plan.answered(step, len(step.chain), 1)
+        plan.record_answer(step, len(step.chain), 1)
     where = {chain: node_id for node_id, chain in plan.whole}
     assert where[named([1, 1])] == where[named([1])] != where[named([2])]
 
@@ -175,12 +175,12 @@ def test_a_chain_that_a_node_has_is_not_sent_to_another_one() -> None:
         if isinstance(step, HandOverLook):
             # The leaving node is also in the index.
             held = {"leaving": len(step.chain), **{name: pool.prefix(step.chain) for name, pool in pools.items()}}
-            assert plan.looked(step, held) is None
+            assert plan.record_lookup(step, held) is None
         else:
-            answer = pools[step.node_id].ask(step.chain, step.most_blocks)
+            answer = pools[step.node_id].ask(step.chain, step.max_blocks)
             assert answer is not None
             sent[step.chain] = step.node_id, answer[1]
-            plan.answered(step, *answer)
+            plan.record_answer(step, *answer)
     assert sent == {chains[0]: ("holder", 0), chains[1]: ("holder", 2), chains[2]: ("roomy", 1)}
     assert plan.blocks == 3
     assert [chain for _, chain in plan.whole] == chains
@@ -193,14 +193,14 @@ def test_a_full_node_that_has_a_chain_keeps_it_from_others() -> None:
     )
     look = plan.next(1e8)
     assert isinstance(look, HandOverLook)
-    assert plan.looked(look, {"full": 0}) is None
+    assert plan.record_lookup(look, {"full": 0}) is None
     ask = plan.next(1e8)
     assert isinstance(ask, HandOverAsk)
     assert ask.node_id == "full"
-    plan.answered(ask, 1, 1)
+    plan.record_answer(ask, 1, 1)
     look = plan.next(1e8)
     assert isinstance(look, HandOverLook)
-    assert plan.looked(look, {"full": 1, "roomy": 0}) == "full"
+    assert plan.record_lookup(look, {"full": 1, "roomy": 0}) == "full"
     assert plan.next(1e8) is None
     assert plan.whole == [("full", chains[0]), ("full", chains[1])]
 
@@ -211,12 +211,12 @@ def test_an_index_that_is_wrong_costs_one_ask() -> None:
     )
     look = plan.next(1e8)
     assert isinstance(look, HandOverLook)
-    plan.looked(look, {"said": 2})
+    plan.record_lookup(look, {"said": 2})
     asked = []
     while (step := plan.next(1e8)) is not None:
         assert isinstance(step, HandOverAsk)
         asked.append(step.node_id)
-        plan.answered(step, *((0, 0) if step.node_id == "said" else (2, 2)))
+        plan.record_answer(step, *((0, 0) if step.node_id == "said" else (2, 2)))
     assert asked == ["said", "roomy"]
 
 
