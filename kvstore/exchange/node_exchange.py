@@ -30,11 +30,12 @@ log = logging.getLogger("pillion.kvnode")
 
 Service = tuple[str, Callable[[Any], None]]
 
-LOOK_AROUND_S = 1.0
+# Interval of checks whether another node is alive.
+PEER_POLL_S = 1.0
 
 
 class NodeExchange:
-    """A node's exchange with others. Raises ConfigError for a transport that its flags do not allow.
+    """Exchange of blocks with other nodes. Raises ConfigError for a transport that the flags do not allow.
 
     Attributes:
         pool: the exchanged pool; None before it has its shape.
@@ -50,10 +51,10 @@ class NodeExchange:
     @property
     def transport(self) -> str:
         """Transport that copies blocks between nodes."""
-        making = None if self.pool is None else self.pool.making
-        if making is None or not making.done() or making.exception():
+        plane_task = None if self.pool is None else self.pool.plane_task
+        if plane_task is None or not plane_task.done() or plane_task.exception():
             return self._kv_transport
-        return making.result().name
+        return plane_task.result().name
 
     async def start(self) -> None:
         """Start with the node. Raises ConfigError if the transport named by the flags is unusable."""
@@ -63,11 +64,11 @@ class NodeExchange:
 
     def services(self) -> Sequence[Service]:
         """Return the gRPC services for other nodes."""
-        servicer = KVPlaneServicer(self.shaped)
+        servicer = KVPlaneServicer(self.require_pool)
         return ((SERVICE_NAME, lambda server: kvplane_pb2_grpc.add_KVPlaneServicer_to_server(servicer, server)),)
 
     def open_pool(self, shape: PoolShape, memory: PoolMemory, pool: Pool) -> None:
-        """Start the exchange of a pool that got its shape and memory; its owner closes the memory."""
+        """Start exchanging blocks of a pool with its shape and memory; the caller closes the memory."""
         self.pool = ExchangedPool(
             shape,
             memory,
@@ -81,9 +82,9 @@ class NodeExchange:
 
     def source(self, node_id: str) -> SourceNode:
         """Return another node as a source of blocks. Raises Unavailable."""
-        return self.shaped().peers.source(node_id)
+        return self.require_pool().peers.source(node_id)
 
-    def shaped(self) -> ExchangedPool:
+    def require_pool(self) -> ExchangedPool:
         """Return the exchanged pool. Raises Unavailable before it has its shape."""
         if self.pool is None:
             raise Unavailable("no worker has attached to the KV node yet, so its pool has no shape")
@@ -91,12 +92,12 @@ class NodeExchange:
 
     async def run(self) -> None:
         """Create the data plane as soon as another node lives, so that the first fetch does not wait for it."""
-        pool = self.shaped()
-        while pool.making is None:
+        pool = self.require_pool()
+        while pool.plane_task is None:
             with contextlib.suppress(Unavailable):
                 if set(await self._addresses()) - {self._node_id}:
                     break
-            await asyncio.sleep(LOOK_AROUND_S)
+            await asyncio.sleep(PEER_POLL_S)
         try:
             await pool.plane()
         except ConfigError as error:
@@ -106,7 +107,7 @@ class NodeExchange:
     async def hand_over(self, plan: HandOver[bytes], look_up: LookUp) -> None:
         """Let other nodes fetch the chains that ``plan`` selects, until the plan ends. Raises nothing if nodes fail;
         less is handed over then."""
-        pool, loop = self.shaped(), asyncio.get_running_loop()
+        pool, loop = self.require_pool(), asyncio.get_running_loop()
         while (step := plan.next(loop.time())) is not None:
             if isinstance(step, float):
                 await asyncio.sleep(step - loop.time())
@@ -132,7 +133,7 @@ class NodeExchange:
     async def _look_up_chain(self, plan: HandOver[bytes], look: HandOverLook[bytes], look_up: LookUp) -> None:
         """Look up a chain in the index. If a full node has it, recreate the pins within the chain there."""
         node_id = plan.record_lookup(look, await look_up(b"".join(look.chain)))
-        pool = self.shaped()
+        pool = self.require_pool()
         if node_id is not None and (pins := pool.pins_of(look.chain)):
             try:
                 await (await pool.peers.get(node_id)).pin_prefixes(pins)

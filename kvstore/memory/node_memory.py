@@ -1,10 +1,11 @@
-"""A KV node's memory from its domain: the pool's segments and those of shared regions.
+"""Memory of a KV node: segments of its pool and of shared regions, allocated in its memory domain.
 
 open --> domain (a pool in host memory has its segment at once) --shape: first worker--> the pool's memory is mapped
                                                                       +-- it is refused --> freed again
 
-:class:`NodeMemory` creates a fresh pool at each start of the node, which ends with the node.
-:class:`pillion.kvstore.pool_survival.surviving_memory.SurvivingMemory` finds the pool of the node's previous life.
+:class:`NodeMemory` creates a fresh pool for each process of the node, which ends with it.
+:class:`pillion.kvstore.pool_survival.surviving_memory.SurvivingMemory` recovers the pool of the node's previous
+process.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class NodeMemory:
         self.shards: Shards | None = None
         self.pool_bytes = 0
         # Held while measuring and allocating the domain's remaining memory.
-        self._taking = asyncio.Lock()
+        self._allocating = asyncio.Lock()
 
     @property
     def domain(self) -> Domain:
@@ -73,12 +74,12 @@ class NodeMemory:
         """Create the pool's memory for a worker's blocks, once; does nothing if not even one block fits.
 
         On a GPU this determines the pool's size, because the attaching worker has its weights there already. Over
-        several GPUs, blocks of ``kv_rows`` rows (layers, keys and values apart) of ``kv_heads`` pieces are divided by
-        heads. Raises ConfigError, InvalidRequest for blocks that cannot be divided, and Conflict for a worker that
-        reconnects to a vanished pool on GPUs, since it occupies the memory that a fresh one needs.
+        several GPUs, blocks are divided by KV heads. Raises ConfigError, InvalidRequest for blocks that cannot be
+        divided, and Conflict for a worker that reconnects to a vanished pool on GPUs, since it occupies the memory that
+        a fresh one needs.
         """
         shards = self.domain.division(hello.block_bytes, hello.kv_rows, hello.kv_heads)
-        async with self._taking:
+        async with self._allocating:
             if self.pool is None:
                 await self._fill(hello, shards)
 
@@ -98,8 +99,8 @@ class NodeMemory:
         return [segment.fileno() for segment in self.segments]
 
     async def region(self, size_bytes: int, shard: int = 0) -> MadeSegment:
-        """Allocate memory beside a shard of the pool. Raises ConfigError if memory is short."""
-        async with self._taking:
+        """Allocate memory for a region on the device of a shard. Raises ConfigError if memory is short."""
+        async with self._allocating:
             return await until_over(asyncio.to_thread(self.domain.segment, size_bytes, shard))
 
     def check_integrity(self) -> None:

@@ -27,14 +27,14 @@ from pillion.kvstore.pool_survival.keeper_messages import (
 from pillion.net.private_socket import close_all, peer_gone, receive_line
 from pillion.wire.json_lines import line_to_bytes
 
-# The keeper serves calls one by one, none for longer than a second.
+# The keeper serves calls one by one, each for at most a second.
 KEEPER_TIMEOUT_S = 5.0
 
 
 @dataclass
 class KeeperDescriptors:
-    """Descriptors stored at the keeper under one name: of a pool's memories, and (place, pidfd) of processes. The owner
-    of this object closes them."""
+    """Descriptors stored at the keeper under one name: those of a pool's memories, and (place, pidfd) of each process
+    that uses the pool. The owner of this object closes them."""
 
     memories: list[int]
     processes: list[tuple[int, int]]
@@ -65,10 +65,9 @@ class PoolKeeper:
         return KeeperDescriptors(descriptors[: reply.memories], list(processes))
 
     def keep(self, name: str, memories: Sequence[int], processes: Sequence[tuple[int, int]] = ()) -> None:
-        """Replace the descriptors stored under ``name``: the pool's memories, and ``processes`` by place and pidfd. The
-        caller still owns its own. Raises Unavailable, also if another live node has stored descriptors under that
-        name."""
-        # With the previous connection open, the keeper would mistake this node for another one.
+        """Replace the descriptors stored under ``name`` by duplicates of these: the pool's memories, and (place, pidfd)
+        of ``processes``. Raises Unavailable, also if another live node has stored descriptors under that name."""
+        # While the previous connection is open, the keeper takes this node for another one.
         self.close()
         places = tuple(place for place, _ in processes)
         hello = KeeperHello(action="keep", name=name, memories=len(memories), places=places)
@@ -76,7 +75,7 @@ class PoolKeeper:
         close_all(descriptors)
         if not reply.kept:
             sock.close()
-            raise Unavailable(f"the pool's keeper keeps nothing: {reply.error or 'it gave no reason'}")
+            raise Unavailable(f"the pool's keeper stored nothing: {reply.error or 'it gave no reason'}")
         sock.setblocking(False)
         self._connection = sock
 
@@ -111,5 +110,5 @@ class PoolKeeper:
         except (OSError, PillionError) as error:
             sock.close()
             close_all(received)
-            why = error.message if isinstance(error, PillionError) else error.strerror or str(error)
-            raise Unavailable(f"no answer from the pool's keeper at {self._path}: {why}") from None
+            reason = error.message if isinstance(error, PillionError) else error.strerror or str(error)
+            raise Unavailable(f"no answer from the pool's keeper at {self._path}: {reason}") from None

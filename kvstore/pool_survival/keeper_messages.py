@@ -11,15 +11,16 @@ import msgspec
 from msgspec import Meta
 
 from pillion._version import PROTOCOL, VERSION
+from pillion.kvstore.memory.head_shares import MAX_SHARDS
 from pillion.wire.json_lines import message_of
 
 MAX_KEEPER_LINE_BYTES = 8192
+# Descriptors of a pool besides its shards on GPUs: the file with its places, and its table.
 MIN_KEPT_MEMORIES = 2
-# Processes per pool on GPUs. They are sent in one message with the pool's memories, and Linux passes at most 253
-# descriptors.
+# Max processes per pool on GPUs. Their pidfds are sent in one message with the pool's memory fds, and Linux allows 253
+# fds per message.
 MAX_KEPT_PROCESSES = 200
-# Memories per pool on GPUs: its shards, the file of its places, and its table.
-MAX_KEPT_MEMORIES = 18
+MAX_KEPT_MEMORIES = MAX_SHARDS + MIN_KEPT_MEMORIES
 
 KeeperAction = Annotated[str, Meta(pattern=r"^(keep|take|drop)\Z")]
 Places = Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=MAX_KEPT_PROCESSES)]
@@ -33,8 +34,8 @@ class KeeperHello(msgspec.Struct, frozen=True, kw_only=True):
         action: "keep" replaces the descriptors stored under ``name`` by the attached ones; "take" requests them; "drop"
             closes them.
         name: the node's id.
-        places: places in the pool of the processes whose pidfds are the last attached descriptors, in order.
-        memories: number of descriptors before those.
+        places: places of the pool's processes, whose pidfds are the last attached descriptors, in this order.
+        memories: number of attached descriptors of memory, which precede the pidfds.
     """
 
     action: KeeperAction

@@ -41,22 +41,26 @@ log = logging.getLogger("pillion.keeper")
 
 REQUEST_TIMEOUT_S = 1.0
 KEEPER_BACKLOG = 16
-MAX_KEPT = 64
-# Descriptors held, including the nodes' connections. With those of one request this stays below 1,024, the limit of
-# open files on most systems.
+# Max pools.
+MAX_POOLS = 64
+# Max open descriptors of all pools and of the nodes' connections. With those of one request this stays below 1,024,
+# the limit of open files on most systems.
 MAX_KEPT_DESCRIPTORS = 768
 ACCEPT_PAUSE_S = 0.5
 # How long a pool is stored without its node, and the interval of that check. The pool may be most of the machine's
 # memory, and an operator who restarts a node does so within minutes.
 KEPT_WITHOUT_NODE_S = 3600.0
-LOOK_S = 10.0
+CHECK_INTERVAL_S = 10.0
 
 
 @dataclass
-class _Kept:
-    """Descriptors stored for one node. ``node`` is the connection of the node that sent them; the last ones are pidfds
-    of processes with these ``places`` in its pool. ``gone_s`` is when the node's end was detected, on the monotonic
-    clock."""
+class _StoredPool:
+    """Descriptors stored for one node, the last of which are pidfds of processes with these ``places`` in its pool.
+
+    Attributes:
+        node: the connection of the node that sent them.
+        gone_s: time at which the node's end was detected, on the monotonic clock.
+    """
 
     descriptors: list[int]
     places: tuple[int, ...]
@@ -73,25 +77,25 @@ class _Kept:
 class KeeperServer:
     """Descriptors stored for nodes, by name."""
 
-    kept: dict[str, _Kept] = field(default_factory=dict)
+    kept: dict[str, _StoredPool] = field(default_factory=dict)
 
     def serve(self, sock: socket.socket) -> None:
         """Serve one connection; close it, or store it with its descriptors."""
         descriptors: list[int] = []
-        stays = False
+        stored = False
         try:
             sock.settimeout(REQUEST_TIMEOUT_S)
             line, descriptors = receive_line(sock, MAX_KEEPER_LINE_BYTES, MAX_KEPT_MEMORIES + MAX_KEPT_PROCESSES)
             hello = keeper_hello_from_line(line)
             if hello.action == "take":
-                self._give(sock, hello.name)
+                self._send(sock, hello.name)
             elif hello.action == "drop":
-                if self._left(hello.name) is not None:
+                if self._entry_of_dead(hello.name) is not None:
                     self._drop(self.kept.pop(hello.name))
                 _answer(sock, KeeperReply())
             else:
                 self._keep(sock, hello, descriptors)
-                descriptors, stays = [], True
+                descriptors, stored = [], True
         except PillionError as error:
             _answer(sock, KeeperReply(error=error.message))
         except OSError as error:
@@ -99,11 +103,11 @@ class KeeperServer:
             log.debug("a connection failed: %s", error)
         finally:
             close_all(descriptors)
-            if not stays:
+            if not stored:
                 sock.close()
 
-    def look(self, now_s: float) -> None:
-        """Drop each pool whose node was gone for KEPT_WITHOUT_NODE_S; called at least every LOOK_S."""
+    def drop_abandoned(self, now_s: float) -> None:
+        """Drop each pool whose node has been gone for KEPT_WITHOUT_NODE_S. Call at least every CHECK_INTERVAL_S."""
         for name, kept in tuple(self.kept.items()):
             if kept.gone_s is None and peer_gone(kept.node):
                 kept.gone_s = now_s
@@ -120,36 +124,37 @@ class KeeperServer:
     def _keep(self, sock: socket.socket, hello: KeeperHello, descriptors: list[int]) -> None:
         if hello.memories < MIN_KEPT_MEMORIES or len(descriptors) != hello.memories + len(hello.places):
             wanted = f"{hello.memories} of a pool and {len(hello.places)} of processes"
-            raise InvalidRequest(f"{len(descriptors)} descriptors came; {wanted} were promised")
-        if hello.name not in self.kept and len(self.kept) >= MAX_KEPT:
-            raise Overloaded(f"{MAX_KEPT} pools are kept already")
+            raise InvalidRequest(f"{len(descriptors)} descriptors came; {wanted} were announced")
+        if hello.name not in self.kept and len(self.kept) >= MAX_POOLS:
+            raise Overloaded(f"{MAX_POOLS} pools are stored already")
         others = sum(len(kept.descriptors) + 1 for name, kept in self.kept.items() if name != hello.name)
         if others + len(descriptors) + 1 > MAX_KEPT_DESCRIPTORS:
             raise Overloaded(
-                f"{others} descriptors of other pools are kept already, and this pool has {len(descriptors)}: the"
+                f"{others} descriptors of other pools are stored already, and this pool has {len(descriptors)}: the"
                 f" keeper holds at most {MAX_KEPT_DESCRIPTORS}"
             )
-        before = self._left(hello.name)
+        before = self._entry_of_dead(hello.name)
         _answer(sock, KeeperReply(kept=True))
         sock.setblocking(False)
-        self.kept[hello.name] = _Kept(descriptors, hello.places, sock)
+        self.kept[hello.name] = _StoredPool(descriptors, hello.places, sock)
         if before is not None:
             self._drop(before)
         log.info("keeping the pool of %s", hello.name)
 
-    def _left(self, name: str) -> _Kept | None:
-        """Return the entry of a node that is gone, None if there is none. Raises Conflict if that node lives."""
+    def _entry_of_dead(self, name: str) -> _StoredPool | None:
+        """Return the pool stored for a node that has ended, None if there is none. Raises Conflict if the node
+        lives."""
         before = self.kept.get(name)
         if before is not None and not peer_gone(before.node):
             raise Conflict(f"another node named {name} is running: give each node a --node-id of its own")
         return before
 
-    def _give(self, sock: socket.socket, name: str) -> None:
+    def _send(self, sock: socket.socket, name: str) -> None:
         kept = self.kept.get(name)
         _answer(sock, kept.reply if kept else KeeperReply(), kept.descriptors if kept else ())
 
     @staticmethod
-    def _drop(kept: _Kept) -> None:
+    def _drop(kept: _StoredPool) -> None:
         kept.node.close()
         close_all(kept.descriptors)
 
@@ -178,12 +183,12 @@ def _accepted(server: socket.socket) -> socket.socket | None:
 def run_keeper(path: str) -> None:
     """Store pools at the Unix socket ``path`` until the process ends. Raises ConfigError for an invalid path."""
     server, keeper = listen_private(path, KEEPER_BACKLOG, "keep pools"), KeeperServer()
-    server.settimeout(LOOK_S)
+    server.settimeout(CHECK_INTERVAL_S)
     try:
         while True:
             if (sock := _accepted(server)) is not None:
                 keeper.serve(sock)
-            keeper.look(time.monotonic())
+            keeper.drop_abandoned(time.monotonic())
     finally:
         keeper.close()
         server.close()

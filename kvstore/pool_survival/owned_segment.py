@@ -1,7 +1,7 @@
-"""Host memory that one process owns, and the places of the processes that use it.
+"""Host memory that one process owns and others use. A place is a byte offset of its file, which a process locks.
 
-The node owns the memory while it maps it through a separate descriptor with place 0 of the file locked. Workers lock
-places of their own (:mod:`pillion.kvstore.memory.segment`).
+The node owns the memory while it maps it through a separate descriptor with place 0 locked. Each worker locks the place
+with its epoch's number (:mod:`pillion.kvstore.memory.segment`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from pillion.errors import ConfigError
 from pillion.kvstore.memory.segment import FLOCK, Segment, lock_place, reopened
 
-# Place of the owning node. Workers' places are their epochs.
+# Place of the owning node; that of a worker is its epoch.
 OWNER = 0
 
 
@@ -24,13 +24,13 @@ class OwnedSegment(Segment):
 
     @classmethod
     def from_descriptor(cls, descriptor: int) -> OwnedSegment:
-        """Return the segment left by an earlier process, taking over ``descriptor``. Raises ConfigError if the
-        segment's size could change."""
+        """Return the segment of an earlier process behind ``descriptor``, which it then owns. Raises ConfigError if the
+        size of the file could change."""
         segment = cls.__new__(cls)
         segment.size_bytes, segment._fd = os.fstat(descriptor).st_size, descriptor
         if not _is_sealed(descriptor):
             segment.close()
-            raise ConfigError("the kept memory does not belong to a KV node")
+            raise ConfigError("the stored memory does not belong to a KV node")
         return segment
 
     @property
@@ -39,8 +39,8 @@ class OwnedSegment(Segment):
         return self._own_fd if self._own_fd >= 0 else self._fd
 
     def own(self) -> bool:
-        """Try to own the segment until it is closed and unmapped (``to_map``). Return False if another process owns it.
-        Raises OSError if the system has no such locks."""
+        """Lock the owner's place, until the segment is closed and its mapping by ``to_map`` ends. Return False if
+        another process owns it. Raises OSError if the system has no open file description locks."""
         if self._own_fd >= 0:
             return True
         own_fd = reopened(self._fd)
@@ -69,12 +69,12 @@ class OwnedSegment(Segment):
 def locked_places(descriptor: int) -> set[int]:
     """Return the places after OWNER that are locked through other open files. Raises OSError."""
     places = set[int]()
-    # F_OFD_GETLK returns any one lock within a range, so search both sides of it. Length 0 means no end.
+    # F_OFD_GETLK returns any lock within a range, so search on both sides of it. Length 0 means no end.
     ranges = [(OWNER + 1, 0)]
     while ranges:
         first, length = ranges.pop()
-        asked = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, first, length, 0)
-        kind, _, start, locked, _ = FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, asked))
+        query = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, first, length, 0)
+        kind, _, start, locked, _ = FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, query))
         if kind == fcntl.F_UNLCK:
             continue
         places.add(start)

@@ -34,7 +34,6 @@ VERSION = 1
 _MAGIC = int.from_bytes(b"PillionT", "little")
 _HEADER = struct.Struct(f"=QQ{POOL_ID_BYTES}sQQ{HASH_BYTES}s")
 _BODY = struct.Struct(f"={HASH_BYTES}s{HASH_BYTES}sQQ")
-_WORD = struct.Struct("=Q")
 HEADER_WORDS = _HEADER.size // WORD_BYTES + 1
 ENTRY_WORDS = _BODY.size // WORD_BYTES + 1
 NO_PARENT = bytes(HASH_BYTES)
@@ -80,24 +79,24 @@ class SlotTable:
         """Create an empty table in zeroed memory. The shape's namespace has HASH_BYTES bytes."""
         table = cls(words, pool_id, shape)
         header = table._header()
-        for place, word in enumerate(_words(header)):
-            words[place] = word
+        for index, word in enumerate(_words(header)):
+            words[index] = word
         words[HEADER_WORDS - 1] = _check(header)
         return table
 
     @classmethod
-    def found(cls, words: memoryview) -> SlotTable:
+    def open(cls, words: memoryview) -> SlotTable:
         """Open the table of an earlier process. Raises ConfigError if ``words`` is no table of this version."""
         if len(words) < HEADER_WORDS:
-            raise ConfigError("the kept memory is too short for a table of blocks")
-        header = b"".join(_WORD.pack(words[place]) for place in range(HEADER_WORDS - 1))
+            raise ConfigError("the stored memory is too short for a table of blocks")
+        header = struct.pack(f"={HEADER_WORDS - 1}Q", *words[: HEADER_WORDS - 1])
         magic, version, pool_id, num_slots, block_bytes, namespace = _HEADER.unpack(header)
         if magic != _MAGIC or words[HEADER_WORDS - 1] != _check(header):
-            raise ConfigError("the kept memory is not a table of blocks")
+            raise ConfigError("the stored memory is not a table of blocks")
         if version != VERSION:
-            raise ConfigError(f"the table of kept blocks is of version {version}, this node's of {VERSION}")
+            raise ConfigError(f"the stored table of blocks has version {version}, this node needs {VERSION}")
         if len(words) * WORD_BYTES < table_bytes(num_slots):
-            raise ConfigError("the table of kept blocks is too short for its pool")
+            raise ConfigError("the stored table of blocks is too short for its pool")
         return cls(words, pool_id, PoolShape(num_slots, block_bytes, namespace.hex()))
 
     def forsake(self) -> None:
@@ -109,22 +108,22 @@ class SlotTable:
         self.remove(slot)
         self._number += 1
         body = _BODY.pack(block_hash, parent, checksum, self._number)
-        first = self._place(slot)
-        for place, word in enumerate(_words(body), first):
-            self._words[place] = word
+        first = self._first_word(slot)
+        for index, word in enumerate(_words(body), first):
+            self._words[index] = word
         self._words[first + ENTRY_WORDS - 1] = self._entry_check(slot, body)
 
     def remove(self, slot: int) -> None:
         """Empty the entry of ``slot``."""
-        self._words[self._place(slot) + ENTRY_WORDS - 1] = 0
+        self._words[self._first_word(slot) + ENTRY_WORDS - 1] = 0
 
     def read(self, slot: int) -> SurvivingBlock | None:
         """Return a slot's entry, or None if it is empty or incomplete."""
-        first = self._place(slot)
+        first = self._first_word(slot)
         check = self._words[first + ENTRY_WORDS - 1]
         if not check:
             return None
-        body = b"".join(_WORD.pack(self._words[place]) for place in range(first, first + ENTRY_WORDS - 1))
+        body = struct.pack(f"={ENTRY_WORDS - 1}Q", *self._words[first : first + ENTRY_WORDS - 1])
         if check != self._entry_check(slot, body):
             return None
         block_hash, parent, checksum, number = _BODY.unpack(body)
@@ -133,19 +132,19 @@ class SlotTable:
     def blocks(self) -> list[SurvivingBlock]:
         """Return all entries in the order of writing, and empty incomplete ones. Later entries get greater numbers.
         O(slots)."""
-        found = []
+        entries = []
         for slot in range(self.shape.num_slots):
             entry = self.read(slot)
             if entry is not None:
-                found.append(entry)
-            elif self._words[self._place(slot) + ENTRY_WORDS - 1]:
+                entries.append(entry)
+            elif self._words[self._first_word(slot) + ENTRY_WORDS - 1]:
                 self.remove(slot)
-        found.sort(key=lambda entry: entry.number)
-        if found:
-            self._number = max(self._number, found[-1].number)
-        return found
+        entries.sort(key=lambda entry: entry.number)
+        if entries:
+            self._number = max(self._number, entries[-1].number)
+        return entries
 
-    def _place(self, slot: int) -> int:
+    def _first_word(self, slot: int) -> int:
         return HEADER_WORDS + slot * ENTRY_WORDS
 
     def _header(self) -> bytes:
@@ -154,7 +153,7 @@ class SlotTable:
         return _HEADER.pack(_MAGIC, VERSION, self.pool_id, shape.num_slots, shape.block_bytes, namespace)
 
     def _entry_check(self, slot: int, body: bytes) -> int:
-        return _check(self.pool_id + _WORD.pack(slot) + body)
+        return _check(self.pool_id + struct.pack("=Q", slot) + body)
 
 
 def _check(data: bytes) -> int:

@@ -1,4 +1,4 @@
-"""Table of the ledger's committed blocks beside the pool, which makes them recoverable after a KV node's death.
+"""Maintains the table of the ledger's committed blocks, from which they are recovered after a KV node's death.
 
     commit    the block is in the ledger --its checksum is computed--> its entry is written
     eviction  the block has left the ledger --> its entry is removed --> its slot is leased, written to, ...
@@ -12,7 +12,7 @@ An entry is removed before its slot is leased, because the node passes the ledge
 written some time after the commit, so a death loses the blocks committed just before it.
 
 No I/O (I9): checksums are computed elsewhere and passed to :meth:`SurvivingBlocks.seal` and
-:meth:`SurvivingBlocks.take`.
+:meth:`SurvivingBlocks.resolve`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from pillion.kvstore.pool_survival.slot_table import NO_PARENT, SlotTable, Survi
 
 
 class SurvivingBlocks:
-    """Table of one pool, and the surviving blocks that are not in ``ledger`` again. Only the node's loop calls it.
+    """The table of one pool, and the surviving blocks that wait to be recovered. Only the node's loop calls it.
 
     Attributes:
         pending: surviving blocks by hash, in order of writing. The node itself leases their slots.
-        recovered, dropped: number of surviving blocks back in the ledger, and lost.
+        recovered, dropped: numbers of surviving blocks that are in the ledger again, and that are lost.
     """
 
     def __init__(self, ledger: Ledger, table: SlotTable) -> None:
@@ -40,9 +40,9 @@ class SurvivingBlocks:
         self._ledger = ledger
         self._table = table
         self._epoch = 0
-        # Parent hash -> hashes of its pending children.
+        # Hashes of pending children by parent hash.
         self._children: dict[bytes, dict[bytes, None]] = {}
-        # Committed blocks without an entry, and the slots of those with one.
+        # Committed blocks without an entry in the table, and slots of the committed blocks with one.
         self._unsealed: dict[bytes, None] = {}
         self._slots: dict[bytes, int] = {}
 
@@ -70,50 +70,50 @@ class SurvivingBlocks:
             if slot is not None:
                 self._table.remove(slot)
 
-    def unsealed(self, most: int) -> list[Block]:
-        """Return up to ``most`` committed blocks without an entry."""
+    def unsealed(self, limit: int) -> list[Block]:
+        """Return up to ``limit`` committed blocks that have no entry in the table yet."""
         known = self._ledger.tree.by_hash
-        return [known[block_hash] for block_hash in islice(self._unsealed, most)]
+        return [known[block_hash] for block_hash in islice(self._unsealed, limit)]
 
     def seal(self, blocks: Sequence[Block], checksums: Sequence[int]) -> None:
-        """Write entries for those of ``blocks`` that are still in the ledger. The checksums of others may be of
-        overwritten bytes and are ignored."""
+        """Write entries for those of ``blocks`` that are still in the ledger. Ignores blocks evicted meanwhile, since
+        their checksums may be of overwritten bytes."""
         for block, checksum in zip(blocks, checksums, strict=True):
             if self._ledger.tree.by_hash.get(block.hash) is block and block.hash in self._unsealed:
                 del self._unsealed[block.hash]
                 block.checksum = checksum
                 self._write(block)
 
-    def next_run(self, most: int) -> list[SurvivingBlock]:
-        """Return up to ``most`` pending blocks of one chain to verify next, parents first; empty at the end."""
+    def next_run(self, limit: int) -> list[SurvivingBlock]:
+        """Return up to ``limit`` pending blocks of one chain to verify next, parents first; empty at the end."""
         entry = next(iter(self.pending.values()), None)
         while entry is not None and entry.parent in self.pending:
             entry = self.pending[entry.parent]
         run: list[SurvivingBlock] = []
-        while entry is not None and len(run) < most:
+        while entry is not None and len(run) < limit:
             run.append(entry)
             children = self._children.get(entry.hash)
             entry = self.pending[next(iter(children))] if children else None
         return run
 
-    def run_of(self, hashes: Sequence[bytes], most: int) -> list[SurvivingBlock]:
-        """Return up to ``most`` pending blocks that continue a chain after its blocks in the ledger."""
+    def run_of(self, hashes: Sequence[bytes], limit: int) -> list[SurvivingBlock]:
+        """Return up to ``limit`` pending blocks that continue a chain after its blocks in the ledger."""
         run: list[SurvivingBlock] = []
         known = self._ledger.tree.by_hash
         for block_hash in hashes:
             if block_hash in known:
                 continue
             entry = self.pending.get(block_hash)
-            if entry is None or len(run) >= most:
+            if entry is None or len(run) >= limit:
                 break
             run.append(entry)
         return run
 
-    def take(self, run: Sequence[SurvivingBlock], checksums: Sequence[int]) -> int:
-        """Add a run's blocks to the ledger if their checksums match and their parents are in it, and free the slots of
-        the others. Return how many were added. The run is the latest result of :meth:`next_run` or
+    def resolve(self, run: Sequence[SurvivingBlock], checksums: Sequence[int]) -> int:
+        """Add the blocks of a run to the ledger if their checksums match and their parents are in it, and free the
+        slots of the other blocks. Return how many were added. ``run``: the latest result of :meth:`next_run` or
         :meth:`run_of`."""
-        known, taken = self._ledger.tree.by_hash, self.recovered
+        known, before = self._ledger.tree.by_hash, self.recovered
         good: list[SurvivingBlock] = []
         for entry, checksum in zip(run, checksums, strict=True):
             here = entry.hash in known
@@ -121,33 +121,33 @@ class SurvivingBlocks:
             if not here and follows and checksum == entry.checksum:
                 good.append(entry)
                 continue
-            # The chain may continue after a recomputed block, so go on with the following ones.
+            # A later block may continue a chain of recomputed blocks, so go on with the rest of the run.
             self._restore(good)
             good = []
             self._drop(entry, lost=not here)
         self._restore(good)
         if not self.pending:
             self._ledger.end_epoch(self._epoch)
-        return self.recovered - taken
+        return self.recovered - before
 
     def check_integrity(self) -> None:
         """Raise Internal on contradictions between table, ledger and pending blocks. O(slots)."""
         known = self._ledger.tree.by_hash
-        told = {slot: entry for slot in range(self._table.shape.num_slots) if (entry := self._table.read(slot))}
-        kept = {slot: block_hash for block_hash, slot in self._slots.items()}
-        kept |= {entry.slot: entry.hash for entry in self.pending.values()}
-        if kept != {slot: entry.hash for slot, entry in told.items()}:
-            raise Internal("the table names other blocks than those that are kept")
+        entries = {slot: entry for slot in range(self._table.shape.num_slots) if (entry := self._table.read(slot))}
+        expected = {slot: block_hash for block_hash, slot in self._slots.items()}
+        expected |= {entry.slot: entry.hash for entry in self.pending.values()}
+        if expected != {slot: entry.hash for slot, entry in entries.items()}:
+            raise Internal("the table has other blocks than those recorded or pending")
         for block_hash, slot in self._slots.items():
             block = known.get(block_hash)
             if block is None or block.slot != slot:
                 raise Internal(f"slot {slot} is in the table, and its block is not in the ledger")
         if known.keys() != self._unsealed.keys() | self._slots.keys() or self._unsealed.keys() & self._slots.keys():
-            raise Internal("a committed block is neither in the table nor on its way there, or both")
+            raise Internal("a committed block is neither in the table nor waiting to be written, or both")
         holder = self._ledger.holders.get(self._epoch)
         claimed = set(holder.leased) if holder is not None else set()
         if claimed != {entry.slot for entry in self.pending.values()}:
-            raise Internal("the slots of kept blocks are not those that are claimed")
+            raise Internal("the slots of pending blocks are not those that are claimed")
 
     def _restore(self, run: Sequence[SurvivingBlock]) -> None:
         if not run:

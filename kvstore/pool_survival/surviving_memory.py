@@ -1,5 +1,5 @@
-"""Memory of a KV node whose pool outlives its process: finds the pool of the node's previous life, and recovers it or
-leaves it to its users.
+"""Memory of a KV node whose pool outlives its process: finds the pool of the node's previous process, and recovers it
+or leaves it to its users.
 
     open     the keeper's descriptors under this node's name --> found
     shape    found --same shape, and no process uses it any more--> the pool
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import mmap
 from collections.abc import Callable
 
 from pillion.config import KVNodeFlags
@@ -28,13 +29,14 @@ from pillion.kvstore.node.attach_server import UNSEEN_PROCESS
 from pillion.kvstore.pool_survival.keeper_client import PoolKeeper
 from pillion.kvstore.pool_survival.owned_segment import OwnedSegment
 from pillion.kvstore.pool_survival.survival import PoolSurvival
-from pillion.kvstore.pool_survival.surviving_pool import PLACES_BYTES, SurvivingPool
+from pillion.kvstore.pool_survival.surviving_pool import SurvivingPool
 from pillion.wire.attach import AttachHello, AttachReply
 
 log = logging.getLogger("pillion.kvnode")
 
 
 def open_keeper(socket_path: str) -> PoolKeeper:
+    """Return a connection to the keeper. A separate function, so that simulations can replace the keeper."""
     return PoolKeeper(socket_path)
 
 
@@ -44,7 +46,7 @@ class SurvivingMemory(NodeMemory):
     Attributes:
         keeper: holds the pool's descriptors while no node runs.
         surviving: the pool as stored at the keeper, set by :meth:`shape`; None if the pool ends with this node.
-        drained: places of workers of the node's previous life whose last step has ended.
+        drained: places of workers of the node's previous process whose last step has ended.
     """
 
     def __init__(self, flags: KVNodeFlags, open_domain: Callable[[KVNodeFlags], Domain]) -> None:
@@ -60,19 +62,19 @@ class SurvivingMemory(NodeMemory):
 
     async def open(self) -> None:
         await super().open()
-        # Close the new memory: whether the previous pool is recovered depends on the first worker's block size and
-        # namespace.
+        # Close the new memory: the first worker's block size and namespace decide whether the previous pool is
+        # recovered.
         self._close_segments()
         await until_over(asyncio.to_thread(self._find))
         if self._found and self.domain.kind == HOST and self._found.places.size_bytes != self.pool_bytes:
             size = f"{self._found.places.size_bytes} bytes, this node's {self.pool_bytes}"
-            log.warning("the pool of this node's previous life is not recovered: it has %s", size)
+            log.warning("the pool of this node's previous process is not recovered: it has %s", size)
             await self._drop_found()
 
     def unshape(self) -> None:
         super().unshape()
         kept, self.surviving = self.surviving, None
-        if kept is not None and kept.taken:
+        if kept is not None and kept.recovered:
             self._found, self.segments = kept, []
         elif kept is not None:
             kept.close()
@@ -84,7 +86,7 @@ class SurvivingMemory(NodeMemory):
             if self._found is None:
                 raise
         async with self._allocating:
-            log.warning("the pool of this node's previous life is given up: its memory is needed")
+            log.warning("the pool of this node's previous process is dropped: its memory is needed")
             await self._drop_found()
         return await super().region(size_bytes, shard)
 
@@ -102,15 +104,16 @@ class SurvivingMemory(NodeMemory):
         kept = self.surviving
         if kept is None:
             return ""
-        if reason := self._why_not_kept(hello):
+        if reason := self._why_unrecoverable(hello):
             log.warning("%s %s: this pool will not outlive the node", hello.component_id, reason)
             kept.forsake()
-        # A worker on GPUs takes its place in the pool's file, which it only gets if the pool survives.
+        # Workers on GPUs lock places of a separate file, which they only get if the pool survives the node.
         has_places = self.domain.kind == HOST or (bool(kept.memory_fds) and not kept.forsaken)
         return kept.pool_id if hello.takes_place and has_places else ""
 
-    def _why_not_kept(self, hello: AttachHello) -> str:
-        """Return why the node could not prove that this worker stopped using the pool; empty if it could."""
+    def _why_unrecoverable(self, hello: AttachHello) -> str:
+        """Return why a later process of the node could not prove that this worker has stopped using the pool; "" if it
+        could."""
         if not hello.takes_place:
             return "is of an older version"
         if self.domain.kind != HOST and hello.processes > 1:
@@ -140,22 +143,22 @@ class SurvivingMemory(NodeMemory):
         return PoolSurvival(self._flags.node_id, self.keeper, self.surviving, ledger, self.pool, changed)
 
     def _find(self) -> None:
-        """Find the pool of this node's previous life, on a thread."""
+        """Find the pool of this node's previous process, on a thread."""
         shards = 0 if self.domain.kind == HOST else len(self.domain.device_uuids)
         try:
             kept = self.keeper.take(self._flags.node_id)
         except PillionError as error:
             log.warning("%s", error.message)
             return
-        self._found = SurvivingPool.found(kept, shards) if kept is not None else None
+        self._found = SurvivingPool.reopen(kept, shards) if kept is not None else None
         if shards and kept is not None and self._found is None:
-            self._drop()
+            self._drop_at_keeper()
 
     async def _fill(self, hello: AttachHello, shards: Shards) -> None:
         await self._choose(shards, hello.namespace)
         await super()._fill(hello, shards)
         if self.pool is not None and self.domain.kind != HOST and self.surviving is None:
-            self._keep(self._shape(self.pool.num_slots, shards, hello.namespace))
+            self._make_surviving(self._shape(self.pool.num_slots, shards, hello.namespace))
 
     async def _choose(self, shards: Shards, namespace: str) -> None:
         """Recover the found pool, or drop it and create a fresh one, if that is in host memory."""
@@ -163,9 +166,9 @@ class SurvivingMemory(NodeMemory):
         if found is not None:
             if not await until_over(asyncio.to_thread(self._fits, found, shards, namespace)):
                 log.warning(
-                    "the pool of this node's previous life has another shape or is of another model: it is left"
+                    "the pool of this node's previous process has another shape or model: it is left to its users"
                 )
-            elif await found.freed(self.drained) and await self._take(found, shards):
+            elif await found.wait_unused(self.drained) and await self._open_found(found, shards):
                 self._found, self.surviving = None, found
                 return
         num_slots = slots_of(self.pool_bytes, shards.block_bytes)
@@ -173,7 +176,7 @@ class SurvivingMemory(NodeMemory):
             return
         await self._drop_found()
         if self.domain.kind == HOST:
-            # An attempt for an earlier, refused worker may have left segments.
+            # Creating a pool for an earlier, refused worker may have left segments.
             self._close_segments()
             segment = await until_over(asyncio.to_thread(OwnedSegment, self.pool_bytes))
             self.segments.append(segment)
@@ -189,7 +192,7 @@ class SurvivingMemory(NodeMemory):
             return shape.num_slots == slots_of(self.domain.pool_bytes(shards), shards.block_bytes)
         return True
 
-    async def _take(self, found: SurvivingPool, shards: Shards) -> bool:
+    async def _open_found(self, found: SurvivingPool, shards: Shards) -> bool:
         """Open an owned pool with its blocks; return False if its memory is unavailable."""
         domain = self.domain
         if domain.kind != HOST:
@@ -199,7 +202,7 @@ class SurvivingMemory(NodeMemory):
                     asyncio.to_thread(domain.map_descriptors, found.memory_fds, num_slots, shards)
                 )
             except ConfigError as error:
-                log.warning("the pool of this node's previous life is not recovered: %s", error.message)
+                log.warning("the pool of this node's previous process is not recovered: %s", error.message)
                 return False
             self.pool_bytes = num_slots * shards.block_bytes
         else:
@@ -211,9 +214,9 @@ class SurvivingMemory(NodeMemory):
         """Return the shape to record in a surviving pool's table."""
         return PoolShape(num_slots, shards.block_bytes, self.domain.layout_id(namespace, shards))
 
-    def _keep(self, shape: PoolShape) -> None:
+    def _make_surviving(self, shape: PoolShape) -> None:
         """Make a fresh pool on GPUs survive this node, if the system supports that."""
-        places = OwnedSegment(PLACES_BYTES)
+        places = OwnedSegment(mmap.PAGESIZE)
         self.surviving = SurvivingPool.make(places, shape, [segment.fileno() for segment in self.segments])
         if self.surviving is None:
             places.close()
@@ -229,9 +232,9 @@ class SurvivingMemory(NodeMemory):
         on_gpus = self._found is not None and bool(self._found.memory_fds)
         self._close_found()
         if on_gpus:
-            await until_over(asyncio.to_thread(self._drop))
+            await until_over(asyncio.to_thread(self._drop_at_keeper))
 
-    def _drop(self) -> None:
+    def _drop_at_keeper(self) -> None:
         """Make the keeper drop a pool on GPUs, on a thread."""
         try:
             self.keeper.drop(self._flags.node_id)

@@ -1,16 +1,16 @@
 """A pool whose memory outlives its node.
 
-    start    keeper --descriptors of this node's previous life--> found, if they fit this node's flags
-    shape    found --same block bytes and namespace, and no process but drained ones uses it--> recovered
+    start    keeper --descriptors of this node's previous process--> reopened, if they fit this node's flags
+    shape    reopened --same block bytes and namespace, and no process but drained ones uses it--> recovered
                '-- another shape; or still used after PATIENCE_S --> left to its users, and a fresh one created
     fresh    pool and table --> owned --> sent to the keeper --> the first worker gets the pool
-    forsaken no later life recovers the pool; a pool on GPUs is dropped by the keeper for good
+    forsaken no later process recovers the pool; the keeper drops a forsaken pool on GPUs
 
-**Which processes may still write.** Workers of the previous life write to their slots until they detect its end. A
+**Which processes may still write.** Workers of the previous process write to their slots until they detect its end. A
 worker locks a place of the pool's file before the node leases it any slot, and holds the lock while it maps the pool.
 So a pool is recovered when only workers that have reported the end of their last step to this node have places locked.
 Reading is no safer than writing: a worker that has not noticed reads blocks that it had pinned, and they must not be
-evicted under it. The previous node itself, whose threads fetch blocks, holds the place OWNER likewise.
+evicted under it. The previous node itself, whose threads fetch blocks, has the place OWNER locked likewise.
 
 **A pool on GPUs.** GPU memory has no such locks, so the places are those of an accompanying file of one page. Locks are
 not enough: a process's files are closed in any order, and a kernel that it has launched may run while the GPU's own
@@ -49,11 +49,11 @@ from pillion.net.private_socket import close_all
 
 log = logging.getLogger("pillion.kvnode")
 
-# How long workers of the previous life may still use a pool: longer than a step. Without the pool every stream
-# recomputes its prompt, but a stopped worker must not delay the others.
+# How long to wait for workers of the previous process to stop using a pool: longer than a step. Without the pool every
+# stream recomputes its prompt, but a paused worker must not delay the other workers.
 PATIENCE_S = 5.0
-LOOK_S = 0.01
-PLACES_BYTES = mmap.PAGESIZE
+# Interval of checks whether the pool is still used.
+POLL_S = 0.01
 
 
 class SurvivingPool:
@@ -63,9 +63,9 @@ class SurvivingPool:
         places: segment whose file has the places: the pool in host memory, or the file that accompanies GPU memory.
         memory_fds: descriptors of GPU memory, one per shard; empty for a pool in host memory.
         table: table of the blocks in the pool.
-        entries: blocks of the node's previous life; empty for a fresh pool.
-        taken: True if the previous life created the pool.
-        forsaken: True if no later life can recover the pool.
+        entries: blocks of the node's previous process; empty for a fresh pool.
+        recovered: True if the previous process created the pool.
+        forsaken: True if no later process can recover the pool.
         stale: True while the keeper holds pidfds of processes that no longer use the pool.
     """
 
@@ -79,13 +79,13 @@ class SurvivingPool:
     ) -> None:
         self.memory_fds, self.places = memory_fds, places
         self.table, self.entries = table, list[SurvivingBlock]()
-        self.taken = self.forsaken = self.stale = False
+        self.recovered = self.forsaken = self.stale = False
         self._table_segment, self._words = table_segment, words
-        # (place, pidfd) of the previous life's processes, and of this life's by epoch.
+        # (place, pidfd) of the processes that used the pool before this node started, and by epoch of those since.
         self._before: list[tuple[int, int]] = []
         self._processes: dict[int, tuple[int, int]] = {}
         self._ended: list[int] = []
-        self._giving = asyncio.Lock()
+        self._sending = asyncio.Lock()
 
     @property
     def pool_id(self) -> str:
@@ -110,15 +110,18 @@ class SurvivingPool:
                 for descriptor in memory_fds:
                     made.memory_fds.append(os.dup(descriptor))
             except OSError as error:
-                log.info("this system cannot tell who uses a pool, so the pool ends with its node: %s", error.strerror)
+                log.info(
+                    "this system cannot show which processes use a pool, so the pool ends with its node: %s",
+                    error.strerror,
+                )
                 return None
             undo.pop_all()
         return made
 
     @classmethod
-    def found(cls, kept: KeeperDescriptors, shards: int) -> SurvivingPool | None:
-        """Return the previous life's pool in ``kept``, or None if it cannot be recovered. ``shards`` is its number of
-        memories on GPUs. Unused descriptors of ``kept`` are closed."""
+    def reopen(cls, kept: KeeperDescriptors, shards: int) -> SurvivingPool | None:
+        """Return the pool of the previous process, given its descriptors; None if it cannot be recovered. ``shards``:
+        number of its shards on GPUs. Closes the descriptors that the pool does not need."""
         with contextlib.ExitStack() as undo:
             undo.callback(kept.close)
             try:
@@ -130,17 +133,17 @@ class SurvivingPool:
                 )
                 words = table_words(table_segment)
                 undo.callback(words.release)
-                found = cls(kept.memories, places, table_segment, SlotTable.found(words), words)
+                pool = cls(kept.memories, places, table_segment, SlotTable.open(words), words)
             except (PillionError, OSError, ValueError) as error:
-                log.warning("the pool of this node's previous life is not recovered: %s", error)
+                log.warning("the pool of this node's previous process is not recovered: %s", error)
                 return None
             undo.pop_all()
-        found._before = kept.processes
-        return found
+        pool._before = kept.processes
+        return pool
 
-    async def freed(self, drained: Collection[int]) -> bool:
+    async def wait_unused(self, drained: Collection[int]) -> bool:
         """Own the pool and return True once no process uses it except those at ``drained`` places, a collection that
-        may grow meanwhile. Return False after PATIENCE_S, or if the system cannot tell."""
+        may grow meanwhile. Return False after PATIENCE_S, or if the system cannot show which processes use it."""
         until_s = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -150,26 +153,28 @@ class SurvivingPool:
                 if not left and OWNER not in {place for place, _ in self._processes.values()}:
                     self._name_owner(needed=bool(self.memory_fds))
             except OSError as error:
-                log.warning("it is unknown who uses the pool of this node's previous life: %s", error.strerror)
+                log.warning(
+                    "it is unknown which processes use the pool of this node's previous process: %s", error.strerror
+                )
                 return False
             if not left:
                 return True
             if time.monotonic() >= until_s:
                 log.warning(
-                    "the pool of this node's previous life is not recovered: %d processes still use it", len(left)
+                    "the pool of this node's previous process is not recovered: %d processes still use it", len(left)
                 )
                 return False
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     async def read(self) -> None:
         """Read all entries of the table, on a thread."""
         self.entries = await until_over(asyncio.to_thread(self.table.blocks))
-        self.taken = True
+        self.recovered = True
         while self._before:
             os.close(self._before.pop()[1])
 
     def forsake(self) -> None:
-        """Prevent any later life from recovering the pool."""
+        """Prevent any later process from recovering the pool."""
         self.forsaken = True
         self.table.forsake()
 
@@ -184,7 +189,7 @@ class SurvivingPool:
             return
         self._processes[epoch] = place, os.dup(pidfd)
         try:
-            await self.give(keeper, name)
+            await self.send(keeper, name)
         except Unavailable as error:
             log.warning("this pool will not outlive its node: %s", error.message)
             self.forsake()
@@ -195,15 +200,15 @@ class SurvivingPool:
             self._ended.append(self._processes.pop(epoch)[1])
             self.stale = True
 
-    async def give(self, keeper: PoolKeeper, name: str) -> None:
+    async def send(self, keeper: PoolKeeper, name: str) -> None:
         """Send the keeper the descriptors of the whole pool, unless it is a forsaken pool on GPUs. Raises
         Unavailable."""
-        async with self._giving:
-            # Pidfds that end while the thread runs are closed next time, since the thread still uses them.
+        async with self._sending:
+            # Pidfds of processes that end while the thread runs are closed next time, since the thread uses them.
             close_all(self._ended)
             self.stale = False
             if self.forsaken and self.memory_fds:
-                # Forsaken while this call waited; the keeper may have dropped the pool already.
+                # Forsaken while this call waited for the lock; the keeper may have dropped the pool already.
                 return
             memories = [*self.memory_fds, self.places.fileno(), self._table_segment.fileno()]
             processes = list(self._processes.values())
@@ -214,8 +219,8 @@ class SurvivingPool:
                 raise
 
     async def drop(self, keeper: PoolKeeper, name: str) -> None:
-        """Make the keeper drop the pool, after any pending :meth:`give`. Raises Unavailable."""
-        async with self._giving:
+        """Make the keeper drop the pool, after any pending :meth:`send`. Raises Unavailable."""
+        async with self._sending:
             await until_over(asyncio.to_thread(keeper.drop, name))
 
     def close(self) -> None:
@@ -227,12 +232,12 @@ class SurvivingPool:
             self.places.close()
         descriptors = [pidfd for _, pidfd in (*self._before, *self._processes.values())]
         close_all([*self.memory_fds, *self._ended, *descriptors])
-        for each in (self.memory_fds, self._ended, self._before, self._processes):
-            each.clear()
+        for collection in (self.memory_fds, self._ended, self._before, self._processes):
+            collection.clear()
 
     def _name_owner(self, *, needed: bool) -> None:
-        """Add this process to those that the next life waits for. Raises OSError if that is ``needed`` and the system
-        has no pidfds."""
+        """Add this process to those that the node's next process waits for. Raises OSError if that is ``needed`` and
+        the system has no pidfds."""
         try:
             self._processes[OWNER] = OWNER, os.pidfd_open(os.getpid())
         except (AttributeError, OSError) as error:
@@ -246,46 +251,47 @@ def _fresh_table(segment: OwnedSegment, shape: PoolShape) -> tuple[SlotTable, me
 
 
 def table_words(segment: OwnedSegment) -> memoryview:
+    """Map the whole words of a table's segment."""
     size_bytes = segment.size_bytes // WORD_BYTES * WORD_BYTES
     mapped: mmap.mmap = map_shared(segment.fileno(), size_bytes)
     return memoryview(mapped).cast("Q")
 
 
 def _has_ended(pidfd: int) -> bool:
-    """Return whether a process has exited, with its files closed. This process itself counts as exited, since a
-    previous life may have run in it: the places show whether that has ended."""
+    """Return whether a process has exited, with its files closed. The calling process counts as exited, since an
+    earlier node may have run in it; the places show whether that node has ended."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     if poll.poll(0):
         return True
-    said = Path(f"/proc/self/fdinfo/{pidfd}").read_text()
-    return f"Pid:\t{os.getpid()}\n" in said
+    info = Path(f"/proc/self/fdinfo/{pidfd}").read_text()
+    return f"Pid:\t{os.getpid()}\n" in info
 
 
 async def keep_alive(keeper: PoolKeeper, name: str, pool: SurvivingPool, look_s: float) -> None:
     """Send the pool to the keeper, and again whenever the keeper was lost or holds stale pidfds, until cancelled. A
     forsaken pool on GPUs is dropped there instead, because a GPU seldom has room for a second pool.
 
-    Cancelling, i.e. the node's stop, is followed by a last check: a keeper replaced since the previous one has no pool
-    yet, and the node's next life asks it for one."""
-    told = over = False
+    Cancelling, i.e. the node's stop, is followed by a last check: a keeper started since the previous check has no pool
+    yet, and the node's next process asks it for one."""
+    warned = done = False
     try:
-        while not over:
+        while not done:
             if keeper.lost() or pool.stale or pool.forsaken:
                 try:
                     if pool.forsaken and pool.memory_fds:
                         await pool.drop(keeper, name)
-                        over = True
+                        done = True
                     elif keeper.lost() or pool.stale:
-                        await pool.give(keeper, name)
-                    told = False
+                        await pool.send(keeper, name)
+                    warned = False
                 except Unavailable as error:
-                    if not told:
-                        log.warning("this node's pool is not kept: %s", error.message)
-                    told = True
+                    if not warned:
+                        log.warning("this node's pool is not stored at the keeper: %s", error.message)
+                    warned = True
             await asyncio.sleep(look_s)
     except asyncio.CancelledError:
         if keeper.lost():
             with contextlib.suppress(Unavailable):
-                await pool.give(keeper, name)
+                await pool.send(keeper, name)
         raise

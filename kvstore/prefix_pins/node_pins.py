@@ -9,7 +9,7 @@ survive a restart of the node.
 The record is read once the pool has its shape and Redis answers, which may be long after the first call. Until then,
 dropped pins are remembered by name, so that the record does not restore them: waiting for Redis, or failing without it,
 would make pins depend on Redis while the node lives. A pin that was replaced is not restored while its replacement
-lasts. Lists before that read lack the pins that only the record has.
+lasts. Before the record is read, lists of pins lack those that only the record has.
 """
 
 from __future__ import annotations
@@ -29,11 +29,13 @@ from pillion.v1.kvnode_pb2 import PrefixPin as PrefixPinReply
 
 log = logging.getLogger("pillion.kvnode")
 
-LOOK_S = 1.0
+# Interval of checks for expired pins and changes to record.
+POLL_S = 1.0
 # Interval of writes of an unchanged record, in case Redis was emptied.
 REPEAT_S = 10.0
-# Characters of an owner or a pin's name in the record; the gateway's limits are tighter.
+# Max characters of an owner, a pin's name and a model in the record; the gateway's limits are tighter.
 MAX_NAME_CHARS = 256
+# Drops remembered until the record is read.
 MAX_UNREAD_DROPS = 4096
 
 
@@ -42,21 +44,21 @@ class NodePrefixPins:
 
     Args:
         ledger: the pool's ledger.
-        records: where the pins are recorded for a restarted node; None to not record them.
+        records: the record of the pins for a restarted node; None to not record them.
     """
 
     def __init__(self, ledger: Ledger, records: PrefixPinRecords | None = None) -> None:
         self._ledger = ledger
         self._table = ledger.prefix_pins
         self._records = records
-        self._read = self._changed = False
-        self._dropped: set[tuple[str, str]] = set()
+        self._record_read = self._changed = False
+        self._unread_drops: set[tuple[str, str]] = set()
         self._written_s = float("-inf")
 
     def pin_prefix(self, request: PinPrefixRequest) -> PrefixPinReply:
         """Pin a chain for a tenant. Raises InvalidRequest, Overloaded beyond a quota, Unavailable before the pool has
         its shape, and Conflict for a fenced epoch."""
-        now = self._active(request.epoch)
+        now = self._touch_active_epoch(request.epoch)
         if not self._ledger.num_slots:
             raise Unavailable("no worker has attached to the KV node yet, so its pool has no shape")
         hashes = split_hashes(request.block_hashes)
@@ -74,25 +76,25 @@ class NodePrefixPins:
         )
         pin = self._table.pin_prefix(pin_request, now, hashes, request.most_blocks)
         self._changed = True
-        return _described(pin, now)
+        return _reply_of(pin, now)
 
     def drop(self, request: UnpinPrefixRequest) -> bool:
-        """End a prefix pin; return whether it existed, or may exist in the unread record. Raises Unavailable if no more
-        drops can be remembered until the record is read, and Conflict for a fenced epoch."""
-        self._active(request.epoch)
+        """Drop a prefix pin; return whether it existed, or may exist in the unread record. Raises Unavailable if no
+        more drops can be remembered until the record is read, and Conflict for a fenced epoch."""
+        self._touch_active_epoch(request.epoch)
         remembered = self._remember_drop(request.owner, request.name)
         dropped = self._table.drop(request.owner, request.name)
         self._changed |= dropped
         return dropped or remembered
 
-    def listed(self, request: ListPrefixPinsRequest) -> ListPrefixPinsReply:
+    def list_pins(self, request: ListPrefixPinsRequest) -> ListPrefixPinsReply:
         """Return an owner's prefix pins, except those only in an unread record."""
-        now = self._seen(request.epoch)
-        found = self._table.of(request.owner)
-        return ListPrefixPinsReply(prefix_pins=[_described(pin, now) for pin in found])
+        now = self._touch_epoch(request.epoch)
+        pins = self._table.of(request.owner)
+        return ListPrefixPinsReply(prefix_pins=[_reply_of(pin, now) for pin in pins])
 
     def ending_in(self, chain: Sequence[bytes]) -> list[PinPrefixRequest]:
-        """Return the prefix pins that end with a block of a chain, as requests that recreate them elsewhere."""
+        """Return the prefix pins that end with a block of a chain, as requests that recreate them on another node."""
         now = time.monotonic()
         ending = ((pin, depth) for depth, name in enumerate(chain, 1) for pin in self._table.ending_with(name))
         return [
@@ -114,10 +116,10 @@ class NodePrefixPins:
             self._changed |= self._table.expire(time.monotonic()) > 0
             if self._records is not None:
                 try:
-                    await self._keep_record(self._records)
+                    await self._update_record(self._records)
                 except Unavailable as error:
                     log.debug("the record of pins waits for Redis: %s", error.message)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
     async def aclose(self) -> None:
         """Write the last changes if Redis answers, and close the connections, after ``run`` and all calls have ended.
@@ -126,20 +128,20 @@ class NodePrefixPins:
         if records is None:
             return
         try:
-            if self._read and self._changed:
+            if self._record_read and self._changed:
                 await self._write(records)
         except Unavailable as error:
             log.debug("the record of pins is outdated: %s", error.message)
         await records.aclose()
 
-    async def _keep_record(self, records: PrefixPinRecords) -> None:
-        if not self._read:
-            # Before any write, because the record may have pins that this life has not restored yet.
+    async def _update_record(self, records: PrefixPinRecords) -> None:
+        if not self._record_read:
+            # Before any write, because the record may have pins that this process has not restored yet.
             self._restore(await records.read())
-            self._read = True
+            self._record_read = True
             # Remove pins from the record that were dropped before it was read.
-            self._changed |= bool(self._dropped)
-            self._dropped.clear()
+            self._changed |= bool(self._unread_drops)
+            self._unread_drops.clear()
         repeats = self._table.all and time.monotonic() - self._written_s >= REPEAT_S
         if self._changed or repeats:
             await self._write(records)
@@ -150,7 +152,7 @@ class NodePrefixPins:
         known_before = len(prefix_pins.all)
         for record in records:
             key = record.owner, record.name
-            if key in prefix_pins.all or key in self._dropped or record.until_ms <= wall_ms:
+            if key in prefix_pins.all or key in self._unread_drops or record.until_ms <= wall_ms:
                 continue
             pin_request = PrefixPinRequest(
                 owner=record.owner,
@@ -165,9 +167,9 @@ class NodePrefixPins:
             try:
                 prefix_pins.pin_prefix(pin_request, now)
             except PillionError as error:
-                log.warning("pin %s of the node's previous life is not recovered: %s", record.name, error.message)
-        if taken := len(prefix_pins.all) - known_before:
-            log.info("%d pins are known from the node's previous life", taken)
+                log.warning("pin %s of the node's previous process is not recovered: %s", record.name, error.message)
+        if restored := len(prefix_pins.all) - known_before:
+            log.info("%d pins of the node's previous process are restored", restored)
 
     async def _write(self, records: PrefixPinRecords) -> None:
         now, wall_ms = time.monotonic(), time.time() * 1000
@@ -196,30 +198,31 @@ class NodePrefixPins:
 
     def _remember_drop(self, owner: str, name: str) -> bool:
         """Keep a prefix pin from being restored from an unread record; return whether there is such a record."""
-        if self._records is None or self._read or max(len(owner), len(name)) > MAX_NAME_CHARS:
+        if self._records is None or self._record_read or max(len(owner), len(name)) > MAX_NAME_CHARS:
             return False
-        if len(self._dropped) >= MAX_UNREAD_DROPS and (owner, name) not in self._dropped:
+        if len(self._unread_drops) >= MAX_UNREAD_DROPS and (owner, name) not in self._unread_drops:
             raise Unavailable(
-                f"this KV node has not read yet which pins its previous life had, and remembers {MAX_UNREAD_DROPS} that"
-                " were dropped since: try again when Redis answers"
+                "this KV node has not read the pins of its previous process yet, and remembers"
+                f" {MAX_UNREAD_DROPS} that were dropped since: try again when Redis answers"
             )
-        self._dropped.add((owner, name))
+        self._unread_drops.add((owner, name))
         return True
 
-    def _active(self, epoch: int) -> float:
-        """Record a call that may change something. Raises NotFound for a void epoch, Conflict for a fenced one."""
-        now = self._seen(epoch)
+    def _touch_active_epoch(self, epoch: int) -> float:
+        """Record a call under an epoch that must not be fenced; return the time. Raises NotFound for a void epoch,
+        Conflict for a fenced one."""
+        now = self._touch_epoch(epoch)
         self._ledger.active(epoch)
         return now
 
-    def _seen(self, epoch: int) -> float:
-        """Record a call. Raises NotFound for a void epoch."""
+    def _touch_epoch(self, epoch: int) -> float:
+        """Record a call under an epoch; return the time. Raises NotFound for a void epoch."""
         now = time.monotonic()
         self._ledger.seen(epoch, now)
         return now
 
 
-def _described(pin: PrefixPin, now: float) -> PrefixPinReply:
+def _reply_of(pin: PrefixPin, now: float) -> PrefixPinReply:
     pin_request = pin.request
     return PrefixPinReply(
         name=pin_request.name,

@@ -1,7 +1,8 @@
 """Record of a KV node's prefix pins in Redis, for a restarted node.
 
-The node that owns the pins writes it; it is never the authority. A node without its record starts without pins, and an
-emptied Redis gets the record again while the node lives. Chains are stored as hashes, which reveal nothing of prompts.
+The node that has the pins writes the record, which is never the authority. A node without a record starts without pins;
+while the node lives, it writes its record again to an emptied Redis. Chains are stored as hashes, which reveal nothing
+of prompts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class PrefixPinRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One prefix pin, as :class:`pillion.kvstore.ledger.pin_table.PrefixPinRequest`. ``until_ms`` is Unix time."""
+    """One prefix pin in the record, with the fields of :class:`pillion.kvstore.ledger.pin_table.PrefixPinRequest`, but
+    ``until_ms`` is Unix time."""
 
     owner: str
     name: str
@@ -44,7 +46,7 @@ class PrefixPinRecords(RedisScripts):
         self._key = keys.prefix_pins_key(node_id)
 
     async def read(self) -> list[PrefixPinRecord]:
-        """Return the pins of the node's previous life; empty if there is no readable record."""
+        """Return the pins of the node's previous process; empty if there is no readable record."""
         return await self._link.call(
             "prefix_pins", ScriptCall([self._key], [0, b""]), _read, deadline_ms=RECORD_DEADLINE_MS
         )
@@ -60,5 +62,5 @@ def _read(raw: object) -> list[PrefixPinRecord]:
     try:
         return msgspec.msgpack.decode(text, type=list[PrefixPinRecord]) if text else []
     except msgspec.DecodeError:
-        # Written by another version or program: let the pins lapse.
+        # Written by another version or program: drop its pins.
         return []

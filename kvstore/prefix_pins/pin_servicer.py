@@ -10,7 +10,7 @@ from pillion.v1 import kvnode_pb2 as pb
 
 
 def pin_calls(pins: NodePrefixPins) -> Mapping[str, Callable[[Any, Any], Any]]:
-    """Return the calls by name."""
+    """Return the handlers of the calls for prefix pins by method name."""
 
     async def pin(request: pb.PinPrefixRequest, context: Any) -> pb.PrefixPin:
         return pins.pin_prefix(request)
@@ -18,7 +18,7 @@ def pin_calls(pins: NodePrefixPins) -> Mapping[str, Callable[[Any, Any], Any]]:
     async def unpin(request: pb.UnpinPrefixRequest, context: Any) -> pb.UnpinPrefixReply:
         return pb.UnpinPrefixReply(found=pins.drop(request))
 
-    async def listed(request: pb.ListPrefixPinsRequest, context: Any) -> pb.ListPrefixPinsReply:
-        return pins.listed(request)
+    async def list_pins(request: pb.ListPrefixPinsRequest, context: Any) -> pb.ListPrefixPinsReply:
+        return pins.list_pins(request)
 
-    return {"PinPrefix": pin, "UnpinPrefix": unpin, "ListPrefixPins": listed}
+    return {"PinPrefix": pin, "UnpinPrefix": unpin, "ListPrefixPins": list_pins}

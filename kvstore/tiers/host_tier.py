@@ -24,8 +24,8 @@ log = logging.getLogger("pillion.kvnode")
 
 
 class HostTier(Tier):
-    """Tier in host memory, with buffers that the GPU can copy into directly. A buffer belongs to its user until it is
-    released. Raises ConfigError if not even one block fits.
+    """Tier in host memory, with buffers that the GPU can copy into directly. A buffer belongs to its users until they
+    have released it. Raises ConfigError if not even one block fits.
 
     Args:
         release: called when the tier is closed and no longer uses ``memory``.
@@ -42,45 +42,45 @@ class HostTier(Tier):
         self._block_bytes = block_bytes
         self._release = release
         self._buffers = [memory[start : start + block_bytes] for start in range(0, count * block_bytes, block_bytes)]
-        self._place_of = {id(buffer): place for place, buffer in enumerate(self._buffers)}
+        self._index_of = {id(buffer): index for index, buffer in enumerate(self._buffers)}
         self._free = list(range(count))[::-1]
         self._users = [0] * count
-        # Buffer number by block hash, and block hash by buffer.
-        self._places: dict[bytes, int] = {}
+        # Buffer index by block hash, and block hash by buffer index.
+        self._index_by_hash: dict[bytes, int] = {}
         self._hashes: list[bytes | None] = [None] * count
 
     def room_bytes(self) -> int:
-        """Return the bytes of all buffers without a user."""
+        """Return the size of all buffers without users."""
         return 0 if self._closed else self._users.count(0) * self._block_bytes
 
     def acquire_empty(self, count: int) -> list[memoryview]:
-        """Return up to ``count`` buffers of one block each, to be filled, possibly stored, and released. Evicts the
-        least recently used blocks."""
+        """Return up to ``count`` buffers of one block each, evicting the least recently used blocks. The caller fills
+        them, may store them, and releases them."""
         buffers: list[memoryview] = []
-        while len(buffers) < count and (place := self._acquire()) is not None:
-            buffers.append(self._buffers[place])
+        while len(buffers) < count and (index := self._acquire()) is not None:
+            buffers.append(self._buffers[index])
         return buffers
 
     def release_buffers(self, buffers: Sequence[memoryview]) -> None:
-        """End the caller's use of buffers. Ignores buffers of other owners."""
+        """End the caller's use of buffers. Ignores buffers that are not of this tier."""
         for buffer in buffers:
-            place = self._place_of.get(id(buffer))
-            if place is not None:
-                self._users[place] -= 1
-                self._free_if_unused(place)
+            index = self._index_of.get(id(buffer))
+            if index is not None:
+                self._users[index] -= 1
+                self._free_if_unused(index)
 
     async def store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
         """Store blocks; a block in one of this tier's buffers stays there, uncopied."""
         refused = []
         for name, payload in blocks:
-            place = self._place_of.get(id(payload))
+            index = self._index_of.get(id(payload))
             if name.hash in self._kept:
                 self._kept.move_to_end(name.hash)
             elif payload.nbytes != self._block_bytes or self._closed:
                 refused.append(name)
-            elif place is not None:
-                self._keep(name, place)
-            elif not await self._copied(name, payload):
+            elif index is not None:
+                self._record_stored(name, index)
+            elif not await self._store_copy(name, payload):
                 refused.append(name)
         self.counts.failed += len(refused)
         gone, self._unreported = self._unreported + refused, []
@@ -96,20 +96,20 @@ class HostTier(Tier):
         return len(buffers)
 
     async def acquire_blocks(self, hashes: Sequence[bytes]) -> list[memoryview]:
-        """Return the bytes of blocks, in order, until one is missing or broken. They are read-only and must be
-        released."""
+        """Return the buffers of blocks, in order, until one is missing or corrupt. The caller must not write to them,
+        and releases them."""
         if self._closed:
             return []
         names = [self._kept[block_hash] for block_hash in takewhile(self._kept.__contains__, hashes)]
-        buffers = [self._buffers[self._places[name.hash]] for name in names]
+        buffers = [self._buffers[self._index_by_hash[name.hash]] for name in names]
         for buffer in buffers:
-            self._users[self._place_of[id(buffer)]] += 1
+            self._users[self._index_of[id(buffer)]] += 1
         good = 0
         try:
             sums = await until_over(asyncio.to_thread(lambda: [block_checksum(buffer) for buffer in buffers]))
-            good = len(list(takewhile(lambda pair: pair[0].checksum == pair[1], zip(names, sums, strict=True))))
+            good = len(list(takewhile(lambda item: item[0].checksum == item[1], zip(names, sums, strict=True))))
             if good < len(names):
-                self._broken(names[good])
+                self._drop_corrupt(names[good])
         finally:
             self.release_buffers(buffers[good:])
         self.touch([name.hash for name in names[:good]][::-1])
@@ -117,7 +117,7 @@ class HostTier(Tier):
         return buffers[:good]
 
     async def close(self) -> None:
-        """Drop all blocks. No buffer has a user any more."""
+        """Drop all blocks, once no buffer has a user."""
         if not self._closed:
             self._closed = True
             for buffer in self._buffers:
@@ -127,15 +127,15 @@ class HostTier(Tier):
     def check_integrity(self) -> None:
         """Raise Conflict unless every buffer is in exactly one state."""
         findings = []
-        kept = {place for place, block_hash in enumerate(self._hashes) if block_hash is not None}
-        if kept != set(self._places.values()) or self._places.keys() != self._kept.keys():
-            findings.append("the kept blocks and their buffers differ")
+        kept = {index for index, block_hash in enumerate(self._hashes) if block_hash is not None}
+        if kept != set(self._index_by_hash.values()) or self._index_by_hash.keys() != self._kept.keys():
+            findings.append("the stored blocks and their buffers differ")
         if len(set(self._free)) != len(self._free) or kept & set(self._free):
-            findings.append("a buffer is free twice, or free and kept")
-        for place, users in enumerate(self._users):
-            lost = not users and place not in kept and place not in self._free
-            if users < 0 or (users and place in self._free) or lost:
-                findings.append(f"buffer {place} has {users} users")
+            findings.append("a buffer is free twice, or free and has a block")
+        for index, users in enumerate(self._users):
+            lost = not users and index not in kept and index not in self._free
+            if users < 0 or (users and index in self._free) or lost:
+                findings.append(f"buffer {index} has {users} users")
         if findings:
             raise Conflict("; ".join(findings))
 
@@ -144,36 +144,36 @@ class HostTier(Tier):
         if self._closed:
             return None
         if not self._free:
-            unused = (name for name in self._kept.values() if not self._users[self._places[name.hash]])
+            unused = (name for name in self._kept.values() if not self._users[self._index_by_hash[name.hash]])
             oldest = next(unused, None)
             if oldest is None:
                 return None
             self.counts.dropped += 1
             self._unreported.append(oldest)
             self._forget(oldest.hash)
-        place = self._free.pop()
-        self._users[place] += 1
-        return place
+        index = self._free.pop()
+        self._users[index] += 1
+        return index
 
-    def _keep(self, name: BlockName, place: int) -> None:
-        self._kept[name.hash], self._places[name.hash], self._hashes[place] = name, place, name.hash
+    def _record_stored(self, name: BlockName, index: int) -> None:
+        self._kept[name.hash], self._index_by_hash[name.hash], self._hashes[index] = name, index, name.hash
         self.counts.stored += 1
 
-    async def _copied(self, name: BlockName, payload: memoryview) -> bool:
-        """Copy a block into a buffer and keep it; return False if no buffer is available."""
-        place = self._acquire()
-        if place is None:
+    async def _store_copy(self, name: BlockName, payload: memoryview) -> bool:
+        """Store a copy of a block in a buffer; return False if no buffer is available."""
+        index = self._acquire()
+        if index is None:
             return False
-        buffer = self._buffers[place]
+        buffer = self._buffers[index]
         try:
             await until_over(asyncio.to_thread(copy_bytes, buffer, payload))
             if name.hash not in self._kept:
-                self._keep(name, place)
+                self._record_stored(name, index)
         finally:
             self.release_buffers([buffer])
         return True
 
-    def _broken(self, name: BlockName) -> None:
+    def _drop_corrupt(self, name: BlockName) -> None:
         log.warning("a block in host memory does not match its checksum; it is computed again")
         self.counts.corrupt += 1
         if self._kept.get(name.hash) is name:
@@ -182,10 +182,10 @@ class HostTier(Tier):
 
     def _forget(self, block_hash: bytes) -> None:
         del self._kept[block_hash]
-        place = self._places.pop(block_hash)
-        self._hashes[place] = None
-        self._free_if_unused(place)
+        index = self._index_by_hash.pop(block_hash)
+        self._hashes[index] = None
+        self._free_if_unused(index)
 
-    def _free_if_unused(self, place: int) -> None:
-        if not self._users[place] and self._hashes[place] is None:
-            self._free.append(place)
+    def _free_if_unused(self, index: int) -> None:
+        if not self._users[index] and self._hashes[index] is None:
+            self._free.append(index)

@@ -1,6 +1,6 @@
 """Storage of a shaped pool: its memory, lower tiers, and fetches into it.
 
-    shaped --> memory mapped, fetches possible --> tiers open, blocks in them announced --> evicts ahead of need
+    created --> fetches possible --run--> tiers opened, their blocks announced --> blocks evicted ahead of need
 
 A failure here costs prefix hits, never requests (I1).
 """
@@ -34,8 +34,6 @@ from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.kvnode")
 
-ANNOUNCE_BLOCKS = 4096
-
 
 class Storage:
     """Memory and tiers of a pool, created when the pool gets its shape. :meth:`run` does the background work.
@@ -46,7 +44,7 @@ class Storage:
         pinned_memory: allocates memory for the tier in host memory, None without one. Raises ConfigError.
         announce: updates the index.
         exchange: connections to other nodes.
-        folder, bucket: location of the lower tiers on this machine and in an object store, if any.
+        folder, bucket: location of the disk tier and of the object tier; None without one.
     """
 
     def __init__(
@@ -67,11 +65,11 @@ class Storage:
         self._announce, self._exchange = announce, exchange
         self._folder = folder
         self.memory, self._pinned_memory = memory, pinned_memory
-        # All lower tiers, in the order in which they receive blocks; those of this machine; the bucket's.
+        # All lower tiers, in the order in which blocks are stored in them; those of this machine; that in the bucket.
         self._tiers: list[Tier] = []
-        self._near: list[Tier] = []
+        self._local_tiers: list[Tier] = []
         layout = RunLayout(bytes.fromhex(shape.namespace), shape.block_bytes)
-        self._far = None if bucket is None else ObjectTier(bucket, layout)
+        self._bucket_tier = None if bucket is None else ObjectTier(bucket, layout)
         exchange.open_pool(shape, memory, pool)
         self.spiller = Spiller(
             pool.ledger,
@@ -82,7 +80,11 @@ class Storage:
             self._blocks_lost,
             pool.changed,
         )
-        self._copies = None if self._far is None else WriteThrough(pool.ledger, memory, self._far, self._blocks_lost)
+        self._write_through = (
+            None
+            if self._bucket_tier is None
+            else WriteThrough(pool.ledger, memory, self._bucket_tier, self._blocks_lost)
+        )
         self.fetcher = Fetcher(
             pool.ledger,
             memory,
@@ -90,8 +92,8 @@ class Storage:
             max_bytes=limits.max_fetch_bytes,
             changed=pool.changed,
             source=exchange.source,
-            tiers=self._near,
-            bucket=self._far,
+            tiers=self._local_tiers,
+            bucket=self._bucket_tier,
         )
 
     async def run(self) -> None:
@@ -110,22 +112,24 @@ class Storage:
             self._add(tier)
             log.info("%d blocks are on %s", len(tier), tier.name)
             await self._announce_tier(tier)
-        if self._far is not None:
-            self._tiers.append(self._far)
+        if self._bucket_tier is not None:
+            self._tiers.append(self._bucket_tier)
         async with asyncio.TaskGroup() as group:
             group.create_task(self.spiller.run())
-            if self._copies is not None:
-                group.create_task(self._copies.run())
+            if self._write_through is not None:
+                group.create_task(self._write_through.run())
             group.create_task(self._exchange.run())
 
     @property
     def object_url(self) -> str:
         """URL of the bucket that this node can read now; "" for none."""
-        return str(self._far.place) if self._far is not None and self._far.is_available() else ""
+        return (
+            str(self._bucket_tier.place) if self._bucket_tier is not None and self._bucket_tier.is_available() else ""
+        )
 
     def _add(self, tier: Tier) -> None:
         self._tiers.append(tier)
-        self._near.append(tier)
+        self._local_tiers.append(tier)
 
     def _host_tier(self) -> HostTier | None:
         pinned = self._pinned_memory()
@@ -142,10 +146,10 @@ class Storage:
         self.memory.close()
 
     def pool_changed(self, events: list[IndexEvent]) -> list[IndexEvent]:
-        """Return the pool's events without blocks that only moved to a lower tier."""
-        if self._copies is not None:
-            self._copies.committed(events)
-        return without_moved(events, self.spiller.keeps)
+        """Return the pool's events without evictions of blocks that a lower tier has."""
+        if self._write_through is not None:
+            self._write_through.committed(events)
+        return without_moved(events, self.spiller.is_stored)
 
     def names(self) -> Iterator[tuple[bytes, bytes]]:
         """Yield (hash, segment) of the blocks in lower tiers."""
@@ -154,8 +158,8 @@ class Storage:
     async def hand_over(
         self, others: Sequence[ComponentRecord], look_up: LookUp, within_s: float, bytes_per_s: float
     ) -> None:
-        """Let other nodes fetch the pool's hottest chains, and copy those without room there to disk, at the given rate
-        and within ``within_s``, before the node leaves."""
+        """Let other nodes fetch the pool's hottest chains, and copy chains for which they have no room to disk, at
+        ``bytes_per_s`` and within ``within_s`` seconds, before this node leaves."""
         ledger, began_s = self._pool.ledger, asyncio.get_running_loop().time()
         tree = ledger.tree
         idle = list(tree.policy)
@@ -166,7 +170,7 @@ class Storage:
             OtherNode(one.node_id, one.free_blocks, max(0, one.committed_blocks - one.pinned_blocks)) for one in others
         ]
         plan = HandOver(
-            (tuple(one.hash for one in tree.chain(tip)) for tip in tips if tree.by_hash.get(tip.hash) is tip),
+            (tuple(block.hash for block in tree.chain(tip)) for tip in tips if tree.by_hash.get(tip.hash) is tip),
             rooms_of(len(idle), nodes),
             block_bytes=self.memory.block_bytes,
             bytes_per_s=bytes_per_s,
@@ -174,32 +178,33 @@ class Storage:
             until_s=began_s + within_s,
         )
         await self._exchange.hand_over(plan, look_up)
-        left = dict.fromkeys(name for chain in plan.leftover() for name in chain)
-        blocks = [tree.by_hash[name] for name in left if name in tree.by_hash]
+        leftover = dict.fromkeys(name for chain in plan.leftover() for name in chain)
+        blocks = [tree.by_hash[name] for name in leftover if name in tree.by_hash]
         saved = await self.spiller.save(blocks, plan.until_s, bytes_per_s)
         log.info("of %d blocks %d went to other nodes, %d to disk", len(tree), plan.blocks, saved)
 
     def _blocks_lost(self, names: Iterable[BlockName]) -> None:
-        events = lost_everywhere(names, self._pool.ledger.tree.by_hash, self.spiller.keeps)
+        events = lost_everywhere(names, self._pool.ledger.tree.by_hash, self.spiller.is_stored)
         if events:
             self._announce(events)
 
     async def _announce_tier(self, tier: Tier) -> None:
         names = iter(tier.names())
-        while batch := list(islice(names, ANNOUNCE_BLOCKS)):
-            # Blocks dropped meanwhile have already been reported as gone.
-            self._announce([IndexEvent(each.hash, True, each.segment) for each in batch if each.hash in tier])
+        while batch := list(islice(names, 4096)):
+            # Blocks dropped meanwhile have already been reported as lost.
+            self._announce([IndexEvent(name.hash, True, name.segment) for name in batch if name.hash in tier])
+            # A batch per turn of the loop, so that other work does not wait for all of them.
             await asyncio.sleep(0)
 
     def complete(self, status: NodeStatus) -> None:
-        """Set the fields of a node's status that storage counts."""
+        """Set the counts of tiers and fetches in a node's status."""
         status.MergeFrom(self.fetcher.counts)
         status.corrupt_blocks += sum(tier.counts.corrupt for tier in self._tiers)
         status.spilled_blocks = self.spiller.spilled_blocks
         status.late_blocks = self.fetcher.late_blocks
-        status.disk_short_blocks = sum(tier.short_blocks for tier in self._near)
-        status.disk_paused = not all(tier.is_available() for tier in self._near)
-        status.object_paused = self._far is not None and not self._far.is_available()
+        status.disk_short_blocks = sum(tier.short_blocks for tier in self._local_tiers)
+        status.disk_paused = not all(tier.is_available() for tier in self._local_tiers)
+        status.object_paused = self._bucket_tier is not None and not self._bucket_tier.is_available()
         for tier in self._tiers:
             setattr(status, f"{tier.name}_blocks", len(tier))
         status.kv_transport = self._exchange.transport

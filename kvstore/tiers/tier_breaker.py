@@ -1,15 +1,16 @@
-"""Circuit breaker of a medium that was late. Sans-IO (I9).
+"""Circuit breaker of a medium whose reads may be late. Sans-IO (I9).
 
     available --a read was late--> paused --the pause is over: a probe--> in time: available again
                                      ^                                      |
                                      +--the next pause is twice as long-----+ late
 
-A read in time resets the pause. So only the callers of one moment wait for a medium that hangs, and a medium that is
-always too slow is tried ever more rarely.
+A read in time resets the pause. So at most the callers at one moment wait for a medium that hangs, and a medium that
+stays slow is retried ever more rarely.
 """
 
 from __future__ import annotations
 
+# Duration of the first pause; each further one is twice as long, up to the max.
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 60.0
 

@@ -19,7 +19,8 @@ from pillion.kvstore.tiers.tier_breaker import TierBreaker
 
 log = logging.getLogger("pillion.kvnode")
 
-WARN_EVERY_S = 30.0
+# Min time between log lines with the same message.
+WARN_INTERVAL_S = 30.0
 
 
 class CorruptBlock(Exception):  # noqa: N818
@@ -54,7 +55,7 @@ class TierCounts:
 
     Attributes:
         stored, loaded: blocks written, and read back intact.
-        dropped: blocks evicted for others.
+        dropped: blocks evicted to make room.
         corrupt: blocks with a wrong header or checksum, which were removed.
         failed: blocks that the medium could not write or read.
     """
@@ -68,7 +69,7 @@ class TierCounts:
 
 class Tier(ABC):
     """A lower tier, with the names of its blocks, least recently used first. Only the node's loop calls it, so it has
-    no lock; the work runs on threads.
+    no lock; I/O runs on threads.
 
     Failures of a medium do not raise: a block that cannot be written is forgotten, and one that cannot be read or has a
     wrong checksum is removed, counted and treated as missing (I1).
@@ -79,7 +80,7 @@ class Tier(ABC):
     def __init__(self) -> None:
         self.counts = TierCounts()
         self._kept: OrderedDict[bytes, BlockName] = OrderedDict()
-        # Blocks dropped since the last store, which reports them.
+        # Blocks dropped since the last :meth:`store`; the next one reports them.
         self._unreported: list[BlockName] = []
         self._closed = False
 
@@ -93,7 +94,7 @@ class Tier(ABC):
 
     @property
     def short_blocks(self) -> int:
-        """Blocks by which the medium's free space falls short of the tier's limit, because others fill it."""
+        """Blocks by which the medium's free space falls short of the tier's limit, because other programs fill it."""
         return 0
 
     def is_available(self) -> bool:
@@ -102,7 +103,7 @@ class Tier(ABC):
 
     @abstractmethod
     def room_bytes(self) -> int:
-        """Return how many bytes a store would accept now; 0 after an error of the medium."""
+        """Return how many bytes :meth:`store` would accept now; 0 after an error of the medium."""
 
     def touch(self, hashes: Sequence[bytes]) -> None:
         """Mark blocks as used, in the order given; ignores absent blocks."""
@@ -112,7 +113,8 @@ class Tier(ABC):
 
     @abstractmethod
     async def store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
-        """Store whole blocks. Return the blocks that are no longer in the tier: evicted or failed ones."""
+        """Store whole blocks. Return the blocks that are not in the tier: those evicted since the last call, and those
+        that could not be stored."""
 
     @abstractmethod
     async def load_slots(self, memory: PoolMemory, hashes: Sequence[bytes], slots: Sequence[int]) -> int:
@@ -128,8 +130,8 @@ class Tier(ABC):
 
 
 class MediumTier(Tier):
-    """A tier on a medium that may fail, whose blocks are read into targets. ``medium`` names it in the log. A late
-    medium is paused and probed (:mod:`pillion.kvstore.tiers.tier_breaker`)."""
+    """A tier on a medium that may fail or hang. ``medium`` identifies the medium in the log. A late medium is paused
+    and probed (:mod:`pillion.kvstore.tiers.tier_breaker`)."""
 
     def __init__(self, medium: object) -> None:
         super().__init__()
@@ -140,7 +142,7 @@ class MediumTier(Tier):
 
     @abstractmethod
     async def load(self, hashes: Sequence[bytes], targets: Sequence[memoryview]) -> int:
-        """Read blocks into ``targets``, in order, until one is missing or broken; return how many came whole. A
+        """Read blocks into ``targets``, in order, until one is missing or corrupt; return how many were read intact. A
         cancelled caller waits until no thread writes to ``targets``."""
 
     @abstractmethod
@@ -172,14 +174,15 @@ class MediumTier(Tier):
                 breaker.late(time.monotonic())
 
     def _warn(self, message: str, failure: str) -> None:
+        """Log a warning, at most once per WARN_INTERVAL_S for each ``message``."""
         now_s = time.monotonic()
-        if now_s - self._warned_s.get(message, -WARN_EVERY_S) >= WARN_EVERY_S:
+        if now_s - self._warned_s.get(message, -WARN_INTERVAL_S) >= WARN_INTERVAL_S:
             self._warned_s[message] = now_s
             log.warning("%s: %s (%s); %s", message, failure, self._medium, self.counts)
 
 
 def heads_first(kept: Mapping[bytes, BlockName]) -> Iterator[BlockName]:
-    """Yield all blocks of ``kept``, each after its parent if that is in it."""
+    """Yield the blocks of ``kept``, each after its parent if ``kept`` has the parent."""
     done: set[bytes] = set()
     # A copy, because ``kept`` changes during the iteration.
     kept = dict(kept)
@@ -194,15 +197,15 @@ def heads_first(kept: Mapping[bytes, BlockName]) -> Iterator[BlockName]:
 
 
 async def load_into(memory: PoolMemory, tier: Tier, hashes: Sequence[bytes], slots: Sequence[int]) -> int:
-    """Load blocks into slots, in order, until one is missing or broken; return how many came whole.
+    """Load blocks into slots, in order, until one is missing or corrupt; return how many were loaded intact.
 
-    Nothing writes to the slots after this call, however it ends. Raises Unavailable if a GPU fails.
+    No write to the slots is pending when this returns or raises. Raises Unavailable if a GPU fails.
     """
-    came = 0
-    while came < len(hashes):
-        part = slice(came, came + memory.batch_blocks)
+    loaded = 0
+    while loaded < len(hashes):
+        part = slice(loaded, loaded + memory.batch_blocks)
         count = await tier.load_slots(memory, hashes[part], slots[part])
-        came += count
+        loaded += count
         if count < len(hashes[part]):
             break
-    return came
+    return loaded

@@ -246,7 +246,7 @@ class NodeProcess:
             contextlib.closing(kept),
             contextlib.closing(OwnedSegment.from_descriptor(os.dup(kept.memories[-1]))) as table,
         ):
-            return len(SlotTable.found(table_words(table)).blocks())
+            return len(SlotTable.open(table_words(table)).blocks())
 
 
 async def killed_and_recovered(lives: Lives, environ: dict[str, str], hashes: bytes) -> None:

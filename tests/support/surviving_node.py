@@ -83,7 +83,7 @@ class SurvivingNode:
         """Start the node; the pool is unused."""
         self.ledger = Ledger(self.ids.__next__, 0)
         self.ledger.shape(NUM_SLOTS)
-        table = SlotTable.found(self.words)
+        table = SlotTable.open(self.words)
         self.kept = SurvivingBlocks(self.ledger, table)
         self.kept.claim(table.blocks())
         self.workers = [LateWorker(self.ledger.attach("worker", "decode")) for _ in range(2)]
@@ -165,7 +165,7 @@ class SurvivingNode:
         hashes = split_hashes(chain_hashes(bytes(32), tokens or [], 1))
         run = self.kept.next_run(most) if tokens is None else self.kept.run_of(hashes, most)
         if run:
-            self.kept.take(run, [checksum_of(self.memory[entry.slot]) for entry in run])
+            self.kept.resolve(run, [checksum_of(self.memory[entry.slot]) for entry in run])
             self.changed()
 
     def check(self) -> None:

@@ -1,8 +1,8 @@
 """Disk tier: evicted blocks as files (disk_files.py), limited in size, found again after a restart.
 
     open --scan of headers--> serving --close--> pending writes end, the folder is free for another node
-    a block     on its way --written--> kept --least recently used--> dropped
-                    +--------failed-----> reported gone    +--read: checksum mismatch--> removed, counted
+    a block     queued --written--> kept --least recently used--> dropped
+                  +------failed-----> reported lost   +--read: checksum mismatch--> removed, counted
 
 The loop owns all state and never touches a file. One thread writes, stamps and removes files in the order of the calls,
 so a block that is dropped and stored again ends up stored, and a file's stamp is that of its last use; other threads
@@ -38,14 +38,12 @@ from pillion.kvstore.tiers.tiers import BlockName, CorruptBlock, MediumTier
 log = logging.getLogger("pillion.kvnode")
 
 READ_THREADS = 2
-# Threads that read headers at start; a disk is faster with many requests at once.
-SCAN_THREADS = 4
 MAX_QUEUED_BYTES = 512 * 2**20
-# An abandoned read is late after this time on threads, or if no read has delivered a block for this long. Time spent
-# waiting for a thread does not count.
+# An abandoned read is late if it has run for this long, not counting its wait for a thread, or if no read has finished
+# a block for this long.
 LATE_S = 1.0
-# Pause of writes after an error, so that a bad disk is not tried for every block; and delay before a full disk is asked
-# for more room.
+# Pause of writes after an error, so that a bad disk is not tried for every block; also the interval of attempts to grow
+# on a full disk.
 PAUSE_S = 5.0
 
 
@@ -78,9 +76,9 @@ class _Written:
     """Result of one batch of writes.
 
     Attributes:
-        blocks: number of blocks written; after an error the rest is not tried.
-        error: the error that ended it.
-        spared: dropped blocks whose files still exist after that error.
+        blocks: number of blocks written before the first error.
+        error: that error.
+        spared: blocks to be dropped whose files still exist after that error.
     """
 
     blocks: int = 0
@@ -99,12 +97,12 @@ class DiskTier(MediumTier):
         self._files = files
         self._block_bytes = files.layout.block_bytes
         self._max_blocks = disk_bytes // files.layout.file_bytes
-        # Blocks that the disk has room for, as far as known; the next try to grow adds ``_growth``.
-        self._fitting = self._max_blocks
+        # Blocks for which the disk probably has room; the next attempt to grow adds ``_growth``.
+        self._capacity = self._max_blocks
         self._growth = 1
-        self._coming: set[bytes] = set()
+        self._writing: set[bytes] = set()
         self._reading = 0
-        self._moved_s = 0.0
+        self._progress_s = 0.0
         self._writer = ThreadPoolExecutor(1, "kv-disk-write")
         self._readers = ThreadPoolExecutor(READ_THREADS, "kv-disk-read")
         self._work: dict[asyncio.Future[list[BlockName]], None] = {}
@@ -113,13 +111,13 @@ class DiskTier(MediumTier):
 
     @property
     def short_blocks(self) -> int:
-        """Blocks by which the disk's room falls short of the tier's limit, because others fill it."""
-        return self._max_blocks - self._fitting
+        """Blocks by which the disk's room falls short of the tier's limit, because other programs fill it."""
+        return self._max_blocks - self._capacity
 
     def is_available(self) -> bool:
         now = time.monotonic()
-        if self._reading and now - self._moved_s >= LATE_S:
-            self._late()
+        if self._reading and now - self._progress_s >= LATE_S:
+            self._pause_late()
         return super().is_available()
 
     def room_bytes(self) -> int:
@@ -127,8 +125,8 @@ class DiskTier(MediumTier):
         if shut or time.monotonic() < self._paused_until_s:
             return 0
         self._try_to_grow()
-        most_blocks = min(MAX_QUEUED_BYTES // self._block_bytes, self._fitting)
-        return max(0, most_blocks - len(self._coming)) * self._block_bytes
+        most_blocks = min(MAX_QUEUED_BYTES // self._block_bytes, self._capacity)
+        return max(0, most_blocks - len(self._writing)) * self._block_bytes
 
     def by_use(self) -> list[bytes]:
         """Return the hashes of all kept blocks, least recently used first."""
@@ -156,7 +154,7 @@ class DiskTier(MediumTier):
         jobs = list(zip(names, targets, strict=False))
         given_up, started_s = threading.Event(), list[float]()
         if not self._reading:
-            self._moved_s = time.monotonic()
+            self._progress_s = time.monotonic()
         shares = (jobs[first::READ_THREADS] for first in range(min(READ_THREADS, len(jobs))))
         reads = [self._readers.submit(self._read, share, given_up, started_s) for share in shares]
 
@@ -167,7 +165,7 @@ class DiskTier(MediumTier):
                 read.cancel()
             now = time.monotonic()
             if started_s and now - started_s[0] >= LATE_S:
-                self._late()
+                self._pause_late()
 
         self._reading += 1
         try:
@@ -176,16 +174,16 @@ class DiskTier(MediumTier):
             self._reading -= 1
         if time.monotonic() - started_s[0] < LATE_S:
             self._breaker.in_time()
-        failures: list[str | None] = [None] * len(jobs)
+        failures: list[CorruptBlock | OSError | None] = [None] * len(jobs)
         for first, read in enumerate(reads):
             failures[first::READ_THREADS] = read.result()
-        return self._settle_reads(names, failures)
+        return self._record_reads(names, failures)
 
     async def restore(self) -> None:
         """Read the headers of existing files. Call once, before anything else."""
         began_s = time.monotonic()
         loop = asyncio.get_running_loop()
-        # Stamps continue above the newest file's even if the clock was set back.
+        # New stamps exceed the newest file's even if the clock was set back.
         self._kept, self._stamp, surplus, broken = await loop.run_in_executor(self._writer, self._scan)
         self.counts.corrupt += broken
         self.counts.dropped += len(surplus)
@@ -210,20 +208,20 @@ class DiskTier(MediumTier):
         for name, payload in blocks:
             if name.hash in self._kept:
                 self.touch([name.hash])
-            elif name.hash in self._coming:
+            elif name.hash in self._writing:
                 continue
             elif self.room_bytes() < self._block_bytes or payload.nbytes != self._block_bytes:
                 self.counts.failed += 1
                 gone.append(name)
             else:
-                self._coming.add(name.hash)
+                self._writing.add(name.hash)
                 jobs.append(_BlockWrite(name, payload, self._next_stamp()))
         left, error = await self._write_blocks(jobs, gone)
-        if error is not None and error.errno in NO_ROOM and self._fitting:
-            # Reuse files of older blocks now. If only a few fit, prefer the last ones: they are nearer to the heads of
-            # chains.
-            first = max(0, len(left) - self._fitting)
-            self._coming.update(job.name.hash for job in left[first:])
+        if error is not None and error.errno in NO_ROOM and self._capacity:
+            # Retry, reusing the files of older blocks. If only some fit, prefer the last ones, which are nearer to the
+            # heads of chains.
+            first = max(0, len(left) - self._capacity)
+            self._writing.update(job.name.hash for job in left[first:])
             left[first:], error = await self._write_blocks(left[first:], gone)
         if error is not None and (error.errno not in NO_ROOM or left):
             self._paused_until_s = time.monotonic() + PAUSE_S
@@ -233,18 +231,18 @@ class DiskTier(MediumTier):
     async def _write_blocks(
         self, jobs: list[_BlockWrite], gone: list[BlockName]
     ) -> tuple[list[_BlockWrite], OSError | None]:
-        """Write blocks, which are in ``_coming``. Return those not written, with the error. Appends the blocks dropped
+        """Write blocks, which are in ``_writing``. Return those not written, with the error. Appends the blocks dropped
         to make room to ``gone``."""
         if not jobs:
             return [], None
-        surplus = self._make_room()
+        surplus = self._drop_surplus()
         try:
             # An earlier read may still be using an old file.
             may_reuse = not self._reading
             loop = asyncio.get_running_loop()
             written = await loop.run_in_executor(self._writer, self._write, surplus, may_reuse, jobs)
         finally:
-            self._coming.difference_update(job.name.hash for job in jobs)
+            self._writing.difference_update(job.name.hash for job in jobs)
         for job in jobs[: written.blocks]:
             self._kept[job.name.hash] = job.name
         self.counts.stored += written.blocks
@@ -265,67 +263,71 @@ class DiskTier(MediumTier):
             self._warn("cannot write blocks to disk", failure)
             return
         was_short = self.short_blocks
-        self._fitting, self._growth = min(self._fitting, len(self._kept)), 1
+        self._capacity, self._growth = min(self._capacity, len(self._kept)), 1
         self._grow_at_s = time.monotonic() + PAUSE_S
         if not was_short:
             self._warn(
                 "the disk is full, so the disk tier keeps fewer blocks until there is room again",
-                f"{failure}: {self._fitting} instead of {self._max_blocks}",
+                f"{failure}: {self._capacity} instead of {self._max_blocks}",
             )
 
     def _try_to_grow(self) -> None:
-        """Occasionally assume more room on a full disk, if all known room is used."""
+        """Every PAUSE_S, assume that a full disk has room for more blocks, if all known room is used."""
         now = time.monotonic()
-        if not self.short_blocks or now < self._grow_at_s or len(self._kept) < self._fitting:
+        if not self.short_blocks or now < self._grow_at_s or len(self._kept) < self._capacity:
             return
-        self._fitting = min(self._max_blocks, self._fitting + self._growth)
+        self._capacity = min(self._max_blocks, self._capacity + self._growth)
         self._growth *= 2
         self._grow_at_s = now + PAUSE_S
         if not self.short_blocks:
             log.info("the disk tier has room for all of its %d blocks again (%s)", self._max_blocks, self._files.root)
 
-    def _make_room(self) -> list[BlockName]:
-        """Drop the least recently used blocks until all kept and coming ones fit; return them."""
+    def _drop_surplus(self) -> list[BlockName]:
+        """Drop the least recently used blocks until all kept and queued ones fit; return the dropped ones."""
         surplus = []
-        while self._kept and len(self._kept) + len(self._coming) > self._fitting:
+        while self._kept and len(self._kept) + len(self._writing) > self._capacity:
             surplus.append(self._kept.popitem(last=False)[1])
         return surplus
 
-    def _settle_reads(self, names: list[BlockName], failures: list[str | None]) -> int:
-        """Account for a read; return how many blocks came before the first failure. Broken blocks are removed."""
+    def _record_reads(self, names: list[BlockName], failures: list[CorruptBlock | OSError | None]) -> int:
+        """Record the results of a read: touch the intact blocks, remove the others. Return how many were read before
+        the first failure. ``failures``: of each block, None for an intact one."""
         good = len(list(takewhile(lambda failure: failure is None, failures)))
-        # A chain's head must stay more recent than its other blocks. Blocks after a failed one count as used.
+        # In reverse order, since a chain's head must stay more recent than its other blocks. Blocks read after a failed
+        # one count as used.
         self.touch(
             [name.hash for name, failure in reversed(list(zip(names, failures, strict=True))) if failure is None]
         )
         self.counts.loaded += good
         for name, failure in zip(names, failures, strict=True):
-            # Dropped, and perhaps rewritten, during the read: another file now.
+            # A block dropped during the read may have been rewritten since, as another file.
             if failure is None or self._kept.get(name.hash) is not name:
                 continue
             del self._kept[name.hash]
             self._unreported.append(name)
-            if failure == _CORRUPT:
+            if isinstance(failure, CorruptBlock):
                 self.counts.corrupt += 1
+                reason = "it does not match its header or checksum"
             else:
                 self.counts.failed += 1
-            self._warn("a block on disk is lost and will be computed again", failure)
+                reason = failure.strerror or str(failure)
+            self._warn("a block on disk is lost and will be computed again", reason)
             if not self._closed:
                 self._writer.submit(self._remove_files, [name])
         return good
 
-    def _late(self) -> None:
+    def _pause_late(self) -> None:
         if self._closed or self._breaker.paused:
             return
         self._pause()
         log.warning(
             "the disk tier did not answer within %.1f s: nothing is read from it or written to it until a probe does; "
-            "prompts compute what is there (%s)", LATE_S, self._files.root,
+            "its blocks are computed again (%s)", LATE_S, self._files.root,
         )  # fmt: skip
 
     async def _answers_probe(self) -> bool:
-        """Read a block. Probes queue for a thread like reads, so while all threads hang there is one probe, which ends
-        soon after they do."""
+        """Read a block; return whether that took less than LATE_S. A probe waits for a thread as a read does, so it
+        ends soon after the threads stop hanging."""
         oldest = next(iter(self._kept), None)
         return await asyncio.wrap_future(self._readers.submit(self._probe_s, oldest)) < LATE_S
 
@@ -336,8 +338,8 @@ class DiskTier(MediumTier):
     # The methods below run on worker threads.
 
     def _write(self, surplus: list[BlockName], may_reuse: bool, jobs: list[_BlockWrite]) -> _Written:
-        """Write ``jobs`` into the files of ``surplus``, while there are any and if ``may_reuse``. Stops at the first
-        error."""
+        """Write ``jobs``, into the files of the dropped blocks ``surplus`` as long as there are some, if ``may_reuse``.
+        Stops at the first error."""
         written, old = _Written(), [name.hash for name in surplus] if may_reuse else []
         try:
             if not may_reuse:
@@ -354,20 +356,20 @@ class DiskTier(MediumTier):
 
     def _read(
         self, jobs: list[tuple[BlockName, memoryview]], given_up: threading.Event, started_s: list[float]
-    ) -> list[str | None]:
+    ) -> list[CorruptBlock | OSError | None]:
+        """Read blocks until ``given_up`` is set; return the failure of each block read, None for an intact one."""
         started_s.append(time.monotonic())
-        failures: list[str | None] = []
+        failures: list[CorruptBlock | OSError | None] = []
         for name, target in jobs:
             if given_up.is_set():
                 break
             try:
                 self._files.read(name, target)
                 failures.append(None)
-            except CorruptBlock:
-                failures.append(_CORRUPT)
-            except OSError as error:
-                failures.append(error.strerror or str(error))
-            self._moved_s = time.monotonic()
+            except (CorruptBlock, OSError) as error:
+                # Without its traceback, whose frames would keep the target alive.
+                failures.append(error.with_traceback(None))
+            self._progress_s = time.monotonic()
         return failures
 
     def _probe_s(self, block_hash: bytes | None) -> float:
@@ -379,7 +381,7 @@ class DiskTier(MediumTier):
         return time.monotonic() - began_s
 
     def _remove_files(self, names: Iterable[BlockName]) -> None:
-        """Remove files. A file that cannot be removed comes back after a restart, still valid."""
+        """Remove files. The block of a file that cannot be removed is in the tier again after a restart."""
         for name in names:
             self._files.remove(name.hash)
 
@@ -390,7 +392,8 @@ class DiskTier(MediumTier):
     def _scan(self) -> tuple[OrderedDict[bytes, BlockName], int, list[BlockName], int]:
         """Return the kept blocks, least recently used first; the newest stamp; the blocks beyond the limit; the number
         of broken files."""
-        with ThreadPoolExecutor(SCAN_THREADS, "kv-disk-scan") as threads:
+        # More than READ_THREADS, since a disk is faster with many requests at once.
+        with ThreadPoolExecutor(4, "kv-disk-scan") as threads:
             found = [item for part in threads.map(self._files.scan, range(SHARDS)) for item in part]
         names = [name for _, name in sorted(found, key=lambda item: item[0]) if name is not None]
         broken = len(found) - len(names)
@@ -402,6 +405,3 @@ class DiskTier(MediumTier):
         self._writer.shutdown()
         self._readers.shutdown()
         self._folder.close()
-
-
-_CORRUPT = "it does not match its header or checksum"

@@ -8,8 +8,8 @@
     segment 32, payload bytes 8, payload checksum 8, zero 24, checksum of all before 8; then the payload
 
 A file's modification time, in nanoseconds, is its LRU stamp. Nothing is synced: after a power cut a file may be short
-or damaged, which the header, the length or the payload's checksum reveals. Only files with such a name inside this
-namespace's folder are ever removed. All functions here block.
+or damaged, which the header, the length or the payload's checksum reveals. Only files named like blocks in this
+namespace's folder are ever removed. All functions of this module block.
 """
 
 from __future__ import annotations
@@ -33,16 +33,15 @@ VERSION = 1
 HEADER_BYTES = 192
 LOCK_NAME = "pillion-kv.lock"
 SUFFIX = ".kv"
-PART_SUFFIX = ".kv.part"
+# Unit of disk space.
 PAGE_BYTES = 4096
-PROBE_BYTES = 2**20
+# Errors of a full disk.
 NO_ROOM = frozenset((errno.ENOSPC, errno.EDQUOT))
+# Subfolders of a namespace, by the first byte of a hash.
 SHARDS = 256
 
 _FIELDS = struct.Struct("<8sII32s32s32s32sQQ24x")
-_CHECKSUM = struct.Struct("<Q")
 _OUR_NAME = re.compile(r"[0-9a-f]{64}\.kv(\.part)?")
-_OWNER_ONLY_FOLDER, _OWNER_ONLY_FILE = 0o700, 0o600
 
 
 class Foreign(Exception):  # noqa: N818
@@ -67,23 +66,22 @@ class BlockFileLayout:
             MAGIC, VERSION, len(name.parent), self.namespace, name.hash, name.parent, name.segment,
             self.block_bytes, name.checksum,
         )  # fmt: skip
-        return fields + _CHECKSUM.pack(block_checksum(fields))
+        return fields + block_checksum(fields).to_bytes(8, "little")
 
     def unpack(self, header: bytes, block_hash: bytes) -> BlockName:
         """Decode the header of a block's file. Raises Foreign for another namespace, CorruptBlock unless it is an
         intact header of ``block_hash`` in this version and size."""
-        if len(header) != HEADER_BYTES or _CHECKSUM.unpack(header[_FIELDS.size :])[0] != block_checksum(
-            header[: _FIELDS.size]
-        ):
+        fields, checksum_bytes = header[: _FIELDS.size], header[_FIELDS.size :]
+        if len(header) != HEADER_BYTES or int.from_bytes(checksum_bytes, "little") != block_checksum(fields):
             raise CorruptBlock("the header is damaged")
-        magic, version, parent_bytes, namespace, found, parent, segment, length, checksum = _FIELDS.unpack_from(header)
+        magic, version, parent_bytes, namespace, stored_hash, parent, segment, length, checksum = _FIELDS.unpack(fields)
         if namespace != self.namespace:
             raise Foreign
         if magic != MAGIC or version != VERSION:
             raise CorruptBlock(f"format version {version}, not {VERSION}")
-        if found != block_hash or length != self.block_bytes or parent_bytes not in (0, HASH_BYTES):
+        if stored_hash != block_hash or length != self.block_bytes or parent_bytes not in (0, HASH_BYTES):
             raise CorruptBlock("it belongs to another block")
-        return BlockName(found, parent[:parent_bytes], segment, checksum)
+        return BlockName(stored_hash, parent[:parent_bytes], segment, checksum)
 
 
 class DiskFolder:
@@ -94,8 +92,8 @@ class DiskFolder:
         self.path = Path(path)
         self._lock = -1
         try:
-            self.path.mkdir(mode=_OWNER_ONLY_FOLDER, parents=True, exist_ok=True)
-            self._lock = os.open(self.path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _OWNER_ONLY_FILE)
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = os.open(self.path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self.close()
@@ -127,9 +125,9 @@ class BlockFiles:
                 raise ConfigError(f"--disk-path {folder.path}: {error.strerror}") from None
 
     def _make_folders(self) -> None:
-        self.root.mkdir(mode=_OWNER_ONLY_FOLDER, exist_ok=True)
+        self.root.mkdir(mode=0o700, exist_ok=True)
         for shard in range(SHARDS):
-            (self.root / f"{shard:02x}").mkdir(mode=_OWNER_ONLY_FOLDER, exist_ok=True)
+            (self.root / f"{shard:02x}").mkdir(mode=0o700, exist_ok=True)
         self._has_folders = True
 
     def path_of(self, block_hash: bytes) -> str:
@@ -142,18 +140,18 @@ class BlockFiles:
 
         Args:
             stamp: LRU stamp.
-            old: a dropped block whose file is reused, if no thread reads it any more; creating a file can cost more
-                than writing its bytes.
+            old: hash of a dropped block whose file to reuse, which no thread may be reading. Creating a file can cost
+                more than writing its bytes.
         """
         path = self.path_of(name.hash)
-        part = path.removesuffix(SUFFIX) + PART_SUFFIX
+        part = f"{path}.part"
         try:
             if not self._has_folders:
                 self._make_folders()
             if old:
                 with contextlib.suppress(FileNotFoundError):
                     os.rename(self.path_of(old), part)
-            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, _OWNER_ONLY_FILE)
+            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
                 _write_all(fd, [memoryview(self.layout.pack(name)), payload])
                 if os.fstat(fd).st_size != HEADER_BYTES + self.layout.block_bytes:
@@ -195,7 +193,7 @@ class BlockFiles:
         try:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            while os.read(fd, PROBE_BYTES):
+            while os.read(fd, 2**20):
                 pass
         finally:
             os.close(fd)
@@ -213,27 +211,29 @@ class BlockFiles:
     def scan(self, shard: int) -> list[tuple[int, BlockName | None]]:
         """Return (stamp, name) of each block in subfolder ``shard`` of SHARDS, by its header alone.
 
-        Removes incomplete and broken files. A broken or unreadable file is returned as (0, None). Skips foreign files,
-        and subfolders that cannot be listed.
+        Removes incomplete and broken files. A broken or unreadable file is returned as (0, None). Skips files of
+        another namespace, and a subfolder that cannot be listed.
         """
-        folder, found = f"{self._root}{shard:02x}{os.sep}", list[tuple[int, BlockName | None]]()
+        folder, blocks = f"{self._root}{shard:02x}{os.sep}", list[tuple[int, BlockName | None]]()
         with contextlib.suppress(OSError):
             for file in filter(_OUR_NAME.fullmatch, os.listdir(folder)):
                 try:
-                    found.append(self._inspect(folder + file, file))
+                    blocks.append(self._inspect(folder + file, file))
                 except Foreign:
                     continue
                 except OSError:
-                    # It may be readable later; otherwise the next write of this hash replaces it.
-                    found.append((0, None))
+                    # The file may be readable later; otherwise the next write of this hash replaces it.
+                    blocks.append((0, None))
                 except CorruptBlock:
                     with contextlib.suppress(OSError):
                         os.unlink(folder + file)
                     if file.endswith(SUFFIX):
-                        found.append((0, None))
-        return found
+                        blocks.append((0, None))
+        return blocks
 
     def _inspect(self, path: str, file: str) -> tuple[int, BlockName]:
+        """Return the LRU stamp and name of a block's file, without reading its payload. Raises CorruptBlock, Foreign
+        and OSError."""
         if not file.endswith(SUFFIX):
             raise CorruptBlock("it was never finished")
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -248,8 +248,7 @@ class BlockFiles:
 
 
 def _write_all(fd: int, pieces: list[memoryview]) -> None:
-    """Write all pieces to a file. A short write is the first sign of a full disk or a file size limit; the next write
-    raises."""
+    """Write all pieces to a file. Continues after a short write; if the disk is full, the next write raises."""
     while pieces:
         done = os.writev(fd, pieces)
         while pieces and done >= len(pieces[0]):
@@ -259,6 +258,7 @@ def _write_all(fd: int, pieces: list[memoryview]) -> None:
 
 
 def _read_all(fd: int, pieces: list[memoryview]) -> None:
+    """Fill all pieces from a file. Raises CorruptBlock if the file is too short."""
     while pieces:
         done = os.readv(fd, pieces)
         if not done:

@@ -25,8 +25,8 @@ from pillion.kvstore.tiers.tiers import BlockName, CorruptBlock
 MAGIC = b"PILLIONR"
 VERSION = 1
 HEADER_BYTES = 2048
-# Payload per object, unless a single block is bigger: large enough that latency is a small part of the transfer, small
-# enough that a reader of a few blocks does not wait for many others.
+# Max payload per object, unless a single block is bigger: large enough that latency is a small part of the transfer,
+# small enough that a reader of a few blocks does not wait for many others.
 MAX_RUN_BYTES = 16 * 2**20
 # Bytes of each block's hash, except the first's, in an object's name; file-based services allow names of 255
 # characters. One in 65,536 matches is false, which is detected when the object is read.
@@ -40,7 +40,7 @@ _NAME = re.compile(r"([0-9a-f]{64})-((?:[0-9a-f]{4})*)")
 
 @dataclass(frozen=True, slots=True)
 class RunName:
-    """Description of a run by its object's name.
+    """Contents of a run, as encoded in its object's name.
 
     Attributes:
         segment: hash of the segment's first block.
@@ -60,13 +60,13 @@ class RunName:
 
     @classmethod
     def parse(cls, segment: bytes, text: str) -> RunName | None:
-        """Parse the last part of an object's path; None for an object that is no run."""
-        found = _NAME.fullmatch(text)
-        if found is None:
+        """Parse the last part of an object's path; None if it is not the name of a run."""
+        match = _NAME.fullmatch(text)
+        if match is None:
             return None
-        packed = bytes.fromhex(found[2])
+        packed = bytes.fromhex(match[2])
         tags = tuple(packed[at : at + _TAG_BYTES] for at in range(0, len(packed), _TAG_BYTES))
-        return cls(segment, bytes.fromhex(found[1]), tags) if len(tags) < SEGMENT_BLOCKS else None
+        return cls(segment, bytes.fromhex(match[1]), tags) if len(tags) < SEGMENT_BLOCKS else None
 
     def __len__(self) -> int:
         return 1 + len(self.tags)
@@ -76,9 +76,9 @@ class RunName:
 
     def leading(self, hashes: Sequence[bytes]) -> int:
         """Return how many of ``hashes`` the run has; the first of them is the run's first block."""
-        for place, (tag, block_hash) in enumerate(zip(self.tags, hashes[1:], strict=False)):
+        for count, (tag, block_hash) in enumerate(zip(self.tags, hashes[1:], strict=False), 1):
             if not block_hash.startswith(tag):
-                return place + 1
+                return count
         return min(len(self), len(hashes))
 
 
@@ -93,13 +93,13 @@ def split_runs(
         if name.parent in kept and kept[name.parent][0].segment == name.segment:
             child.setdefault(name.parent, name.hash)
     heads = kept.keys() - set(child.values())
-    most = _most_blocks(block_bytes)
+    max_blocks = _max_blocks(block_bytes)
     runs: list[list[tuple[BlockName, memoryview]]] = []
     for head in (block_hash for block_hash in kept if block_hash in heads):
         run: list[tuple[BlockName, memoryview]] = []
         at: bytes | None = head
         while at is not None:
-            if len(run) == most:
+            if len(run) == max_blocks:
                 runs.append(run)
                 run = []
             run.append(kept[at])
@@ -108,7 +108,7 @@ def split_runs(
     return runs
 
 
-def _most_blocks(block_bytes: int) -> int:
+def _max_blocks(block_bytes: int) -> int:
     return max(1, min(SEGMENT_BLOCKS, MAX_RUN_BYTES // block_bytes))
 
 
@@ -129,10 +129,8 @@ class RunLayout:
 
     def size_bytes(self, run: RunName) -> int:
         """Return the size of a run's object in bytes. Raises CorruptBlock for a name with too many blocks."""
-        if len(run) > _most_blocks(self.block_bytes):
-            raise CorruptBlock(
-                f"its name has {len(run)} blocks, and a run has at most {_most_blocks(self.block_bytes)}"
-            )
+        if len(run) > _max_blocks(self.block_bytes):
+            raise CorruptBlock(f"its name has {len(run)} blocks, and a run has at most {_max_blocks(self.block_bytes)}")
         return HEADER_BYTES + len(run) * self.block_bytes
 
     def pack(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> bytearray:
@@ -143,9 +141,9 @@ class RunLayout:
             packed, 0, MAGIC, VERSION, len(blocks), self.block_bytes, len(first.parent),
             self.namespace, first.segment, first.parent,
         )  # fmt: skip
-        for place, (name, payload) in enumerate(blocks):
-            _ENTRY.pack_into(packed, _FIELDS.size + place * _ENTRY.size, name.hash, name.checksum)
-            begin = HEADER_BYTES + place * self.block_bytes
+        for index, (name, payload) in enumerate(blocks):
+            _ENTRY.pack_into(packed, _FIELDS.size + index * _ENTRY.size, name.hash, name.checksum)
+            begin = HEADER_BYTES + index * self.block_bytes
             packed[begin : begin + self.block_bytes] = payload.cast("B")
         checked = HEADER_BYTES - _CHECKSUM.size
         _CHECKSUM.pack_into(packed, checked, block_checksum(memoryview(packed)[:checked]))
@@ -166,7 +164,7 @@ class RunLayout:
             raise CorruptBlock("it belongs to another run")
         if len(data) != HEADER_BYTES + count * self.block_bytes:
             raise CorruptBlock("it has another length")
-        entries = [_ENTRY.unpack_from(data, _FIELDS.size + place * _ENTRY.size) for place in range(count)]
+        entries = [_ENTRY.unpack_from(data, _FIELDS.size + index * _ENTRY.size) for index in range(count)]
         hashes = [block_hash for block_hash, _ in entries]
         if hashes[0] != run.first or run.leading(hashes) != count:
             raise CorruptBlock("it belongs to another run")
@@ -175,37 +173,37 @@ class RunLayout:
         return {block_hash: (checksum, part) for (block_hash, checksum), part in zip(entries, payloads, strict=True)}
 
 
-def places_in(runs: Iterable[RunName], hashes: Sequence[bytes]) -> Mapping[bytes, RunName]:
-    """Return which run has each of ``hashes``, blocks of a chain within one segment; of several runs, the one that
-    continues longest."""
-    place = {block_hash: number for number, block_hash in enumerate(hashes)}
-    found: dict[bytes, tuple[int, RunName]] = {}
+def locate(runs: Iterable[RunName], hashes: Sequence[bytes]) -> Mapping[bytes, RunName]:
+    """Return, by block hash, the run that has it, for blocks of a chain within one segment; if several runs have a
+    block, the one with the most blocks after it."""
+    index_of = {block_hash: index for index, block_hash in enumerate(hashes)}
+    located: dict[bytes, tuple[int, RunName]] = {}
     for run in runs:
-        begin = place.get(run.first)
+        begin = index_of.get(run.first)
         if begin is None:
             continue
         end = begin + run.leading(hashes[begin:])
         for block_hash in hashes[begin:end]:
-            if block_hash not in found or found[block_hash][0] < end:
-                found[block_hash] = end, run
-    return {block_hash: run for block_hash, (_, run) in found.items()}
+            if block_hash not in located or located[block_hash][0] < end:
+                located[block_hash] = end, run
+    return {block_hash: run for block_hash, (_, run) in located.items()}
 
 
-def followers_in(
+def locate_followers(
     runs: Iterable[RunName], hashes: Sequence[bytes], followers: Sequence[bytes]
 ) -> Mapping[bytes, RunName]:
-    """Return which run has each of ``followers``: candidate next blocks, one per block of ``hashes``, which are of one
-    chain and segment."""
-    place = {block_hash: number for number, block_hash in enumerate(hashes)}
-    begins, found = frozenset(followers), dict[bytes, RunName]()
+    """Return, by block hash, the run that has it, for ``followers``: one candidate successor for each block of
+    ``hashes``, which are of one chain and segment."""
+    index_of = {block_hash: index for index, block_hash in enumerate(hashes)}
+    begins, located = frozenset(followers), dict[bytes, RunName]()
     for run in runs:
         if run.first in begins:
-            found[run.first] = run
-        begin = place.get(run.first)
+            located[run.first] = run
+        begin = index_of.get(run.first)
         if begin is None:
             continue
         count = run.leading(hashes[begin:])
         last = begin + count - 1
         if count < len(run) and last < len(followers) and followers[last].startswith(run.tags[count - 1]):
-            found[followers[last]] = run
-    return found
+            located[followers[last]] = run
+    return located

@@ -24,25 +24,22 @@ from pillion.kvstore.tiers.tiers import CorruptBlock
 FLAG = "--object-url"
 REQUEST_TIMEOUT_MS = 10_000
 CONNECT_TIMEOUT_MS = 2_000
-MAX_RETRIES = 2
-FIRST_BACKOFF_MS, MAX_BACKOFF_MS = 100, 1_000
 MAX_LISTED_NAMES = 1000
 
 _KEYS = ("endpoint", "region", "virtual_hosted_style")
 
 
 class MissingObject(Exception):  # noqa: N818
-    """The object does not exist (any more)."""
+    """The object does not exist, or was removed."""
 
 
 class ObjectStoreFailure(Exception):  # noqa: N818
-    """The service refused a request, failed or did not answer in time; the text says which in a few words."""
+    """The service refused a request, failed or did not answer in time, as the short message explains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectPlace:
-    """Parts of an object store's URL. ``endpoint`` and ``region`` are empty if the environment or AWS's defaults
-    apply."""
+class BucketLocation:
+    """Parsed URL of a bucket. ``endpoint`` and ``region`` are "" if the environment or AWS's defaults apply."""
 
     bucket: str
     prefix: str
@@ -54,7 +51,7 @@ class ObjectPlace:
         return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
 
 
-def parse_object_url(url: str) -> ObjectPlace:
+def parse_object_url(url: str) -> BucketLocation:
     """Parse ``--object-url``. Raises ConfigError, whose text repeats no potential secret."""
     try:
         parts = urlsplit(url)
@@ -65,29 +62,29 @@ def parse_object_url(url: str) -> ObjectPlace:
         raise ConfigError(f"{FLAG} does not begin with s3://BUCKET: only S3 and compatible services are supported")
     if "@" in parts.netloc or ":" in parts.netloc:
         raise ConfigError(
-            f"{FLAG}: credentials and ports do not belong there; AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-            " have the one, endpoint=URL has the other"
+            f"{FLAG}: credentials and ports do not belong there; set AWS_ACCESS_KEY_ID and"
+            " AWS_SECRET_ACCESS_KEY, and give the port in endpoint=URL"
         )
     for name, _ in keys:
         if name not in _KEYS:
             raise ConfigError(f"{FLAG}: {name} is not one of {', '.join(_KEYS)}")
-    said = dict(keys)
-    endpoint, style = said.get("endpoint", ""), said.get("virtual_hosted_style", "false")
+    query = dict(keys)
+    endpoint, style = query.get("endpoint", ""), query.get("virtual_hosted_style", "false")
     try:
-        there = urlsplit(endpoint)
+        endpoint_parts = urlsplit(endpoint)
     except ValueError:
         raise ConfigError(f"{FLAG}: its endpoint is not a URL") from None
-    if "endpoint" in said and there.scheme not in ("http", "https"):
+    if "endpoint" in query and endpoint_parts.scheme not in ("http", "https"):
         raise ConfigError(f"{FLAG}: its endpoint does not begin with http:// or https://")
-    if "@" in there.netloc:
-        raise ConfigError(f"{FLAG}: credentials do not belong into its endpoint")
+    if "@" in endpoint_parts.netloc:
+        raise ConfigError(f"{FLAG}: credentials do not belong in its endpoint")
     if style not in ("true", "false"):
         raise ConfigError(f"{FLAG}: virtual_hosted_style is true or false")
-    return ObjectPlace(
+    return BucketLocation(
         bucket=parts.netloc,
         prefix=parts.path.strip("/"),
         endpoint=endpoint.rstrip("/"),
-        region=said.get("region", ""),
+        region=query.get("region", ""),
         virtual_hosted_style=style == "true",
     )
 
@@ -95,10 +92,10 @@ def parse_object_url(url: str) -> ObjectPlace:
 class ObjectStore:
     """Client of one bucket; paths are relative to the URL's prefix. Calls may be cancelled at any time.
 
-    Raises ConfigError if obstore is not installed or refuses the place.
+    Raises ConfigError if obstore is not installed or refuses the location.
     """
 
-    def __init__(self, place: ObjectPlace) -> None:
+    def __init__(self, place: BucketLocation) -> None:
         self.place = place
         try:
             # Imported here, since a node without this tier needs no obstore.
@@ -121,11 +118,11 @@ class ObjectStore:
                     "connect_timeout": timedelta(milliseconds=CONNECT_TIMEOUT_MS),
                 },
                 retry_config={
-                    "max_retries": MAX_RETRIES,
+                    "max_retries": 2,
                     "retry_timeout": timedelta(milliseconds=REQUEST_TIMEOUT_MS),
                     "backoff": {
-                        "init_backoff": timedelta(milliseconds=FIRST_BACKOFF_MS),
-                        "max_backoff": timedelta(milliseconds=MAX_BACKOFF_MS),
+                        "init_backoff": timedelta(milliseconds=100),
+                        "max_backoff": timedelta(seconds=1),
                         "base": 2,
                     },
                 },
@@ -140,36 +137,36 @@ class ObjectStore:
 
     async def get(self, path: str, size_bytes: int) -> memoryview:
         """Read an object of ``size_bytes``. Raises MissingObject, ObjectStoreFailure, and CorruptBlock for an object of
-        another size, which is not read: any writer to the bucket may have put anything there."""
+        another size, which is not read, since other writers may have stored anything in the bucket."""
 
         async def read() -> Any:
             try:
-                found = await self._obstore.get_async(self._store, path)
+                result = await self._obstore.get_async(self._store, path)
             except FileNotFoundError:
                 return None
-            said = found.meta["size"]
-            if said != size_bytes:
-                raise CorruptBlock(f"it has {said} bytes, not {size_bytes}")
-            return await found.bytes_async()
+            actual_bytes = result.meta["size"]
+            if actual_bytes != size_bytes:
+                raise CorruptBlock(f"it has {actual_bytes} bytes, not {size_bytes}")
+            return await result.bytes_async()
 
-        found = await self._within_timeout(read())
-        if found is None:
+        data = await self._within_timeout(read())
+        if data is None:
             raise MissingObject
-        return memoryview(found)
+        return memoryview(data)
 
     async def names(self, folder: str, after: str = "") -> list[str]:
         """Return the last path components of up to MAX_LISTED_NAMES objects in ``folder``, sorted, from after ``after``
         on. Raises ObjectStoreFailure."""
 
-        async def listed() -> list[Any]:
+        async def first_page() -> list[Any]:
             pages = self._obstore.list(
                 self._store, folder, offset=f"{folder}/{after}" if after else None, chunk_size=MAX_LISTED_NAMES
             )
-            async for some in pages:
-                return list(some)
+            async for page in pages:
+                return list(page)
             return []
 
-        return [one["path"].rpartition("/")[2] for one in await self._within_timeout(listed())]
+        return [entry["path"].rpartition("/")[2] for entry in await self._within_timeout(first_page())]
 
     async def _within_timeout(self, request: Any) -> Any:
         try:

@@ -30,8 +30,8 @@ from pillion.kvstore.tiers.object_tier.object_runs import (
     HEADER_BYTES,
     RunLayout,
     RunName,
-    followers_in,
-    places_in,
+    locate,
+    locate_followers,
     split_runs,
 )
 from pillion.kvstore.tiers.object_tier.object_store import (
@@ -48,16 +48,17 @@ log = logging.getLogger("pillion.kvnode")
 MAX_QUEUED_BYTES = 256 * 2**20
 MAX_PUTS, MAX_GETS, MAX_LISTS = 4, 8, 16
 MAX_WAITING_LISTS = 256
+# Segment ends per look-up for which the state after the last block is looked up.
 MAX_ASKED_EDGES = 2
-# Blocks known to be in the bucket, some 300 bytes each.
+# Max blocks known to be in the bucket, at about 300 bytes each.
 MAX_KNOWN_BLOCKS = 2**18
-# How long a missing block is not looked up again, and how many such blocks are remembered.
+# How long a missing block is not looked up again, and max number of such blocks.
 ABSENT_MS = 5_000
 MAX_ABSENT_BLOCKS = 4096
 
 
 class ObjectTier(MediumTier):
-    """Tier in a bucket, which other nodes write to as well, so that only a request shows its contents. It is asked
+    """Tier in a bucket. Other nodes write to it as well, so its contents are only known after a request. It is asked
     after other nodes' pools. Listing and writing continue if a caller is cancelled. ``place`` is the bucket's
     location."""
 
@@ -67,27 +68,27 @@ class ObjectTier(MediumTier):
         super().__init__(store.place)
         self.place, self._store = store.place, store
         self._layout = layout
-        # Run by block hash (its object has the block's checksum), and known block hashes by run.
+        # Run by block hash, and known block hashes by run. Checksums of blocks are in the objects.
         self._runs: dict[bytes, RunName] = {}
         self._of_run: dict[RunName, set[bytes]] = {}
-        self._coming: dict[bytes, tuple[BlockName, memoryview]] = {}
+        self._queued: dict[bytes, tuple[BlockName, memoryview]] = {}
         self._queued_bytes = 0
         self._puts, self._gets, self._lists = (asyncio.Semaphore(most) for most in (MAX_PUTS, MAX_GETS, MAX_LISTS))
         self._work = OwnTasks()
-        # Running lists by (segment, name after which they begin); and blocks that no listed object had, with the expiry
-        # of that.
+        # List requests in flight by (segment, name after which they begin). Blocks that no listed object had, with the
+        # time until which they are not looked up again.
         self._listing: dict[tuple[bytes, str], asyncio.Task[tuple[list[RunName], bool]]] = {}
         self._absent: OrderedDict[bytes, float] = OrderedDict()
 
     def __contains__(self, block_hash: bytes) -> bool:
-        return block_hash in self._kept or block_hash in self._coming
+        return block_hash in self._kept or block_hash in self._queued
 
     def room_bytes(self) -> int:
         return 0 if self._closed or self._breaker.paused else max(0, MAX_QUEUED_BYTES - self._queued_bytes)
 
     def names(self) -> Iterable[BlockName]:
-        coming = {block_hash: name for block_hash, (name, _) in self._coming.items()}
-        return heads_first({**self._kept, **coming})
+        queued = {block_hash: name for block_hash, (name, _) in self._queued.items()}
+        return heads_first({**self._kept, **queued})
 
     async def store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
         """Queue copies of the blocks, without waiting for the writes."""
@@ -96,13 +97,13 @@ class ObjectTier(MediumTier):
         for name, payload in blocks:
             if name.hash in self._kept:
                 self._kept.move_to_end(name.hash)
-            elif name.hash in self._coming:
+            elif name.hash in self._queued:
                 continue
             elif self.room_bytes() < self._layout.block_bytes or payload.nbytes != self._layout.block_bytes:
                 self.counts.failed += 1
                 gone.append(name)
             else:
-                self._coming[name.hash] = name, payload
+                self._queued[name.hash] = name, payload
                 self._queued_bytes += self._layout.block_bytes
                 fresh.append((name, payload))
         if fresh:
@@ -110,7 +111,7 @@ class ObjectTier(MediumTier):
                 await until_over(self._queue(fresh))
             except MemoryError:
                 for name, _ in fresh:
-                    del self._coming[name.hash]
+                    del self._queued[name.hash]
                 self._queued_bytes -= len(fresh) * self._layout.block_bytes
                 gone += [name for name, _ in fresh]
         return [name for name in gone if name.hash not in self]
@@ -122,7 +123,7 @@ class ObjectTier(MediumTier):
         for run, data in zip(runs, objects, strict=True):
             names, size = [name for name, _ in run], self._layout.block_bytes
             for name, begin in zip(names, range(HEADER_BYTES, len(data), size), strict=True):
-                self._coming[name.hash] = name, memoryview(data)[begin : begin + size]
+                self._queued[name.hash] = name, memoryview(data)[begin : begin + size]
             self._work.begin(self._put(names, data), "writing an object")
 
     async def _put(self, names: Sequence[BlockName], data: bytearray) -> None:
@@ -135,10 +136,10 @@ class ObjectTier(MediumTier):
                     await self._store.put(self._layout.path(run), data)
         except ObjectStoreFailure as error:
             failure = str(error)
-            self._failed("blocks were not written", failure)
+            self._pause_failed("blocks were not written", failure)
         finally:
             for name in names:
-                del self._coming[name.hash]
+                del self._queued[name.hash]
             self._queued_bytes -= len(names) * self._layout.block_bytes
         if failure:
             self.counts.failed += len(names)
@@ -147,14 +148,14 @@ class ObjectTier(MediumTier):
             self.counts.stored += len(names)
             for name in names:
                 self._absent.pop(name.hash, None)
-                self._know(name, run)
+                self._record_block(name, run)
 
     async def find(self, hashes: Sequence[bytes], first: int, *, roughly: bool = False, states: bool = False) -> None:
         """Find out which blocks of a chain, given from its first block, the bucket has from block ``first`` on;
-        afterwards ``in`` finds them. Takes a limited time and may be cancelled.
+        afterwards they are ``in`` this tier. Takes a limited time and may be cancelled.
 
-        Lists the segment of block ``first``, and if that is here to its end, all following ones at once. Known blocks
-        are not looked up.
+        Lists the segment of block ``first``, and if all of its blocks are present, all following segments concurrently.
+        Known blocks are not looked up.
 
         With ``roughly``, of n following segments the last and about every √n-th are listed, then those between the
         deepest present one and the next: 16 requests in two rounds for 64 segments. With ``states``, the same lists
@@ -171,9 +172,9 @@ class ObjectTier(MediumTier):
             return
         probes = sorted({*begins[:: max(1, math.isqrt(len(begins)))], *begins[-1:]})
         await self._find_at(hashes, probes, states)
-        here = next((at for at in reversed(probes) if hashes[at] in self), begin)
-        after = next((at for at in probes if at > here), here)
-        await self._find_at(hashes, range(here + SEGMENT_BLOCKS, after, SEGMENT_BLOCKS), states)
+        deepest = next((at for at in reversed(probes) if hashes[at] in self), begin)
+        after = next((at for at in probes if at > deepest), deepest)
+        await self._find_at(hashes, range(deepest + SEGMENT_BLOCKS, after, SEGMENT_BLOCKS), states)
         if states:
             await self._find_at_edges(hashes, first)
 
@@ -190,8 +191,8 @@ class ObjectTier(MediumTier):
         await asyncio.gather(*(self._find_in(chain, len(chain) - 1, len(chain) - 1, False) for chain in chains))
 
     async def _find_in(self, hashes: Sequence[bytes], first: int, begin: int, states: bool) -> None:
-        """Locate the blocks from ``first`` on within the segment that begins with block ``begin``, and with ``states``
-        also those that have a state."""
+        """Find the blocks from index ``first`` on within the segment that begins with block ``begin``, and with
+        ``states`` also those that have a state."""
         chain = hashes[begin : begin + SEGMENT_BLOCKS]
         segment, wanted = chain[0], hashes[first : begin + SEGMENT_BLOCKS]
         pages = [state_page(block_hash, 0) for block_hash in chain[: SEGMENT_BLOCKS - 1]] if states else []
@@ -202,16 +203,16 @@ class ObjectTier(MediumTier):
         after, more = "", True
         while more:
             runs, more = await self._runs_of(segment, after)
-            for block_hash, run in places_in(runs, chain).items():
+            for block_hash, run in locate(runs, chain).items():
                 if block_hash not in self:
                     at = begin + chain.index(block_hash)
                     parent = hashes[at - 1] if at else b""
-                    self._know(BlockName(block_hash, parent, segment, 0), run)
-            for page, run in followers_in(runs, chain, pages).items():
+                    self._record_block(BlockName(block_hash, parent, segment, 0), run)
+            for page, run in locate_followers(runs, chain, pages).items():
                 if page not in self:
-                    self._know(BlockName(page, chain[pages.index(page)], segment, 0), run)
+                    self._record_block(BlockName(page, chain[pages.index(page)], segment, 0), run)
             missing = next((block_hash for block_hash in wanted if block_hash not in self), None)
-            # The list was truncated: continue at the names that begin with the next missing block.
+            # If the list was truncated, continue with the names that begin with the next missing block.
             more = more and missing is not None and missing.hex() != after
             after = missing.hex() if missing is not None else ""
         if wanted[0] not in self:
@@ -238,12 +239,13 @@ class ObjectTier(MediumTier):
                     return [], False
                 names = await self._store.names(self._layout.folder(segment), after)
         except ObjectStoreFailure as error:
-            self._failed("objects were not listed", str(error))
+            self._pause_failed("objects were not listed", str(error))
             return [], False
         runs = [run for name in names if (run := RunName.parse(segment, name)) is not None]
         return runs, len(names) >= MAX_LISTED_NAMES
 
-    def _know(self, name: BlockName, run: RunName) -> None:
+    def _record_block(self, name: BlockName, run: RunName) -> None:
+        """Record that the object of ``run`` has a block."""
         before = self._runs.get(name.hash)
         if before is not None:
             self._drop(name.hash, before, report=False)
@@ -262,8 +264,8 @@ class ObjectTier(MediumTier):
         parts, loads = list[list[tuple[bytes, memoryview]]](), list[asyncio.Task[int]]()
         for run, each in groupby(jobs, lambda job: self._run_of(job[0])):
             parts.append(list(each))
-            # Look up pending writes now, since they may be finished when the task starts.
-            work = self._load_run(run, parts[-1]) if run is not None else self._load_coming(parts[-1])
+            # Look up queued blocks now, since they may be written when the task starts.
+            work = self._load_run(run, parts[-1]) if run is not None else self._load_queued(parts[-1])
             loads.append(asyncio.create_task(work, name="reading an object"))
 
         def give_up() -> None:
@@ -271,27 +273,27 @@ class ObjectTier(MediumTier):
                 load.cancel()
 
         await until_over(asyncio.wait(loads), give_up)
-        came = 0
+        loaded = 0
         for part, load in zip(parts, loads, strict=True):
             good = 0 if load.cancelled() else load.result()
-            came += good
+            loaded += good
             if good < len(part):
                 break
-        self.counts.loaded += came
-        return came
+        self.counts.loaded += loaded
+        return loaded
 
     def _run_of(self, block_hash: bytes) -> RunName | None:
         """Return the run of a block, None for a pending write."""
-        return None if block_hash in self._coming else self._runs[block_hash]
+        return None if block_hash in self._queued else self._runs[block_hash]
 
-    def _load_coming(self, part: Sequence[tuple[bytes, memoryview]]) -> Coroutine[Any, Any, int]:
-        """Load blocks whose writes are pending; the result is how many came before a failure."""
-        found = {block_hash: self._coming[block_hash] for block_hash, _ in part}
+    def _load_queued(self, part: Sequence[tuple[bytes, memoryview]]) -> Coroutine[Any, Any, int]:
+        """Load blocks whose writes are pending; the result is how many were loaded before a failure."""
+        found = {block_hash: self._queued[block_hash] for block_hash, _ in part}
         sources = {block_hash: (name.checksum, payload) for block_hash, (name, payload) in found.items()}
         return until_over(asyncio.to_thread(_copy, part, sources))
 
     async def _load_run(self, run: RunName, part: Sequence[tuple[bytes, memoryview]]) -> int:
-        """Load blocks of one run; return how many came before a failure."""
+        """Load blocks of one run; return how many were loaded before a failure."""
         try:
             async with self._gets:
                 if not self.is_available():
@@ -311,10 +313,10 @@ class ObjectTier(MediumTier):
             return 0
         except ObjectStoreFailure as error:
             self.counts.failed += len(part)
-            self._failed("blocks were not read", str(error))
+            self._pause_failed("blocks were not read", str(error))
             return 0
         self._breaker.in_time()
-        # The run's name matched these blocks as well, but its object lacks them.
+        # The name of the run also matched the remaining blocks, but its object lacks them.
         for block_hash, _ in part[count:]:
             self._drop(block_hash, run)
         self.touch([block_hash for block_hash, _ in reversed(part[:count])])
@@ -336,7 +338,7 @@ class ObjectTier(MediumTier):
             if report:
                 self._unreported.append(name)
 
-    def _failed(self, message: str, failure: str) -> None:
+    def _pause_failed(self, message: str, failure: str) -> None:
         """Warn, and pause the service until a probe is answered."""
         self._warn(f"{message}; the object tier is paused", failure)
         if not self._breaker.paused:
@@ -344,7 +346,7 @@ class ObjectTier(MediumTier):
 
     async def _answers_probe(self) -> bool:
         try:
-            # Segment of no chain: a list of it only probes the service.
+            # No chain has this segment: listing it only probes the service.
             await self._store.names(self._layout.folder(bytes(32)))
         except ObjectStoreFailure:
             return False

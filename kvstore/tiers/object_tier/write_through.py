@@ -21,13 +21,14 @@ from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import Block, IndexEvent
 from pillion.kvstore.memory.memory import PoolMemory
 from pillion.kvstore.tiers.object_tier.object_tier import ObjectTier
+from pillion.kvstore.tiers.spill import BATCH_BYTES
 from pillion.kvstore.tiers.tiers import BlockName
 
+# Delay from a block's commit to its copy.
 COPY_DELAY_S = 5.0
-BATCH_BYTES = 16 * 2**20
 # Blocks waiting to be copied; the oldest are skipped if the tier cannot keep up.
 MAX_DUE_BLOCKS = 2**16
-# Delay after the tier had no room.
+# Retry delay if the tier has no room.
 NO_ROOM_S = 0.5
 
 
@@ -51,21 +52,21 @@ class WriteThrough:
         self._blocks_lost = blocks_lost
         # (time due on the loop's clock, hash) of committed blocks.
         self._due: deque[tuple[float, bytes]] = deque(maxlen=MAX_DUE_BLOCKS)
-        self._poked = asyncio.Event()
+        self._scheduled = asyncio.Event()
 
     def committed(self, events: Iterable[IndexEvent]) -> None:
         """Schedule copies of the blocks that arrived in the pool."""
         due_s = asyncio.get_running_loop().time() + COPY_DELAY_S
         self._due.extend((due_s, event.block_hash) for event in events if event.here)
-        self._poked.set()
+        self._scheduled.set()
 
     async def run(self) -> None:
         """Copy blocks when they are due, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
-            await self._poked.wait()
+            await self._scheduled.wait()
             if not self._due:
-                self._poked.clear()
+                self._scheduled.clear()
                 continue
             await asyncio.sleep(max(0.0, self._due[0][0] - loop.time()))
             if not await self._copy_some(loop.time()):
@@ -77,33 +78,33 @@ class WriteThrough:
         room_bytes = tier.room_bytes()
         if room_bytes < block_bytes:
             return False
-        most = max(1, min(BATCH_BYTES, room_bytes) // block_bytes)
+        max_blocks = max(1, min(BATCH_BYTES, room_bytes) // block_bytes)
         blocks: dict[bytes, Block] = {}
-        while self._due and self._due[0][0] <= now and len(blocks) < most:
+        while self._due and self._due[0][0] <= now and len(blocks) < max_blocks:
             block = self._ledger.tree.by_hash.get(self._due.popleft()[1])
             if block is not None and block.hash not in tier:
                 blocks[block.hash] = block
         await self._find(blocks.values())
         missing = [block for block in blocks.values() if block.hash not in tier]
         if missing:
-            self._blocks_lost(await tier.store(await self._copied(missing)))
+            self._blocks_lost(await tier.store(await self._copy_out(missing)))
         return True
 
     async def _find(self, blocks: Iterable[Block]) -> None:
-        """Look the blocks up in the tier: other nodes, or an earlier life of this one, may have written them."""
+        """Look the blocks up in the tier: other nodes, or an earlier process of this one, may have written them."""
         last_blocks = {block.segment: block for block in blocks}
         for last_block in last_blocks.values():
             chain = [block.hash for block in self._ledger.tree.chain(last_block)]
             await self._tier.find(chain, (len(chain) - 1) // SEGMENT_BLOCKS * SEGMENT_BLOCKS)
 
-    async def _copied(self, blocks: Sequence[Block]) -> list[tuple[BlockName, memoryview]]:
+    async def _copy_out(self, blocks: Sequence[Block]) -> list[tuple[BlockName, memoryview]]:
         """Copy blocks; return the copies of those that stayed in the pool meanwhile."""
         targets = [np.empty(self._memory.block_bytes, np.uint8).data for _ in blocks]
         slots, sums = [block.slot for block in blocks], [block.checksum for block in blocks]
-        copies = await self._memory.copy_out(slots, targets, sums)
-        here = self._ledger.tree.by_hash
+        checksums = await self._memory.copy_out(slots, targets, sums)
+        pool = self._ledger.tree.by_hash
         return [
             (BlockName.of(block, checksum), data)
-            for block, data, checksum in zip(blocks, targets, copies, strict=True)
-            if here.get(block.hash) is block
+            for block, data, checksum in zip(blocks, targets, checksums, strict=True)
+            if pool.get(block.hash) is block
         ]

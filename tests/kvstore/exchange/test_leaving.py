@@ -126,7 +126,7 @@ async def test_blocks_that_no_node_accepts_go_to_the_disk(
 
         async def opened() -> bool:
             storage = node_of(a)._storage
-            return storage is not None and bool(storage._near)
+            return storage is not None and bool(storage._local_tiers)
 
         await until("the disk to be opened", opened)
         await node_of(a).stop(WITHIN_S)

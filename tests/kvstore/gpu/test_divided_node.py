@@ -176,7 +176,7 @@ async def test_a_shard_that_cannot_be_reached_is_rejected_by_name(
     ("kv_rows", "kv_heads", "words"),
     [
         (0, 0, "the worker does not say how many"),
-        (KV_ROWS, 3, "has no 4 rows of 3 KV heads"),
+        (KV_ROWS, 3, "cannot be divided into 4 rows of 3 KV heads"),
         (KV_ROWS * KV_HEADS, 1, ""),
     ],
 )

@@ -1,4 +1,4 @@
-"""A KV node with its pool on GPUs that starts over the pool of its previous life: a real keeper, and real processes
+"""A KV node with its pool on GPUs that starts over the pool of its previous process: a real keeper, and real processes
 where the kernel has to prove their end. Without a GPU the fake driver is used."""
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ async def test_only_the_exit_of_a_process_proves_that_it_stopped_writing(lives: 
         coming = asyncio.create_task(lives.renew(worker))
         await until("the node to know that this worker has drained", lambda: node._memory.drained)
         for _ in range(10):
-            await asyncio.sleep(surviving_pool.LOOK_S)
+            await asyncio.sleep(surviving_pool.POLL_S)
         assert not node.pool.shaped
         other.kill()
         await coming

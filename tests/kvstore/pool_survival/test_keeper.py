@@ -120,13 +120,13 @@ def test_a_keeper_survives_running_out_of_descriptors(short_folder: str) -> None
 
 def test_a_pool_without_a_node_is_dropped_in_the_end(calls: KeeperCalls) -> None:
     gone, alive = (calls.ask("keep", name, name.encode())[1] for name in ("kv-a", "kv-b"))
-    calls.server.look(0.0)
-    calls.server.look(2 * KEPT_WITHOUT_NODE_S)
+    calls.server.drop_abandoned(0.0)
+    calls.server.drop_abandoned(2 * KEPT_WITHOUT_NODE_S)
     gone.close()
     for now_s in (3 * KEPT_WITHOUT_NODE_S, 4 * KEPT_WITHOUT_NODE_S - 1):
-        calls.server.look(now_s)
+        calls.server.drop_abandoned(now_s)
         assert calls.kept() == b"kv-a"
-    calls.server.look(4 * KEPT_WITHOUT_NODE_S)
+    calls.server.drop_abandoned(4 * KEPT_WITHOUT_NODE_S)
     assert calls.kept() == b""
     assert calls.kept("kv-b") == b"kv-b"
     assert not peer_gone(alive)
@@ -134,9 +134,9 @@ def test_a_pool_without_a_node_is_dropped_in_the_end(calls: KeeperCalls) -> None
 
 def test_a_node_that_came_back_is_kept_again(calls: KeeperCalls) -> None:
     calls.ask("keep")[1].close()
-    calls.server.look(0.0)
+    calls.server.drop_abandoned(0.0)
     calls.ask("keep", content=b"again")
-    calls.server.look(KEPT_WITHOUT_NODE_S)
+    calls.server.drop_abandoned(KEPT_WITHOUT_NODE_S)
     assert calls.kept() == b"again"
 
 

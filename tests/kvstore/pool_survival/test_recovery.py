@@ -1,5 +1,5 @@
-"""A KV node that starts over the pool of its previous life: real nodes, a real keeper, and real worker processes where
-the kernel has to prove their end."""
+"""A KV node that starts over the pool of its previous process: real nodes, a real keeper, and real worker processes
+where the kernel has to prove their end."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ async def test_recovery_waits_for_the_earlier_nodes_exit(lives: Lives) -> None:
             coming = asyncio.create_task(lives.renew(worker))
             await until("the node to know that the worker has drained", lambda: node._memory.drained)
             for _ in range(10):
-                await asyncio.sleep(surviving_pool.LOOK_S)
+                await asyncio.sleep(surviving_pool.POLL_S)
             assert not node.pool.shaped
         finally:
             earlier.kill()
@@ -307,7 +307,7 @@ async def test_a_stopping_node_hands_its_pool_to_a_new_keeper(
             await lives.begin()
             worker = await lives.worker()
             await lives.commit(worker, CHAIN)
-            monkeypatch.setattr(survival, "KEEPER_LOOK_S", 10 * WITHIN_S)
+            monkeypatch.setattr(survival, "KEEPER_POLL_S", 10 * WITHIN_S)
             await lives.begin()
             await lives.renew(worker)
             await lives.safe()
@@ -350,7 +350,7 @@ def check_kept_memory(client: PoolKeeper, keeper: subprocess.Popen[bytes]) -> No
     again = [OwnedSegment(8192), OwnedSegment(4096)]
     client.keep("kv-a", [segment.fileno() for segment in again])
     assert sizes(client) == [8192, 4096]
-    with pytest.raises(Unavailable, match="1 of a pool and 0 of processes were promised"):
+    with pytest.raises(Unavailable, match="1 of a pool and 0 of processes were announced"):
         client.keep("kv-a", [again[0].fileno()])
     client.keep("kv-b", [segment.fileno() for segment in again])
     client.drop("kv-b")

@@ -114,10 +114,10 @@ def test_every_store_of_an_entry_may_be_the_last() -> None:
         try:
             table.write(3, new, old, 8)
         except NodeKilledError:
-            assert SlotTable.found(words).read(3) is None or not left
+            assert SlotTable.open(words).read(3) is None or not left
             assert not left or not words[table_bytes(4) // WORD_BYTES - 1]
             continue
-        entry = SlotTable.found(words).read(3)
+        entry = SlotTable.open(words).read(3)
         assert entry is not None
         assert (entry.hash, entry.parent, entry.checksum) == (new, old, 8)
         assert left > 10
@@ -132,7 +132,7 @@ def test_entries_of_another_slot_or_pool_are_ignored() -> None:
     entry_words = (len(words) * WORD_BYTES - table_bytes(0)) // WORD_BYTES // NUM_SLOTS
     header = table_bytes(0) // WORD_BYTES
     words.words[header + entry_words : header + 2 * entry_words] = words.words[header : header + entry_words]
-    assert [entry.slot for entry in SlotTable.found(words).blocks()] == [0]
+    assert [entry.slot for entry in SlotTable.open(words).blocks()] == [0]
     other = SlotTable(words, b"q" * POOL_ID_BYTES, SHAPE)
     assert other.blocks() == []
 
@@ -141,17 +141,17 @@ def test_entries_of_another_slot_or_pool_are_ignored() -> None:
 def test_a_damaged_header_discards_the_table(place: int) -> None:
     words = MortalWords(table_bytes(NUM_SLOTS) // WORD_BYTES)
     table = SlotTable.create(words, POOL_ID, SHAPE)
-    assert SlotTable.found(words).shape == table.shape
+    assert SlotTable.open(words).shape == table.shape
     words[place] ^= 1 << 17
     with pytest.raises(ConfigError):
-        SlotTable.found(words)
+        SlotTable.open(words)
 
 
 def test_an_abandoned_table_is_discarded() -> None:
     words = MortalWords(table_bytes(2) // WORD_BYTES)
     SlotTable.create(words, POOL_ID, PoolShape(2, 64, "cd" * 32)).forsake()
     with pytest.raises(ConfigError):
-        SlotTable.found(words)
+        SlotTable.open(words)
 
 
 def test_a_chain_with_a_bad_block_ends_before_it() -> None:
@@ -187,7 +187,7 @@ def test_reassigned_slots_are_not_claimed() -> None:
     node.settle()
     words = node.words
     node.begin()
-    table = SlotTable.found(words)
+    table = SlotTable.open(words)
     with pytest.raises(Internal):
         node.ledger.claim([entry.slot for entry in table.blocks()])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import mmap
 import os
 import sys
 import threading
@@ -17,7 +18,7 @@ from pillion.errors import ConfigError
 from pillion.kvstore.ledger.records import PoolShape
 from pillion.kvstore.pool_survival.keeper_client import PoolKeeper
 from pillion.kvstore.pool_survival.owned_segment import OwnedSegment
-from pillion.kvstore.pool_survival.surviving_pool import PLACES_BYTES, SurvivingPool, keep_alive
+from pillion.kvstore.pool_survival.surviving_pool import SurvivingPool, keep_alive
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the locks of open files are Linux's")
 
@@ -48,13 +49,13 @@ def open_files() -> int:
 
 async def test_an_abandoned_pool_is_dropped_last() -> None:
     memory, pidfd = os.memfd_create("gpu"), os.pidfd_open(os.getpid())
-    pool = SurvivingPool.make(OwnedSegment(PLACES_BYTES), SHAPE, [memory])
+    pool = SurvivingPool.make(OwnedSegment(mmap.PAGESIZE), SHAPE, [memory])
     assert pool is not None
     slow = SlowKeeper()
     keeper = cast("PoolKeeper", slow)
     with contextlib.closing(pool):
         # One keep is in progress and another waits when a worker makes the pool unrecoverable.
-        giving = [asyncio.create_task(pool.give(keeper, "kv")) for _ in range(2)]
+        giving = [asyncio.create_task(pool.send(keeper, "kv")) for _ in range(2)]
         await asyncio.sleep(0)
         admitting = asyncio.create_task(pool.admit(keeper, "kv", 1, 1, pidfd))
         await asyncio.sleep(0)
@@ -88,7 +89,7 @@ def test_a_pool_that_cannot_be_kept_leaves_no_descriptor(
     memories: list[int], spoilt: Callable[[OwnedSegment], Any], ends: contextlib.AbstractContextManager[Any]
 ) -> None:
     before = open_files()
-    places = OwnedSegment(PLACES_BYTES)
+    places = OwnedSegment(mmap.PAGESIZE)
     other = spoilt(places)
     with ends:
         assert SurvivingPool.make(places, SHAPE, memories) is None

@@ -28,7 +28,7 @@ CHAIN = chain_hashes(bytes(32), (1, 2, 3), 1)
 
 @pytest.fixture(autouse=True)
 def _looking_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_pins, "LOOK_S", 0.02)
+    monkeypatch.setattr(node_pins, "POLL_S", 0.02)
 
 
 class NodePinsLife:
@@ -69,7 +69,7 @@ class NodePinsLife:
         return pins.drop(pb.UnpinPrefixRequest(epoch=self.epoch, owner="a", name=name))
 
     def listed(self, pins: NodePrefixPins, owner: str = "a") -> list[pb.PrefixPin]:
-        return list(pins.listed(pb.ListPrefixPinsRequest(epoch=self.epoch, owner=owner)).prefix_pins)
+        return list(pins.list_pins(pb.ListPrefixPinsRequest(epoch=self.epoch, owner=owner)).prefix_pins)
 
 
 async def written(redis: RedisServer, node_id: str, names: set[str]) -> None:

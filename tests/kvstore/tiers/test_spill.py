@@ -107,10 +107,10 @@ class SpillHost:
             (self.index.add if event.here else self.index.discard)(event.block_hash)
 
     def forgotten(self, names: Sequence[BlockName]) -> None:
-        self.apply(lost_everywhere(names, self.ledger.tree.by_hash, self.spiller.keeps))
+        self.apply(lost_everywhere(names, self.ledger.tree.by_hash, self.spiller.is_stored))
 
     def changed(self) -> None:
-        self.apply(without_moved(self.ledger.drain_events(), self.spiller.keeps))
+        self.apply(without_moved(self.ledger.drain_events(), self.spiller.is_stored))
         if self.free < self.spiller.low_slots:
             self.spiller.poke()
 
@@ -167,7 +167,7 @@ async def running(*tiers: Tier) -> AsyncIterator[SpillHost]:
     await host.spiller.close()
     check_integrity(host.ledger)
     assert host.index == set(host.ledger.tree.by_hash) | {h for tier in tiers for h in host.index if h in tier}
-    assert all(host.spiller.keeps(h) or h in host.ledger.tree.by_hash for h in host.index)
+    assert all(host.spiller.is_stored(h) or h in host.ledger.tree.by_hash for h in host.index)
 
 
 def test_watermarks_count_in_percent_of_the_pool() -> None:
@@ -292,7 +292,7 @@ async def test_while_no_tier_has_room_the_pool_keeps_all() -> None:
 
 async def test_a_tier_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pending writes are limited; leases continue and evict for themselves."""
-    monkeypatch.setattr(spill, "MAX_UNDER_WAY_BYTES", 2 * BLOCK_BYTES)
+    monkeypatch.setattr(spill, "MAX_IN_FLIGHT_BYTES", 2 * BLOCK_BYTES)
     monkeypatch.setattr(spill, "BATCH_BYTES", BLOCK_BYTES)
     tier = ScriptedTier()
     tier.gate.clear()

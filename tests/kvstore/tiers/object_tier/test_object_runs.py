@@ -16,7 +16,7 @@ from pillion.kvstore.tiers.object_tier.object_runs import (
     MAX_RUN_BYTES,
     RunLayout,
     RunName,
-    places_in,
+    locate,
     split_runs,
 )
 from pillion.kvstore.tiers.tiers import CorruptBlock
@@ -47,7 +47,7 @@ def test_runs_are_chains_of_one_segment_and_their_names_find_every_block(seed: i
         hashes = [name.hash for name, _ in chain]
         for begin in range(0, len(hashes), SEGMENT_BLOCKS):
             part = hashes[begin : begin + SEGMENT_BLOCKS]
-            assert places_in([name for name in names if name.segment == part[0]], part).keys() == there & set(part)
+            assert locate([name for name in names if name.segment == part[0]], part).keys() == there & set(part)
 
 
 def test_an_object_round_trips() -> None:

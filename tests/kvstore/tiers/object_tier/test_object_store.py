@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from pillion.errors import ConfigError
-from pillion.kvstore.tiers.object_tier.object_store import ObjectPlace, parse_object_url
+from pillion.kvstore.tiers.object_tier.object_store import BucketLocation, parse_object_url
 
 
 def test_urls_name_a_bucket() -> None:
-    assert parse_object_url("s3://b") == ObjectPlace(bucket="b", prefix="")
+    assert parse_object_url("s3://b") == BucketLocation(bucket="b", prefix="")
     said = "s3://b/some/where/?endpoint=https://s3.example:9000/&region=eu-1&virtual_hosted_style=true"
     place = parse_object_url(said)
-    assert place == ObjectPlace(
+    assert place == BucketLocation(
         bucket="b", prefix="some/where", endpoint="https://s3.example:9000", region="eu-1", virtual_hosted_style=True
     )
     assert str(place) == "s3://b/some/where"
