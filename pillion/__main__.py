@@ -4,7 +4,7 @@ import os
 
 from pillion.supervisor.lifeline import tie_to_parent
 
-# Before the servers are imported: a supervisor that dies meanwhile must not leave this process behind.
+# Before the imports of servers: a supervisor that dies during them must not leave this process running.
 tie_to_parent()
 # gRPC reads this variable at its import. Without it, gRPC writes plain text to standard error between lines of JSON.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

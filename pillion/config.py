@@ -33,29 +33,28 @@ from pillion.settings.speculative_config import NO_SPECULATION, SpeculativeConfi
 
 MAX_PORT = 65535
 MAX_API_KEY_CHARS = 512
-# Choose by measurement, or by what the machine and the model have.
+# Value of flags that are then chosen by measurement, or by machine and model.
 AUTO = "auto"
 MAX_WORKERS = 64
-# Adapters are kept in memory and listed in every heartbeat.
+# Max adapters per worker: they are in memory, and listed in every heartbeat.
 MAX_LORAS = 256
 MAX_RANKS = 16
-# Waiting sequences per decode worker; waiting and running prefill ranges per prefill worker.
+# Max waiting sequences per decode worker; max waiting and running prefill ranges per prefill worker.
 MAX_WAITING_SEQS, MAX_WAITING_PREFILLS = 1024, 256
 MAX_STEP_TOKENS = 65_536
-# JSON of the chat template variables of a request or of a gateway: a few words and numbers.
+# Max size of the chat template variables of a request or a gateway, as JSON; usually a few words and numbers.
 MAX_TEMPLATE_KWARGS_BYTES = 16 * 2**10
 CPU_KERNEL_CHOICES = (
     "auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "neon_dot", "neon", "torch",
 )  # fmt: skip
 QUANTIZATION_CHOICES = ("none", "int8", "int8-dynamic", "int4")
-# With float16, alias half, a model is computed in float32, which represents its numbers exactly.
+# A float16 model (alias half) is computed in float32, which represents its weights exactly.
 DTYPE_CHOICES = ("auto", "bfloat16", "float16", "half", "float32", "float")
-ADVERTISE = (
+_ADVERTISE_HELP = (
     "Address that other components connect to. Default: the listen address; for 0.0.0.0 or ::, the local address used"
     " to reach Redis."
 )
 
-_ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@*]+")
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -85,7 +84,8 @@ def parse_target_itl_ms(text: str) -> float | str:
 
 
 def parse_template_kwargs(text: str) -> str:
-    """Check the text of --default-chat-template-kwargs, a JSON object, and return it. Raises ConfigError."""
+    """Return the text of --default-chat-template-kwargs. Raises ConfigError unless it is a JSON object within the
+    limit."""
     try:
         valid = isinstance(json.loads(text or "{}"), dict)
     except ValueError:
@@ -99,7 +99,7 @@ def parse_template_kwargs(text: str) -> str:
 
 
 def parse_api_key(text: str) -> str:
-    """Return a key of --api-key. Raises ConfigError, without the key, for one that no client could send."""
+    """Return a key of --api-key. Raises ConfigError, whose text omits the key, for a key that no client could send."""
     if not (0 < len(text) <= MAX_API_KEY_CHARS and text.isascii() and text.isprintable() and " " not in text):
         raise ConfigError(f"--api-key: a key is printable ASCII without spaces, of 1 to {MAX_API_KEY_CHARS} characters")
     return text
@@ -118,7 +118,7 @@ def parse_quantization(text: str) -> str:
 def parse_root_path(text: str) -> str:
     """Return the text of --root-path without trailing slashes. Raises ConfigError unless it is a path."""
     path = text.rstrip("/")
-    if path and not _ROOT_PATH.fullmatch(path):
+    if path and not re.fullmatch(r"(/[\w.~-]+)+", path, re.ASCII):
         raise ConfigError(f"--root-path {text!r} is not a path such as /models/small")
     return path
 
@@ -129,9 +129,9 @@ def parse_split_policy(text: str) -> Fraction | None:
     "disaggregated" is 1, "colocated" is 0, and "fraction:x" is any x from 0 to 1, such as 0.5 or 1/3. Raises
     ConfigError on anything else.
     """
-    named = {"auto": None, "disaggregated": Fraction(1), "colocated": Fraction(0)}
-    if text in named:
-        return named[text]
+    presets = {"auto": None, "disaggregated": Fraction(1), "colocated": Fraction(0)}
+    if text in presets:
+        return presets[text]
     name, _, number = text.partition(":")
     if name != "fraction":
         raise ConfigError(f"--split-policy {text!r} is not auto, disaggregated, colocated or fraction:x")
@@ -155,8 +155,8 @@ def check_public_access(flags: GatewayFlags) -> None:
 
 
 def check_conflicts(flags: Any) -> None:
-    """Raise ConfigError for the first pair of flags that contradict each other or need each other. Attributes that
-    ``flags`` lacks count as not given."""
+    """Raise ConfigError for flags that contradict each other, or of which one needs another. Flags that the class of
+    ``flags`` does not have count as not given."""
 
     def given(name: str) -> Any:
         return getattr(flags, name, None)
@@ -175,10 +175,10 @@ def parse_origins(values: Sequence[str]) -> list[str]:
     origins: list[str] = []
     for value in values:
         try:
-            read = json.loads(value) if value.startswith("[") else [value]
+            entries = json.loads(value) if value.startswith("[") else [value]
         except ValueError:
-            read = [value]
-        for origin in read:
+            entries = [value]
+        for origin in entries:
             if not isinstance(origin, str) or not _ORIGIN.fullmatch(origin):
                 raise ConfigError(f"--allowed-origins: {origin!r} is not '*' or like https://chat.example.org:8443")
             origins.append(origin)
@@ -192,25 +192,25 @@ def flag(
     kind: Callable[[str], Any] | None = None,
     choices: tuple[str, ...] = (),
     placement: bool = False,
-    least: float | None = None,
-    most: float | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
     also: str = "",
     secret: bool = False,
 ) -> Any:
     """Create the dataclass field of a flag. A flag whose default is a tuple may be repeated.
 
     Args:
-        default: the value if none is given.
-        help: text for ``--help``: what, unit, meaning of the default.
+        default: the value of a flag that is not given.
+        help: text for ``--help``: purpose, unit, meaning of the default.
         kind: parser of the flag's text. Default: the type of ``default``.
-        choices: the allowed values; empty: any.
-        placement: names or places one process; ``pillion serve`` sets it for each component.
-        least, most: the inclusive limits of a number; :mod:`pillion.cli.checks` rejects others.
-        also: another spelling, on the command line and in the file, but not in the environment.
+        choices: the allowed values; (): any.
+        placement: True for a name, address or socket of one process, which ``pillion serve`` sets for each component.
+        minimum, maximum: inclusive limits of a number, enforced by :mod:`pillion.cli.checks`.
+        also: a second name, on the command line and in the file, but not in the environment.
         secret: the value is never shown, and child processes get it through their environment.
     """
     about: dict[str, Any] = {"help": help, "kind": kind or type(default), "choices": choices, "placement": placement}
-    about |= {"least": least, "most": most, "also": also, "secret": secret}
+    about |= {"minimum": minimum, "maximum": maximum, "also": also, "secret": secret}
     return field(default=default, repr=not secret, metadata=about)
 
 
@@ -220,7 +220,7 @@ def size_flag(default: int, help: str, **bounds: Any) -> Any:  # noqa: A002
 
 
 def with_default(cls: type, name: str, default: Any) -> Any:
-    """Create the flag ``name`` of ``cls`` with another default; everything else is declared at ``cls``."""
+    """Return the field of flag ``name`` of ``cls`` with another default."""
     return field(default=default, metadata=next(one.metadata for one in fields(cls) if one.name == name))
 
 
@@ -234,9 +234,9 @@ class CommonFlags:
     )
     log_level: str = flag("info", "Minimum log level.", choices=("debug", "info", "warning", "error"))
     log_format: str = flag("text", "Log format: text, or a JSON object per line.", choices=("text", "json"))
-    heartbeat_ms: int = flag(1000, "Heartbeat interval of a component.", least=10)
-    heartbeat_timeout_ms: int = flag(5000, "Time without a heartbeat until a component counts as lost.", least=50)
-    metrics_port: int = flag(0, "Port of this component's Prometheus metrics. 0: none.", least=0, most=MAX_PORT)
+    heartbeat_ms: int = flag(1000, "Heartbeat interval of a component.", minimum=10)
+    heartbeat_timeout_ms: int = flag(5000, "Time without a heartbeat until a component counts as lost.", minimum=50)
+    metrics_port: int = flag(0, "Port of this component's Prometheus metrics. 0: none.", minimum=0, maximum=MAX_PORT)
     metrics_host: str = flag("127.0.0.1", "Listen address of --metrics-port. No authentication: do not expose it.")
     internal_tls_cert: str = flag(
         "", "PEM file of this component's certificate for other components. Empty: no TLS between components."
@@ -284,9 +284,9 @@ class ModelFlags:
         0,
         "Maximum length of prompt plus output, in tokens. 0: the model's own, limited to 8192, to its original length"
         " if longer ones need scaled rotary frequencies, and to the pool.",
-        least=0,
+        minimum=0,
     )
-    block_size: int = flag(16, "Tokens per KV block.", least=1, most=1024)
+    block_size: int = flag(16, "Tokens per KV block.", minimum=1, maximum=1024)
     ignore_config_key: tuple[str, ...] = flag(
         (), "Key of config.json to ignore, if Pillion rejects it although the model is correct without it.", kind=str
     )
@@ -365,16 +365,16 @@ class PoolFlags:
     """Memory of the KV pool."""
 
     kv_pool_bytes: int = size_flag(
-        0, "Size of the KV pool in bytes. 0: 1 GiB; on a GPU, by --gpu-memory-utilization.", least=0
+        0, "Size of the KV pool in bytes. 0: 1 GiB; on a GPU, by --gpu-memory-utilization.", minimum=0
     )
     gpu_memory_utilization: float = flag(
         0.9,
         "Fraction of the GPU's memory for weights, workspaces and the KV pool together.",
-        least=0,
-        most=1,
+        minimum=0,
+        maximum=1,
     )
     host_bytes: int = size_flag(
-        0, "Pinned host memory, in bytes, for blocks evicted from a GPU's pool, before the disk. 0: none.", least=0
+        0, "Pinned host memory, in bytes, for blocks evicted from a GPU's pool, before the disk. 0: none.", minimum=0
     )
 
 
@@ -383,7 +383,7 @@ class RankFlags:
     """Number of processes that a model is split over."""
 
     tensor_parallel_size: int = flag(
-        1, "Number of ranks (processes) that each worker splits the model over.", least=1, most=MAX_RANKS
+        1, "Number of ranks (processes) that each worker splits the model over.", minimum=1, maximum=MAX_RANKS
     )
 
 
@@ -404,7 +404,10 @@ class ThreadFlags(RankFlags):
     """Threads and cores of a forward pass."""
 
     cpu_threads: int = flag(
-        0, "Threads of a forward pass on a CPU. 0: this worker's share of the cores.", least=0, most=MAX_CPU_THREADS
+        0,
+        "Threads of a forward pass on a CPU. 0: this worker's share of the cores.",
+        minimum=0,
+        maximum=MAX_CPU_THREADS,
     )
     cpu_affinity: str = flag("", "CPU cores of --cpu-threads, in order, e.g. 0,1 or 4-7. Empty: no pinning.")
 
@@ -417,10 +420,10 @@ class StepFlags:
         0,
         "Maximum number of tokens per decode step (I5). 0: 256 on a CPU, 512 with matrix tiles; on a GPU 512"
         " to 8,192, by its speed, memory, the model and --target-itl-ms.",
-        least=0,
-        most=MAX_STEP_TOKENS,
+        minimum=0,
+        maximum=MAX_STEP_TOKENS,
     )
-    max_num_seqs: int = flag(64, "Maximum number of running sequences per decode worker.", least=1)
+    max_num_seqs: int = flag(64, "Maximum number of running sequences per decode worker.", minimum=1)
     speculative_config: SpeculativeConfig = flag(  # noqa: RUF009  (flag() returns a field)
         NO_SPECULATION,
         "Speculative decoding, as vLLM's JSON, such as "
@@ -448,9 +451,9 @@ class LoraFlags(EnableLoraFlags):
     """Number and size of the LoRA adapters that workers allocate memory for."""
 
     max_loras: int = flag(
-        8, "Maximum number of adapters loaded per worker, and so used in a step.", least=1, most=MAX_LORAS
+        8, "Maximum number of adapters loaded per worker, and so used in a step.", minimum=1, maximum=MAX_LORAS
     )
-    max_lora_rank: int = flag(16, "Maximum rank of an adapter.", least=1, most=512)
+    max_lora_rank: int = flag(16, "Maximum rank of an adapter.", minimum=1, maximum=512)
     lora_target_modules: tuple[str, ...] = flag(
         (),
         "Linear layers that adapters may modify, by PEFT name: q_proj,v_proj... Repeat it for more. Default: all.",
@@ -463,7 +466,7 @@ class RequestServerFlags(ChunkedPrefillFlags, CommonFlags):
     """The flags of both workers and gateways."""
 
     component_id: str = flag("", "Unique name of this process. Default: its role and pid.", placement=True)
-    drain_timeout_s: float = flag(2.0, "Time for running requests to finish on shutdown.", least=0)
+    drain_timeout_s: float = flag(2.0, "Time for running requests to finish on shutdown.", minimum=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -488,7 +491,7 @@ class KVNodeFlags(PoolFlags, InternalServerFlags):
     node_listen: str = flag(
         "127.0.0.1:50061", "Listen address of the node's gRPC service (host:port or unix:path).", placement=True
     )
-    node_advertise: str = flag("", ADVERTISE, placement=True)
+    node_advertise: str = flag("", _ADVERTISE_HELP, placement=True)
     kv_device: str = flag(
         "cpu",
         "Device of the KV pool: cpu, cuda, cuda:N, or several, e.g. cuda:0,cuda:1.",
@@ -502,10 +505,10 @@ class KVNodeFlags(PoolFlags, InternalServerFlags):
     )
     kv_transport: str = flag("auto", "Transport of blocks between nodes.", choices=("auto", "nixl", "grpc"))
     hand_over_timeout_s: float = flag(
-        0.0, "Time for a stopping node to copy its most recently used blocks to other nodes or its disk.", least=0
+        0.0, "Time for a stopping node to copy its most recently used blocks to other nodes or its disk.", minimum=0
     )
     disk_path: str = flag("", "Folder for KV blocks evicted from the pool. Empty: they are dropped.")
-    disk_bytes: int = size_flag(10 * 2**30, "Maximum size of --disk-path, in bytes.", least=0)
+    disk_bytes: int = size_flag(10 * 2**30, "Maximum size of --disk-path, in bytes.", minimum=0)
     object_url: str = flag("", "Object store to copy KV blocks to: s3://BUCKET/PREFIX?endpoint=URL. Empty: none.")
 
 
@@ -516,19 +519,19 @@ class WorkerFlags(LoraFlags, ThreadFlags, RequestServerFlags, InternalServerFlag
     listen: str = flag(
         "127.0.0.1:0", "Listen address of the worker's gRPC service (host:port or unix:path).", placement=True
     )
-    advertise: str = flag("", ADVERTISE, placement=True)
+    advertise: str = flag("", _ADVERTISE_HELP, placement=True)
     core_lending_table: str = flag(
         "", "File through which the workers of a host lend each other cores. Empty: no lending.", placement=True
     )
-    first_core: int = flag(0, "This worker's first core in --core-lending-table.", least=0, placement=True)
+    first_core: int = flag(0, "This worker's first core in --core-lending-table.", minimum=0, placement=True)
     enable_expert_parallel: bool = flag(
         False, "Assign whole experts of an MoE model to each GPU rank, instead of a part of each."
     )
     pipeline_parallel_size: int = flag(
         1,
         "Pipeline stages of each prefill worker; a stage has --tensor-parallel-size processes.",
-        least=1,
-        most=16,
+        minimum=1,
+        maximum=16,
     )
 
     @property
@@ -550,8 +553,8 @@ class PrefillFlags(WorkerFlags):
     max_num_batched_prefill_tokens: int = size_flag(
         0,
         "Maximum number of tokens per prefill step. 0: 512 on a CPU; on a GPU 512 to 8,192, by speed and model.",
-        least=0,
-        most=MAX_STEP_TOKENS,
+        minimum=0,
+        maximum=MAX_STEP_TOKENS,
     )
 
     @property
@@ -587,14 +590,14 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
         kind=str,
     )
     host: str = flag("127.0.0.1", "Listen address of the public ports.")
-    http_port: int = flag(8000, "Port of the HTTP API. 0: any free port.", least=0, most=MAX_PORT, also="port")
-    grpc_port: int = flag(50051, "Port of the public gRPC service. 0: any free port.", least=0, most=MAX_PORT)
+    http_port: int = flag(8000, "Port of the HTTP API. 0: any free port.", minimum=0, maximum=MAX_PORT, also="port")
+    grpc_port: int = flag(50051, "Port of the public gRPC service. 0: any free port.", minimum=0, maximum=MAX_PORT)
     split_policy: str = flag(
         "auto", "Share of prompts that prefill workers compute: auto, disaggregated, colocated, fraction:x."
     )
-    chunk_size: int = size_flag(512, "Tokens per prefill chunk; a multiple of the block size.", least=1)
-    max_inflight_requests: int = flag(256, "Maximum number of requests in the gateway; more are rejected.", least=1)
-    max_inflight_tokens: int = size_flag(2_000_000, "Maximum number of prompt tokens in the gateway.", least=1)
+    chunk_size: int = size_flag(512, "Tokens per prefill chunk; a multiple of the block size.", minimum=1)
+    max_inflight_requests: int = flag(256, "Maximum number of requests in the gateway; more are rejected.", minimum=1)
+    max_inflight_tokens: int = size_flag(2_000_000, "Maximum number of prompt tokens in the gateway.", minimum=1)
     allowed_origins: tuple[str, ...] = flag(
         (),
         "Origin of web pages that may use the HTTP API (CORS), e.g. https://chat.example.org; '*': any. Repeat it for"
@@ -643,7 +646,7 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
         "Folder for recorded bundles of failed, slow and selected requests; redis: store them at --redis-url. Empty: no"
         " recording.",
     )
-    record_share: float = flag(0.0, "Fraction of all other requests to record.", least=0, most=1)
+    record_share: float = flag(0.0, "Fraction of all other requests to record.", minimum=0, maximum=1)
     record_content: Literal["none", "hash", "full"] = flag(
         "hash",
         "Form of texts and token ids in bundles; replay needs full.",
@@ -655,7 +658,9 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
         " --record-path, created if missing.",
     )
     drain_timeout_s: float = with_default(RequestServerFlags, "drain_timeout_s", 30.0)
-    gateway_workers: int = flag(1, "Gateway processes behind the same two public ports.", least=1, most=MAX_WORKERS)
+    gateway_workers: int = flag(
+        1, "Gateway processes behind the same two public ports.", minimum=1, maximum=MAX_WORKERS
+    )
     probe_listen: str = flag("", "Additional address of a gRPC health service that reports readiness.", placement=True)
     share_ports: bool = flag(False, "Let this user's other processes listen on the same public ports.", placement=True)
 
@@ -670,15 +675,15 @@ class ServeFlags(GatewayFlags, DecodeFlags, PrefillFlags, KVNodeFlags):
     prefill_workers: int = flag(
         -1,
         "Number of prefill workers. -1: one on a CPU; on a GPU none, decode workers prefill.",
-        least=-1,
-        most=MAX_WORKERS,
+        minimum=-1,
+        maximum=MAX_WORKERS,
     )
-    decode_workers: int = flag(1, "Number of decode workers.", least=1, most=MAX_WORKERS)
+    decode_workers: int = flag(1, "Number of decode workers.", minimum=1, maximum=MAX_WORKERS)
     prefill_tensor_parallel_size: int = flag(
         0,
         "Number of ranks per prefill worker. 0: as --tensor-parallel-size.",
-        least=0,
-        most=MAX_RANKS,
+        minimum=0,
+        maximum=MAX_RANKS,
     )
 
 

@@ -35,22 +35,22 @@ class FieldViolation:
 
 @dataclass(frozen=True, slots=True)
 class LengthViolation(FieldViolation):
-    """A prompt that is too long. OpenAI's clients know its description, and Anthropic's know ``brief``: both look for
-    these words, and then shorten the conversation."""
+    """A prompt that is too long. Clients recognize the text, and then shorten the conversation: OpenAI's clients that
+    of ``description``, Anthropic's that of ``brief``."""
 
     brief: str
 
 
 @dataclass(frozen=True, slots=True)
 class SchemaViolation(FieldViolation):
-    """A field whose JSON schema cannot be enforced, and the ``place`` in the schema as a JSON pointer."""
+    """A field whose JSON schema cannot be enforced, and the offending part of the schema: ``place``, a JSON pointer."""
 
     place: str
 
 
 @dataclass(frozen=True, slots=True)
 class QuotaViolation:
-    """One limit that was exceeded: its owner or name, and by how much, in words."""
+    """One limit that was exceeded: its owner or name, and a text that states the excess."""
 
     subject: str
     description: str
@@ -82,7 +82,7 @@ class InvalidRequest(PillionError):  # noqa: N818  (named as the field names it)
 
 
 class NotFound(PillionError):  # noqa: N818
-    """Something in the call does not exist, or not any more."""
+    """Something that the call names does not exist, or no longer."""
 
     code = Code.NOT_FOUND
 
@@ -107,7 +107,7 @@ class Overloaded(PillionError):  # noqa: N818
 class Unavailable(PillionError):  # noqa: N818
     """A component that the call needs does not answer; the message names it.
 
-    ``retry_after_ms``: when to send the call again, 0 if the server has already retried as often as it could.
+    ``retry_after_ms``: delay after which to send the call again; 0 if the server has used up its own retries.
     """
 
     code = Code.UNAVAILABLE
@@ -148,17 +148,16 @@ class Internal(PillionError):  # noqa: N818
 
 
 class BrokenModel(Internal):
-    """The model's numbers for this request are not finite, and would not be the next time: the request is not
+    """The model's outputs for this request are not finite, and would not be in a retry, so the request is not
     retried."""
 
 
 class BrokenGrammar(Internal):
-    """An answer cannot continue in the grammar with which it was admitted, and could not the next time: the request is
-    not retried."""
+    """An answer cannot continue in its grammar, and could not in a retry, so the request is not retried."""
 
 
 class LethalRequest(Internal):
-    """Workers were lost in a step with this request, and others would be lost as well: the request is not retried."""
+    """Workers died in a step with this request, and a retry would kill more of them, so the request is not retried."""
 
 
 class ConfigError(PillionError):

@@ -1,4 +1,4 @@
-"""Starts and ends asyncio tasks that run next to their owner's work."""
+"""Starting and ending of background asyncio tasks."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 class OwnTasks(set[asyncio.Task[Any]]):
-    """Holds tasks until they end. The event loop itself keeps only weak references to tasks."""
+    """Set of running tasks, each until it ends. Needed because the event loop only has weak references to tasks."""
 
     def begin(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        """Start a task."""
+        """Start a task and add it."""
         task = asyncio.create_task(work, name=name)
         self.add(task)
         task.add_done_callback(self.discard)
@@ -22,17 +22,17 @@ class OwnTasks(set[asyncio.Task[Any]]):
 
 
 async def end_tasks(*tasks: asyncio.Task[Any] | None) -> None:
-    """Cancel tasks, and return when they have ended, with or without an error. None stands for a task that was not
-    started."""
-    begun = [task for task in tasks if task is not None]
-    for task in begun:
+    """Cancel tasks, and return when they have ended, with or without an error. Ignores None, for a task that was
+    not started."""
+    started = [task for task in tasks if task is not None]
+    for task in started:
         task.cancel()
-    await asyncio.gather(*begun, return_exceptions=True)
+    await asyncio.gather(*started, return_exceptions=True)
 
 
-async def at_most(wait_s: float, awaited: Awaitable[T]) -> T | None:
-    """Await something for at most ``wait_s`` seconds, then cancel it. Returns its result; None after the timeout."""
+async def at_most(wait_s: float, work: Awaitable[T]) -> T | None:
+    """Await ``work`` for at most ``wait_s`` seconds, then cancel it. Return its result, None after the timeout."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(wait_s):
-            return await awaited
+            return await work
     return None

@@ -20,11 +20,12 @@ else:
 
     Value = TypeVar("Value", covariant=True)
 
+# Roles of workers.
 WORKERS = ("prefill", "decode")
 
 
 class FinishReason(Enum):
-    """Why a stream ended, in OpenAI's words."""
+    """Why a stream ended; the values are OpenAI's."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -79,25 +80,24 @@ class Range:
 
 
 MAX_LOGPROBS = 20
-# Limit of answers times log probabilities per token, which may accumulate in the gateway while nobody reads them.
+# Max answers times log probabilities per token: they accumulate in the gateway while the client reads nothing.
 MAX_REPORTED = 512
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingOption:
-    """A number among the sampling parameters, as all APIs and checks know it. It belongs to a field of
-    :class:`SamplingParams`.
+    """Properties of a numeric field of :class:`SamplingParams`, for all APIs and checks.
 
     Attributes:
         allowed: the valid values; None if they depend on the request, or any is valid.
         whole: whether it is an integer.
-        neutral: the value if neither the client nor the model sets one; None if each request has its own.
+        neutral: the value if neither the client nor the model sets one; None if it differs by request.
         recommended_as: its key in a model's generation_config.json, "" if models recommend none.
         gguf: its key among the sampling values of GGUF files, "" if they have none.
-        apis: the HTTP API's bodies that have it under its own name, "completions" (chat, too) and "responses".
-        about: help of the command's option; "" if the command has its own.
-        of_rows: whether the option affects a row's whole distribution, so that each row of a step has a value for it.
-        of_logits: whether it changes single logits.
+        apis: HTTP bodies with a field of this name: "completions" (also of chat) and "responses".
+        about: help text of the command-line option; "" if it has a separate one.
+        of_rows: True if the field affects a token's whole distribution, so that each row of a step has a value.
+        of_logits: True if it changes individual logits.
     """
 
     allowed: Range | None
@@ -115,10 +115,9 @@ _COMPLETIONS = ("completions",)
 _BOTH = ("completions", "responses")
 
 
-# Metadata of fields that end at the gateway (workers get their defaults), and of one that begins there.
+# Metadata of fields that only gateways use; workers get the defaults.
 _AT_GATEWAY = {"at_gateway": True}
-_OF_GATEWAY = {"of_gateway": True}
-# Metadata of fields that are no numbers and change single logits.
+# Metadata of non-numeric fields that change individual logits.
 _OF_LOGITS = {"of_logits": True}
 
 
@@ -129,10 +128,8 @@ def _option(allowed: Range | None = None, *, metadata: Mapping[str, Any] | None 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen. ``None`` means "not set": the gateway resolves it before any worker sees it, except for
-    numbers that no model recommends, which stay None and have no effect.
-
-    Each number's option says what all APIs and checks know about it.
+    """How tokens are chosen. ``None`` means "not set": the gateway replaces it by the default, except for numbers that
+    no model recommends, which stay None and have no effect.
 
     The defaults of temperature, top_p, top_k, min_p and the penalties are the model's own (``ModelInfo.sampling``); if
     it recommends none, they are those given here.
@@ -244,7 +241,7 @@ class SamplingParams:
     prompt_logprobs: int | None = _option(Range(0, MAX_LOGPROBS), whole=True, apis=_COMPLETIONS)
     allowed_token_ids: tuple[int, ...] = field(default=(), metadata=_OF_LOGITS)
     bad_words: tuple[str, ...] = field(default=(), metadata=_AT_GATEWAY)
-    bad_words_token_ids: tuple[tuple[int, ...], ...] = field(default=(), metadata=_OF_GATEWAY | _OF_LOGITS)
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = field(default=(), metadata={"of_gateway": True} | _OF_LOGITS)
     skip_special_tokens: bool | None = field(default=None, metadata=_AT_GATEWAY)
     include_stop_str_in_output: bool = field(default=False, metadata=_AT_GATEWAY)
     detokenize: bool | None = field(default=None, metadata=_AT_GATEWAY)
@@ -255,14 +252,14 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """True if an option that changes single logits is set."""
+        """True if a field that changes individual logits is set."""
         return any((value := getattr(self, name)) and value != neutral for name, neutral in _LOGIT_OPTIONS)
 
 
 SAMPLING_OPTIONS: Mapping[str, SamplingOption] = {
     one.name: one.metadata["option"] for one in fields(SamplingParams) if "option" in one.metadata
 }
-# Names of the options that change single logits, and the values with which they do not, besides 0 and empty ones.
+# Names of the fields that change individual logits, and for each the value without effect, besides 0 and empty ones.
 _LOGIT_OPTIONS = [
     *((name, one.neutral) for name, one in SAMPLING_OPTIONS.items() if one.of_logits),
     *((one.name, None) for one in fields(SamplingParams) if "of_logits" in one.metadata),
@@ -289,18 +286,14 @@ class PoolingParams:
     second_from: int = 0
 
 
-# Limit of a request's log probabilities of its prompt: tokens times each token's own and its alternatives, times
-# answers. Each takes about 150 bytes in a gateway, and 64 in a response.
+# Max log probabilities of a request's prompt: tokens times (alternatives + 1), times answers. Each takes about 150
+# bytes in a gateway, and 64 in a response.
 MAX_PROMPT_LOGPROBS = 2**18
 MAX_LOGIT_BIASES = 1024
 MAX_ALLOWED_TOKEN_IDS = 2**14
-# A request's bad words have at most this many token sequences, with and without a leading space, of at most this many
-# tokens each.
+# Max token sequences of a request's bad words, each with and without a leading space; max tokens per sequence.
 MAX_BAD_SEQUENCES = 512
 MAX_BAD_TOKENS = 2048
-
-
-_BIAS = Range(-100, 100)
 
 
 def range_violations(sampling: SamplingParams, vocab_size: int) -> Iterator[FieldViolation]:
@@ -331,11 +324,12 @@ def _bias_violations(logit_bias: Mapping[int, float], vocab_size: int) -> Iterat
     if len(logit_bias) > MAX_LOGIT_BIASES:
         yield FieldViolation("sampling.logit_bias", f"{len(logit_bias)} tokens; at most {MAX_LOGIT_BIASES}")
         return
+    allowed = Range(-100, 100)
     for token_id, bias in logit_bias.items():
         if not 0 <= token_id < vocab_size:
             yield FieldViolation(f"sampling.logit_bias[{token_id}]", f"{token_id} is not in [0, {vocab_size})")
-        elif bias not in _BIAS:
-            yield FieldViolation(f"sampling.logit_bias[{token_id}]", f"{bias} is not in {_BIAS}")
+        elif bias not in allowed:
+            yield FieldViolation(f"sampling.logit_bias[{token_id}]", f"{bias} is not in {allowed}")
 
 
 def _allowed_violations(token_ids: tuple[int, ...], vocab_size: int) -> Iterator[FieldViolation]:
@@ -348,7 +342,7 @@ def _allowed_violations(token_ids: tuple[int, ...], vocab_size: int) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """How likely the model found a token, before temperature, penalties and bias, in natural logarithms.
+    """Log probability (natural) of a token by the model, before temperature, penalties and bias.
 
     ``top_ids`` are the most likely tokens at its position, in descending order, possibly including the token. ``rank``
     is known only for a prompt's tokens: 1 if no token was more likely, 0 if unknown.
@@ -375,7 +369,7 @@ class Tool:
     """A tool that the model may call.
 
     Attributes:
-        name, description: what the model reads of it.
+        name, description: as the model reads them.
         parameters: the JSON schema of its arguments, as JSON text; "" is any object.
         strict: whether the arguments of its calls always match ``parameters``; None lets the gateway decide.
     """
@@ -443,7 +437,7 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class StreamOrigin:
-    """What resuming a stream needs besides its tokens; ``StreamOrigin`` in gateway.proto explains each field."""
+    """State needed to resume a stream, besides its tokens; ``StreamOrigin`` in gateway.proto explains each field."""
 
     seed: int
     digest: bytes
@@ -453,7 +447,7 @@ class StreamOrigin:
 
 @dataclass(frozen=True, slots=True)
 class AnswerSoFar:
-    """What has come of one answer of a broken stream, and its finish reason if it has ended."""
+    """The tokens received of one answer of a broken stream, and its finish reason if it has ended."""
 
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
@@ -461,9 +455,9 @@ class AnswerSoFar:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """How a client resumes a broken stream: its origin, and what has come of each answer, by index.
+    """Request to resume a broken stream: its origin, and the received part of each answer, by index.
 
-    ``scored_tokens`` is the number of log probabilities of the prompt that have come.
+    ``scored_tokens`` is the number of log probabilities of the prompt that were received.
     """
 
     origin: StreamOrigin
@@ -519,14 +513,14 @@ class GenerateRequest:
 class Usage:
     """Token counts of a request.
 
-    ``cached_tokens`` are the prompt's tokens whose KV was found; ``reasoning_tokens`` are the reasoning part of the
+    ``cached_tokens`` are the prompt's tokens whose KV was cached; ``reasoning_tokens`` are the reasoning part of the
     completion, if the gateway distinguishes it. Decode workers drafted ``guessed_tokens``, of which ``accepted_tokens``
     were right. Of the cached tokens, ``fetched_tokens`` came from other nodes, ``restored_tokens`` from the node's own
     lower tiers (host memory, disk) and ``bucket_tokens`` from a bucket.
 
     The other fields are the receipt, which is complete when the request has ended: tokens computed before new ones,
-    including those computed again after a loss, and the KV that the request held in pools, in bytes times seconds, by
-    its source.
+    including those computed again after a loss, and the KV that the request occupied in pools, in bytes times seconds,
+    by its source.
     """
 
     prompt_tokens: int
@@ -538,7 +532,7 @@ class Usage:
     fetched_tokens: int = 0
     restored_tokens: int = 0
     bucket_tokens: int = 0
-    # Memory is never held for equally long, so comparisons ignore these fields.
+    # Ignored by ==: these depend on timing, cache hits and retries.
     computed_tokens: int = field(default=0, compare=False)
     kv_computed_byte_seconds: int = field(default=0, compare=False)
     kv_pool_byte_seconds: int = field(default=0, compare=False)
@@ -551,20 +545,21 @@ class Usage:
         return Usage(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(Usage)})
 
     def cached_by_tier(self) -> dict[str, int]:
-        """Divide the cached tokens by where their KV was found; what was brought from nowhere was in the pool."""
-        brought = {name: getattr(self, name) for name in ("fetched_tokens", "restored_tokens", "bucket_tokens")}
-        return {"pool_tokens": self.cached_tokens - sum(brought.values()), **brought}
+        """Return the cached tokens by the source of their KV, which is the pool unless it was fetched, restored or read
+        from a bucket."""
+        loaded = {name: getattr(self, name) for name in ("fetched_tokens", "restored_tokens", "bucket_tokens")}
+        return {"pool_tokens": self.cached_tokens - sum(loaded.values()), **loaded}
 
     def kv_byte_seconds(self) -> dict[str, int]:
-        """Return the KV that was held in pools, in bytes times seconds, by its source."""
+        """Return the KV that the request occupied in pools, in bytes times seconds, by its source."""
         tiers = ("computed", "pool", "fetched", "restored", "bucket")
         return {tier: getattr(self, f"kv_{tier}_byte_seconds") for tier in tiers}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """Where the prompt and the time of a request went, and what computed it; ``Timings`` in common.proto explains each
-    field."""
+    """How a request's prompt was computed, durations, and the workers involved; ``Timings`` in common.proto explains
+    each field."""
 
     cached_tokens: int = 0
     prefilled_tokens: int = 0
@@ -640,7 +635,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinnedPrefix:
-    """A prompt whose KV is evicted from its node's pool only after everything that is not pinned.
+    """A prompt whose KV its node evicts from the pool only after all blocks that are not pinned.
 
     Attributes:
         name: the name by which its tenant lists and drops it.
@@ -666,7 +661,8 @@ class PinnedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class WarmedPrefix:
-    """The cost of warming a prompt: its tokens that were computed and that were found, and its pin, if requested."""
+    """Result of warming a prompt: numbers of its tokens that were computed and that were cached, and its pin if one was
+    requested."""
 
     computed_tokens: int
     found_tokens: int

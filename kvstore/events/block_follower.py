@@ -85,6 +85,5 @@ class BlockFollower:
         self.resumed += changes and not self.current
         self.current |= message.kind != BlockChanges.KIND_SNAPSHOT_PART
         if changes:
-            # Only changes reset the pause: a follower that falls behind after each snapshot would request the next one
-            # at once.
+            # Not reset by a snapshot: a follower overtaken after each snapshot would request the next one at once.
             self._pause_s = RETRY_S

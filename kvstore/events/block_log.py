@@ -46,7 +46,7 @@ class BlockLog:
     """Log of the newest changes of a pool that was empty when the log began.
 
     Args:
-        epoch: identifies this log; nonzero, and different in each life of the node.
+        epoch: identifies this log; nonzero, and different in each process of the node.
         max_changes: capacity, at least 1.
 
     Attributes:

@@ -26,7 +26,7 @@ from pillion.wire.common import hello_to_pb
 log = logging.getLogger("pillion.kvnode")
 
 # How long a leaving node keeps its data plane open after last describing it to a reader, which may be connecting: UCX
-# aborts the reader's process if the plane vanishes meanwhile.
+# aborts the reader's process if the plane is closed while it connects.
 FIRST_CONTACT_S = 1.0
 
 # Returns the prefix pins that end with a block of a chain of hashes, as requests that recreate them on another node.

@@ -318,7 +318,7 @@ class CudaDevice:
         return fd
 
     def import_fd(self, fd: int) -> int:
-        """Return a handle of the memory behind a descriptor, which the caller keeps."""
+        """Return a handle of the memory behind a descriptor, which the caller closes."""
         with self.current():
             return self.driver.read(
                 c_ulonglong, "cuMemImportFromShareableHandle", c_void_p(fd), HandleType.FILE_DESCRIPTOR

@@ -54,7 +54,7 @@ class DeviceMapping:
         return hold
 
     def close(self) -> None:
-        """Unmap the memory, which must be unused; held memory stays mapped until the process ends. Idempotent."""
+        """Unmap the memory, which must be unused. With a hold it stays mapped until the process ends. Idempotent."""
         if self.address and not self._holds:
             self.device.unmap(self.address, self.size_bytes)
             self.address = 0
@@ -112,8 +112,8 @@ class DeviceSegment:
 
     @classmethod
     def from_descriptor(cls, device: CudaDevice, descriptor: int, size_bytes: int) -> DeviceSegment:
-        """Map an earlier process's memory behind ``descriptor``, which the caller keeps. ``size_bytes`` is the size
-        that process requested. Raises ConfigError if the memory cannot be mapped with that size."""
+        """Map an earlier process's memory behind ``descriptor``, which the caller closes. ``size_bytes``: the size that
+        process requested. Raises ConfigError if the memory cannot be mapped with that size."""
         segment = cls.__new__(cls)
         segment.size_bytes, segment._fd = device.rounded(size_bytes), -1
         handle = device.import_fd(descriptor)

@@ -148,7 +148,7 @@ class NodeMemory:
             self.segments.pop().close()
 
     async def _fill(self, hello: AttachHello, shards: Shards) -> None:
-        """Create the pool's memory, with the lock held."""
+        """Create the pool's memory. The caller has ``_allocating`` locked."""
         if hello.pool_id and not self.pool_id and self.domain.kind != HOST:
             raise Conflict(POOL_GONE)
         self.pool = await until_over(asyncio.to_thread(self._make, self.domain, shards))

@@ -1,7 +1,7 @@
 """The keeper: a process that only holds descriptors of KV pools, so that a pool outlives its KV node.
 
     node --"keep", descriptors--> stored under the node's name --"take"--> the restarted node, any number of times
-            |                          |-- the node or its next life stores others --> closed
+            |                          |-- the node, or a restarted one, stores others --> closed
             |                          |-- the node drops them --> closed
             |                          |-- the node is gone for KEPT_WITHOUT_NODE_S --> closed
             |                          '-- the keeper ends --> closed
@@ -47,8 +47,8 @@ MAX_POOLS = 64
 # the limit of open files on most systems.
 MAX_KEPT_DESCRIPTORS = 768
 ACCEPT_PAUSE_S = 0.5
-# How long a pool is stored without its node, and the interval of that check. The pool may be most of the machine's
-# memory, and an operator who restarts a node does so within minutes.
+# How long a pool is stored without its node, and the interval of that check. The pool may occupy most of the
+# machine's memory, and nodes are usually restarted within minutes.
 KEPT_WITHOUT_NODE_S = 3600.0
 CHECK_INTERVAL_S = 10.0
 

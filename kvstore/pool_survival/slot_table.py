@@ -62,7 +62,7 @@ def table_bytes(num_slots: int) -> int:
 
 
 class SlotTable:
-    """The table in ``words``, shared memory cast to unsigned words of 8 bytes. Used by one process at a time.
+    """The table of one pool in ``words``, shared memory as unsigned words of 8 bytes. Used by one process at a time.
 
     Attributes:
         pool_id: identifies the pool's memory to workers that have mapped it.
@@ -86,7 +86,7 @@ class SlotTable:
 
     @classmethod
     def open(cls, words: memoryview) -> SlotTable:
-        """Open the table of an earlier process. Raises ConfigError if ``words`` is no table of this version."""
+        """Open the table of an earlier process. Raises ConfigError if ``words`` is not a table of this version."""
         if len(words) < HEADER_WORDS:
             raise ConfigError("the stored memory is too short for a table of blocks")
         header = struct.pack(f"={HEADER_WORDS - 1}Q", *words[: HEADER_WORDS - 1])

@@ -1,8 +1,8 @@
 """Memory of a KV node whose pool outlives its process: finds the pool of the node's previous process, and recovers it
 or leaves it to its users.
 
-    open     the keeper's descriptors under this node's name --> found
-    shape    found --same shape, and no process uses it any more--> the pool
+    open     the keeper's descriptors under this node's name --> candidate
+    shape    candidate --same shape, and no process uses it any more--> the pool
                '--else--> left to its users, and a fresh one created
 
 For a pool on GPUs, the table's namespace includes how the pool is divided, and over which GPUs
@@ -53,7 +53,8 @@ class SurvivingMemory(NodeMemory):
         super().__init__(flags, open_domain)
         self.keeper = open_keeper(flags.keeper_socket)
         self.surviving: SurvivingPool | None = None
-        self._found: SurvivingPool | None = None
+        # Pool of the previous process, not recovered yet.
+        self._candidate: SurvivingPool | None = None
         self.drained: set[int] = set()
 
     @property
@@ -66,33 +67,33 @@ class SurvivingMemory(NodeMemory):
         # recovered.
         self._close_segments()
         await until_over(asyncio.to_thread(self._find))
-        if self._found and self.domain.kind == HOST and self._found.places.size_bytes != self.pool_bytes:
-            size = f"{self._found.places.size_bytes} bytes, this node's {self.pool_bytes}"
+        if self._candidate and self.domain.kind == HOST and self._candidate.places.size_bytes != self.pool_bytes:
+            size = f"{self._candidate.places.size_bytes} bytes, this node's {self.pool_bytes}"
             log.warning("the pool of this node's previous process is not recovered: it has %s", size)
-            await self._drop_found()
+            await self._drop_candidate()
 
     def unshape(self) -> None:
         super().unshape()
-        kept, self.surviving = self.surviving, None
-        if kept is not None and kept.recovered:
-            self._found, self.segments = kept, []
-        elif kept is not None:
-            kept.close()
+        pool, self.surviving = self.surviving, None
+        if pool is not None and pool.recovered:
+            self._candidate, self.segments = pool, []
+        elif pool is not None:
+            pool.close()
 
     async def region(self, size_bytes: int, shard: int = 0) -> MadeSegment:
         try:
             return await super().region(size_bytes, shard)
         except ConfigError:
-            if self._found is None:
+            if self._candidate is None:
                 raise
         async with self._allocating:
             log.warning("the pool of this node's previous process is dropped: its memory is needed")
-            await self._drop_found()
+            await self._drop_candidate()
         return await super().region(size_bytes, shard)
 
     def close(self) -> None:
         self.unshape()
-        self._close_found()
+        self._close_candidate()
         self.keeper.close()
         super().close()
 
@@ -101,15 +102,15 @@ class SurvivingMemory(NodeMemory):
             self.drained.add(hello.place)
 
     def admitted(self, hello: AttachHello) -> str:
-        kept = self.surviving
-        if kept is None:
+        pool = self.surviving
+        if pool is None:
             return ""
         if reason := self._why_unrecoverable(hello):
             log.warning("%s %s: this pool will not outlive the node", hello.component_id, reason)
-            kept.forsake()
+            pool.forsake()
         # Workers on GPUs lock places of a separate file, which they only get if the pool survives the node.
-        has_places = self.domain.kind == HOST or (bool(kept.memory_fds) and not kept.forsaken)
-        return kept.pool_id if hello.takes_place and has_places else ""
+        has_places = self.domain.kind == HOST or (bool(pool.memory_fds) and not pool.forsaken)
+        return pool.pool_id if hello.takes_place and has_places else ""
 
     def _why_unrecoverable(self, hello: AttachHello) -> str:
         """Return why a later process of the node could not prove that this worker has stopped using the pool; "" if it
@@ -122,15 +123,15 @@ class SurvivingMemory(NodeMemory):
 
     async def answering(self, hello: AttachHello, reply: AttachReply, process: int) -> list[int]:
         """Register a GPU worker with the keeper before it gets slots; return the file of its place."""
-        kept = self.surviving
-        if kept is None or not reply.pool_id or self.domain.kind == HOST:
+        pool = self.surviving
+        if pool is None or not reply.pool_id or self.domain.kind == HOST:
             return []
         if process == UNSEEN_PROCESS:
             log.warning("this pool will not outlive the node, which cannot see the process of %s", hello.component_id)
-            kept.forsake()
+            pool.forsake()
         elif process >= 0:
-            await kept.admit(self.keeper, self._flags.node_id, reply.epoch, hello.place or reply.epoch, process)
-        return [kept.places.fileno()]
+            await pool.admit(self.keeper, self._flags.node_id, reply.epoch, hello.place or reply.epoch, process)
+        return [pool.places.fileno()]
 
     def ended(self, epoch: int) -> None:
         if self.surviving is not None:
@@ -150,8 +151,8 @@ class SurvivingMemory(NodeMemory):
         except PillionError as error:
             log.warning("%s", error.message)
             return
-        self._found = SurvivingPool.reopen(kept, shards) if kept is not None else None
-        if shards and kept is not None and self._found is None:
+        self._candidate = SurvivingPool.reopen(kept, shards) if kept is not None else None
+        if shards and kept is not None and self._candidate is None:
             self._drop_at_keeper()
 
     async def _fill(self, hello: AttachHello, shards: Shards) -> None:
@@ -161,20 +162,20 @@ class SurvivingMemory(NodeMemory):
             self._make_surviving(self._shape(self.pool.num_slots, shards, hello.namespace))
 
     async def _choose(self, shards: Shards, namespace: str) -> None:
-        """Recover the found pool, or drop it and create a fresh one, if that is in host memory."""
-        found = self._found
-        if found is not None:
-            if not await until_over(asyncio.to_thread(self._fits, found, shards, namespace)):
+        """Recover the candidate, or drop it and create a fresh one, if that is in host memory."""
+        candidate = self._candidate
+        if candidate is not None:
+            if not await until_over(asyncio.to_thread(self._fits, candidate, shards, namespace)):
                 log.warning(
                     "the pool of this node's previous process has another shape or model: it is left to its users"
                 )
-            elif await found.wait_unused(self.drained) and await self._open_found(found, shards):
-                self._found, self.surviving = None, found
+            elif await candidate.wait_unused(self.drained) and await self._open_candidate(candidate, shards):
+                self._candidate, self.surviving = None, candidate
                 return
         num_slots = slots_of(self.pool_bytes, shards.block_bytes)
         if self.domain.kind == HOST and not num_slots:
             return
-        await self._drop_found()
+        await self._drop_candidate()
         if self.domain.kind == HOST:
             # Creating a pool for an earlier, refused worker may have left segments.
             self._close_segments()
@@ -182,32 +183,32 @@ class SurvivingMemory(NodeMemory):
             self.segments.append(segment)
             self.surviving = SurvivingPool.make(segment, self._shape(num_slots, shards, namespace))
 
-    def _fits(self, found: SurvivingPool, shards: Shards, namespace: str) -> bool:
-        """Return whether this node would now create a pool like the found one. Its size only counts if the flags set
+    def _fits(self, candidate: SurvivingPool, shards: Shards, namespace: str) -> bool:
+        """Return whether this node would now create a pool like the candidate. Its size only counts if the flags set
         one."""
-        shape = self._shape(found.table.shape.num_slots, shards, namespace)
-        if found.table.shape != shape:
+        shape = self._shape(candidate.table.shape.num_slots, shards, namespace)
+        if candidate.table.shape != shape:
             return False
         if self.domain.kind == HOST or self._flags.kv_pool_bytes:
             return shape.num_slots == slots_of(self.domain.pool_bytes(shards), shards.block_bytes)
         return True
 
-    async def _open_found(self, found: SurvivingPool, shards: Shards) -> bool:
+    async def _open_candidate(self, candidate: SurvivingPool, shards: Shards) -> bool:
         """Open an owned pool with its blocks; return False if its memory is unavailable."""
         domain = self.domain
         if domain.kind != HOST:
-            num_slots = found.table.shape.num_slots
+            num_slots = candidate.table.shape.num_slots
             try:
                 self.segments = await until_over(
-                    asyncio.to_thread(domain.map_descriptors, found.memory_fds, num_slots, shards)
+                    asyncio.to_thread(domain.map_descriptors, candidate.memory_fds, num_slots, shards)
                 )
             except ConfigError as error:
                 log.warning("the pool of this node's previous process is not recovered: %s", error.message)
                 return False
             self.pool_bytes = num_slots * shards.block_bytes
         else:
-            self.segments = [found.places]
-        await found.read()
+            self.segments = [candidate.places]
+        await candidate.read()
         return True
 
     def _shape(self, num_slots: int, shards: Shards, namespace: str) -> PoolShape:
@@ -221,16 +222,16 @@ class SurvivingMemory(NodeMemory):
         if self.surviving is None:
             places.close()
 
-    def _close_found(self) -> None:
-        found, self._found = self._found, None
-        if found is not None:
-            found.close()
-            found.places.close()
+    def _close_candidate(self) -> None:
+        candidate, self._candidate = self._candidate, None
+        if candidate is not None:
+            candidate.close()
+            candidate.places.close()
 
-    async def _drop_found(self) -> None:
-        """Drop the found pool; at the keeper as well if it is on GPUs, to free their memory."""
-        on_gpus = self._found is not None and bool(self._found.memory_fds)
-        self._close_found()
+    async def _drop_candidate(self) -> None:
+        """Drop the candidate; at the keeper as well if it is on GPUs, to free their memory."""
+        on_gpus = self._candidate is not None and bool(self._candidate.memory_fds)
+        self._close_candidate()
         if on_gpus:
             await until_over(asyncio.to_thread(self._drop_at_keeper))
 

@@ -11,7 +11,7 @@
 
 Every fetch is a holder in the ledger with its own epoch. It leases slots from the ticket's reservation first, and
 commits blocks as a worker does, pinned to the ticket. A failure means fewer blocks, never wrong ones (I1). For a ticket
-that resumes from states, the pages of the state after the last block are fetched behind the chain, under a separate
+that resumes from states, the pages of the state after the last block are fetched after the chain, under a separate
 ticket of the fetch, and the caller's ticket then extends to the last state present. A read that outlives its fetch
 keeps its slots until it has ended, because it may write to them; it holds no ticket, and counts as a fetch. A tier that
 was late is skipped until it answers again.
@@ -206,9 +206,9 @@ class Fetcher:
     async def _fetch_batch(self, fetch: _Fetch, at: int) -> bool:
         """Fetch the blocks from index ``at`` on from the first source that has some; return False if no source has any,
         or no slot is left."""
-        found = self._in_tiers(self._tiers, self._next_batch(fetch, at))
-        if found is not None:
-            count = await self._from_tier(fetch, *found)
+        hit = self._in_tiers(self._tiers, self._next_batch(fetch, at))
+        if hit is not None:
+            count = await self._from_tier(fetch, *hit)
             fetch.brought.restored_blocks += count
             self.counts.restored_blocks += count
             return count > 0
@@ -246,13 +246,13 @@ class Fetcher:
             fetch.bucket_asked = True
             await self._ask_bucket(fetch.hashes, at, fetch.until_s - begun_s)
         wanted = self._next_batch(fetch, at)
-        found = self._in_tiers([] if self._bucket is None else [self._bucket], wanted)
-        count = await self._from_tier(fetch, *found) if found is not None else 0
+        hit = self._in_tiers([] if self._bucket is None else [self._bucket], wanted)
+        count = await self._from_tier(fetch, *hit) if hit is not None else 0
         fetch.brought.bucket_blocks += count
         self.counts.bucket_blocks += count
         if self._bucket is not None:
-            fetch.brought.bucket_ms += self._asked_ms(fetch, begun_s, found is not None)
-        return count > 0 if found is not None else not wanted
+            fetch.brought.bucket_ms += self._asked_ms(fetch, begun_s, hit is not None)
+        return count > 0 if hit is not None else not wanted
 
     @staticmethod
     def _asked_ms(fetch: _Fetch, begun_s: float, had_some: bool) -> float:
@@ -270,14 +270,14 @@ class Fetcher:
         await self._ask_bucket(hashes, first, timeout_s, roughly=True, states=states)
         tiers = [tier for tier in (*self._tiers, self._bucket) if tier is not None and tier.is_available()]
 
-        def here(block_hash: bytes) -> bool:
+        def present(block_hash: bytes) -> bool:
             return any(block_hash in tier for tier in tiers)
 
         chain = hashes[first:]
-        if not chain or not here(chain[0]):
+        if not chain or not present(chain[0]):
             return 0
-        ends = ((state_page(one, 0) if states else one) for one in reversed(chain))
-        return next((len(chain) - behind for behind, end in enumerate(ends) if here(end)), 0)
+        ends = (state_page(block_hash, 0) if states else block_hash for block_hash in reversed(chain))
+        return next((len(chain) - skipped for skipped, end in enumerate(ends) if present(end)), 0)
 
     async def _ask_bucket(
         self,

@@ -403,7 +403,7 @@ class WindowedInbox(Inbox):
     async def room(self) -> None:
         """Wait until another message may be sent."""
         while not self._closed and self._under_way + len(self._messages) >= STREAM_WINDOW:
-            await self._taken()
+            await self._message_read()
 
     def sent(self) -> None:
         """Count a message in flight."""
@@ -553,7 +553,7 @@ class SimServer:
         from grpc_health.v1.health_pb2 import HealthCheckResponse
 
         if self._network.servers.setdefault(self.address, self) is not self:
-            raise OSError(f"{self.address} is taken")
+            raise OSError(f"{self.address} is in use")
         for service in ("", *self._services):
             self._network.loop.create_task(self._health.set(service, HealthCheckResponse.SERVING))
 

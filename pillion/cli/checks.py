@@ -25,8 +25,8 @@ def check_flags(flags: Any) -> None:
     """Raise ConfigError for the first flag, or pair of flags, that cannot work."""
     values = {field.name: getattr(flags, field.name) for field in fields(flags)}
     for field in fields(flags):
-        if field.metadata["least"] is not None:
-            _check_range(field.name, values[field.name], field.metadata["least"], field.metadata["most"])
+        if field.metadata["minimum"] is not None:
+            _check_range(field.name, values[field.name], field.metadata["minimum"], field.metadata["maximum"])
     if values["heartbeat_timeout_ms"] <= values["heartbeat_ms"]:
         raise ConfigError("--heartbeat-timeout-ms must be longer than --heartbeat-ms")
     if "chunk_size" in values and values["chunk_size"] % values["block_size"]:

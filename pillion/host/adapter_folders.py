@@ -25,19 +25,19 @@ from pillion.host.locks import try_lock
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 ADAPTERS = "adapters"
-# Limits of an adapter's config, and of the header of its tensors, some hundred kilobytes for a large model's adapter.
+# Max sizes of an adapter's config, and of its tensor file's header, which has some hundred kilobytes for a large model.
 MAX_CONFIG_BYTES = 2**20
 MAX_HEADER_BYTES = 2**24
 MAX_ADAPTER_BYTES = 8 * 2**30
+# Max size of all copies of a machine.
 STORE_BYTES = 64 * 2**30
 TRANSFER_TIMEOUT_S = 120.0
+# Free disk space to keep when storing adapters.
 MIN_FREE_BYTES = 2**30
+# Time after its last use during which a copy is not evicted.
 KEEP_S = 3600.0
-# Age from which an unlocked draft is known to be abandoned.
+# Min age at which an unlocked draft is assumed to be abandoned.
 MIN_DRAFT_AGE_S = 60.0
-
-
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def cache_root() -> Path:
@@ -47,19 +47,19 @@ def cache_root() -> Path:
 
 def is_adapter_digest(text: str) -> bool:
     """Return whether ``text`` is a SHA-256 in hexadecimal."""
-    return _DIGEST.fullmatch(text) is not None
+    return re.fullmatch(r"[0-9a-f]{64}", text) is not None
 
 
 @contextlib.contextmanager
 def adapter_draft(adapters: Path, size_bytes: int, max_bytes: int = STORE_BYTES) -> Iterator[Path]:
-    """Yield a new folder for an adapter's files, beside their final place in ``adapters``, and remove it at the end if
-    it still exists. Raises OSError if there is no room for ``size_bytes``."""
+    """Yield a new folder in ``adapters`` for an adapter's files, and remove it at the end unless it was renamed. Raises
+    OSError if there is no room for ``size_bytes``."""
     make_room(adapters, size_bytes, max_bytes)
     draft = adapters / f"{secrets.token_hex(8)}.tmp"
     draft.mkdir()
     try:
-        with _locked(draft) as alone:
-            assert alone, "the name of a draft is random"
+        with _locked(draft) as locked:
+            assert locked, "the name of a draft is random"
             yield draft
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -68,30 +68,30 @@ def adapter_draft(adapters: Path, size_bytes: int, max_bytes: int = STORE_BYTES)
 def make_room(adapters: Path, size_bytes: int, max_bytes: int = STORE_BYTES) -> None:
     """Remove old drafts and copies of adapters until ``size_bytes`` more fit below ``max_bytes`` and on the disk.
     Raises OSError if that is not enough."""
-    now, kept = time.time(), []
+    now, copies = time.time(), []
     for folder in adapters.iterdir():
         try:
             used = folder.stat().st_mtime
             if folder.suffix != ".tmp":
-                kept.append((used, sum(file.stat().st_size for file in folder.iterdir()), folder))
+                copies.append((used, sum(file.stat().st_size for file in folder.iterdir()), folder))
             elif now - used > MIN_DRAFT_AGE_S:
-                with _locked(folder) as alone:
-                    if alone:
+                with _locked(folder) as locked:
+                    if locked:
                         shutil.rmtree(folder, ignore_errors=True)
         except OSError:
             continue  # Another process has removed the folder meanwhile.
-    total_bytes = size_bytes + sum(size for _, size, _ in kept)
+    total_bytes = size_bytes + sum(size for _, size, _ in copies)
     free_bytes = shutil.disk_usage(adapters).free
     excess_bytes = max(total_bytes - max_bytes, size_bytes + MIN_FREE_BYTES - free_bytes)
-    for used, size, folder in sorted(kept):
+    for used, size, folder in sorted(copies):
         if excess_bytes <= 0 or now - used < KEEP_S:
             break
         shutil.rmtree(folder, ignore_errors=True)
         excess_bytes -= size
     if excess_bytes > 0:
         reason = (
-            f"the adapters would take {total_bytes} bytes, and may take {max_bytes}; the disk has"
-            f" {free_bytes} bytes free, and {MIN_FREE_BYTES} stay so"
+            f"the adapters would have {total_bytes} bytes, at most {max_bytes} are allowed; the disk has"
+            f" {free_bytes} bytes free, of which {MIN_FREE_BYTES} are reserved"
         )
         raise OSError(errno.ENOSPC, reason)
 

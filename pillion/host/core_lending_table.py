@@ -32,7 +32,6 @@ OWNED_UNTIL, LENT_UNTIL, OWNER, PROCESSOR = (8 * word for word in range(4))
 LOAN_NS = 200_000_000
 # Delay after a run before a worker lends its cores: longer than the gap between two steps of a busy worker.
 LINGER_NS = 3_000_000
-MAX_PROCESSORS = 2**16
 
 
 class CoreLendingTable:
@@ -61,8 +60,8 @@ class CoreLendingTable:
         os.ftruncate(descriptor, len(owners) * LINE_BYTES)
         lending_table = cls(descriptor)
         for core, owner in enumerate(owners):
-            lending_table._words[lending_table._place(core, OWNER)] = owner
-            lending_table._words[lending_table._place(core, PROCESSOR)] = processors[core] if processors else -1
+            lending_table._words[lending_table._word_index(core, OWNER)] = owner
+            lending_table._words[lending_table._word_index(core, PROCESSOR)] = processors[core] if processors else -1
         return lending_table
 
     @classmethod
@@ -88,10 +87,12 @@ class CoreLendingTable:
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def line(self, core: int) -> int:
+        """Return the address of a core's line."""
         return self.address + core * LINE_BYTES
 
     def owner(self, core: int) -> int:
-        return self._words[self._place(core, OWNER)]
+        """Return the first core of a core's owner."""
+        return self._words[self._word_index(core, OWNER)]
 
     def owned(self, first: int) -> range:
         """Return the cores of the owner whose first core is ``first``; an unowned core belongs to itself."""
@@ -99,15 +100,15 @@ class CoreLendingTable:
 
     def processor(self, core: int) -> int:
         """Return the processor number of a core, or -1."""
-        return self._words[self._place(core, PROCESSOR)]
+        return self._words[self._word_index(core, PROCESSOR)]
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every core has an owner, shares are contiguous, and no time is too far off."""
         self._check_owners()
-        # Before the clock, because other processes may write later times meanwhile.
+        # Read before the clock, because other processes may write later times in between.
         times, last = self._times(), time.monotonic_ns() + LOAN_NS
         for core, pair in enumerate(times):
-            assert 0 <= min(pair) <= max(pair) <= last, f"core {core} is held for longer than a loan lasts"
+            assert 0 <= min(pair) <= max(pair) <= last, f"core {core} is lent or owned until too late a time"
 
     def _check_owners(self) -> None:
         """Raise AssertionError for words that native code must not trust, even with Python's asserts disabled."""
@@ -119,16 +120,16 @@ class CoreLendingTable:
                 raise AssertionError(f"the owner of core {core} begins after it")
             if owners[owner] != owner:
                 raise AssertionError(f"the owner of core {core} does not own its first core")
-            if not -1 <= self.processor(core) < MAX_PROCESSORS:
+            if not -1 <= self.processor(core) < 2**16:
                 raise AssertionError(f"core {core} is not a processor")
 
     def _times(self) -> list[tuple[int, int]]:
         """Return, for each core, until when its owner and its borrower have it."""
-        words, place = self._words, self._place
-        return [(words[place(core, OWNED_UNTIL)], words[place(core, LENT_UNTIL)]) for core in range(self.cores)]
+        words, index = self._words, self._word_index
+        return [(words[index(core, OWNED_UNTIL)], words[index(core, LENT_UNTIL)]) for core in range(self.cores)]
 
     @staticmethod
-    def _place(core: int, word: int) -> int:
+    def _word_index(core: int, word: int) -> int:
         return (core * LINE_BYTES + word) // 8
 
     def hold(self) -> object:

@@ -12,8 +12,8 @@ from pillion.errors import ConfigError
 
 MAX_CORES = 1024
 MAX_CPU_THREADS = 512
-# Extra niceness of threads beside those that compute steps: they share the cores, and a step is as slow as its slowest
-# thread. Not the max, because such a thread may hold the GIL while a step waits for it.
+# Extra niceness of threads that do not compute steps: all share the cores, and a step is as slow as its slowest thread.
+# Not the max, because a step may wait for the GIL while such a thread has it.
 BACKGROUND_NICENESS = 10
 
 
@@ -37,16 +37,16 @@ def quota_cores(root: Path = Path("/")) -> float:
         lines = (root / "proc" / "self" / "cgroup").read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
         lines = []
-    # Version 2 names no controllers. In a container without a cgroup namespace the path is the host's, and the
-    # container's own group is the root.
-    found, own = [math.inf], [tuple(line.split(":", 2)[1:]) for line in lines if line.count(":") > 1]
+    # Lines of version 2 name no controllers. In a container without a cgroup namespace the paths are the host's, and
+    # the container's own group is the root.
+    quotas, own = [math.inf], [tuple(line.split(":", 2)[1:]) for line in lines if line.count(":") > 1]
     for controllers, path in (("", "/"), ("cpu", "/"), *own):
         if controllers and "cpu" not in controllers.split(","):
             continue
         inner = PurePosixPath(path.strip("/"))
-        for place in (controllers, "cpu") if controllers else ("", "unified"):
-            found += [_quota(groups / place / folder) for folder in (inner, *inner.parents)]
-    return min(found)
+        for mount in (controllers, "cpu") if controllers else ("", "unified"):
+            quotas += [_quota(groups / mount / folder) for folder in (inner, *inner.parents)]
+    return min(quotas)
 
 
 def _quota(folder: Path) -> float:

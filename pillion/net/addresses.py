@@ -6,7 +6,7 @@ import ipaddress
 import os
 import socket
 
-# Prefixes of addresses that no network reaches, and where nothing is encrypted.
+# Prefixes of addresses that are unreachable from a network, and therefore need no encryption.
 IN_PROCESS = "in-process:"
 OFF_NETWORK = ("unix:", IN_PROCESS)
 
@@ -27,7 +27,7 @@ def listening_host(host: str) -> str:
 
 
 def listen(host: str, port: int, backlog: int, *, share_port: bool) -> socket.socket:
-    """Return a socket that listens for TCP at a host and port; BOTH_FAMILIES for both. Raises OSError."""
+    """Return a socket that listens for TCP at a host and port, for IPv4 and IPv6 at BOTH_FAMILIES. Raises OSError."""
     host = listening_host(host)
     both = host == BOTH_FAMILIES and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -37,16 +37,16 @@ def listen(host: str, port: int, backlog: int, *, share_port: bool) -> socket.so
 
 
 def spare_loopback() -> None:
-    """Exempt this machine's own addresses from the environment's proxy, for the libraries of this process and its
-    children: buckets, collectors, health checks."""
+    """Add this machine's loopback addresses to NO_PROXY if the environment sets a proxy, for HTTP libraries of this
+    process and its children."""
     if not any(
         os.environ.get(name) or os.environ.get(name.upper())
         for name in ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
     ):
         return
     for name in ("no_proxy", "NO_PROXY"):
-        said = os.environ.get(name) or os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
-        hosts = [one.strip() for one in said.split(",") if one.strip()]
+        value = os.environ.get(name) or os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+        hosts = [host.strip() for host in value.split(",") if host.strip()]
         if "*" not in hosts:
             os.environ[name] = ",".join(dict.fromkeys([*hosts, *LOOPBACK]))
 

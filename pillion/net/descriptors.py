@@ -8,17 +8,15 @@ from __future__ import annotations
 import os
 import resource
 
-# Limits of connections per port, by size and despite few descriptors.
+# Max connections per port, and the limit if descriptors are scarce.
 MAX_CONNECTIONS = 4096
 MIN_CONNECTIONS = 32
-REDIS_DESCRIPTORS = 80
-COMPONENT_DESCRIPTORS = 80
-REFUSED_DESCRIPTORS = 96
-RESERVED_DESCRIPTORS = REDIS_DESCRIPTORS + COMPONENT_DESCRIPTORS + REFUSED_DESCRIPTORS
+# For connections to Redis, for those to other components, and for accepted ones until they are refused.
+RESERVED_DESCRIPTORS = 80 + 80 + 96
 
 
 def connections_per_port(ports: int = 1) -> int:
-    """Return the limit of connections for each of ``ports`` that the process is about to open."""
+    """Return the max connections of each of ``ports`` ports that the process is about to open."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS

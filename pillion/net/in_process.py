@@ -1,8 +1,8 @@
 """gRPC calls within one process: the generated stubs and servicers, without sockets, HTTP/2 and serialization.
 
-    stub --unary call---> the servicer's handler, in the caller's own task; a stream of requests is read by the handler
-    stub --stream call--> a task that runs the handler, and a pipe of one message each way, so that each side waits for
-                          the other as by a connection's flow control
+    stub --unary call---> the servicer's handler, in the caller's own task; it reads a stream of requests directly
+    stub --stream call--> a task that runs the handler, and a pipe of one message each way, so that senders wait for
+                          receivers, as with a connection's flow control
 
 An address is ``in-process:NAME``; :func:`pillion.net.rpc.start_server` and :func:`pillion.net.rpc.open_channel` accept
 it like any other. Server and channels of one name run on one event loop. Messages are passed by reference: neither side
@@ -27,6 +27,7 @@ from pillion.tasks import OwnTasks, end_tasks
 from pillion.wire.errors import as_pillion_error, to_status
 
 Metadata = Sequence[tuple[str, str | bytes]]
+# Running servers by address.
 _servers: dict[str, InProcessServer] = {}
 
 
@@ -48,7 +49,7 @@ class InProcessServer:
     def start(self) -> None:
         """Start serving. Raises OSError if the address is in use."""
         if _servers.setdefault(self.address, self) is not self:
-            raise OSError(f"{self.address} is taken")
+            raise OSError(f"{self.address} is in use")
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, let streams finish for ``grace_s`` seconds, then cancel them. Idempotent."""
@@ -159,8 +160,8 @@ class InProcessContext:
 
 
 class Inbox:
-    """One direction of a stream at its receiver: messages in order, then an end. It has one receiver and one sender,
-    which may wait until the receiver has read a message."""
+    """Queue of a stream's messages in one direction, with an end. It has one receiver, and one sender, which may wait
+    until the receiver has read a message."""
 
     def __init__(self) -> None:
         self._messages: deque[Any] = deque()
@@ -190,7 +191,7 @@ class Inbox:
         return message
 
     def close(self, error: BaseException | None = None, *, drop: bool) -> None:
-        """End the stream for both sides; only the first call counts. ``drop`` discards unread messages."""
+        """End the stream for both sides; further calls have no effect. ``drop`` discards unread messages."""
         if not self._closed:
             self._closed, self._error = True, error
             if drop:
@@ -202,7 +203,7 @@ class Inbox:
         """Wake the sender, which then checks whether its message was read."""
         _wake(self._sender)
 
-    async def _taken(self) -> None:
+    async def _message_read(self) -> None:
         """Wait until the receiver has read a message, or the stream has ended."""
         self._sender = asyncio.get_running_loop().create_future()
         await self._sender
@@ -225,7 +226,7 @@ class _Pipe(Inbox):
         if not self._closed:
             self.add(message)
             while self._messages:
-                await self._taken()
+                await self._message_read()
             return
         raise asyncio.InvalidStateError("the call has ended")
 
@@ -247,7 +248,7 @@ class _Stream:
         self.task: asyncio.Task[None] | None = None
 
     async def wait_for_connection(self) -> None:
-        """Let the call's handler begin. Raises AioRpcError if nothing serves the address."""
+        """Let the call's handler start. Raises AioRpcError if nothing serves the address."""
         await asyncio.sleep(0)
         if self.task is None:
             await self.read()
@@ -306,7 +307,7 @@ def _error_of(failure: Exception, method: str, limit: asyncio.Timeout) -> grpc.a
 
 
 def rpc_error(error: PillionError) -> grpc.aio.AioRpcError:
-    """Return the error that ``error`` would be over a connection: its status, with details in the trailers."""
+    """Return the AioRpcError that a caller over a connection would get for ``error``, with details in the trailers."""
     status = to_status(error)
     trailers = grpc.aio.Metadata(*(status.trailing_metadata or ()))
     return grpc.aio.AioRpcError(status.code, grpc.aio.Metadata(), trailers, status.details)

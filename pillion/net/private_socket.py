@@ -1,5 +1,5 @@
-"""Unix sockets that only one user's processes can reach (0600 in a folder of 0700), lines with attached descriptors,
-and connections that represent a process."""
+"""Unix sockets that only one user's processes can reach (0600 in a folder of 0700), and lines with attached
+descriptors."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ def listen_private(path: str, backlog: int, what: str) -> socket.socket:
 
 def receive_line(sock: socket.socket, max_line_bytes: int, max_descriptors: int) -> tuple[bytes, list[int]]:
     """Return one line, and the attached descriptors, which the caller closes. The socket's timeout applies to the whole
-    line. Raises TimeoutError after it, ConnectionError if the connection ends first or the line is too long;
-    OSError."""
+    line. Raises TimeoutError, ConnectionError if the connection ends first or the line is too long, and OSError."""
     line, descriptors, timeout_s = b"", [], sock.gettimeout()
     until_s = None if timeout_s is None else time.monotonic() + timeout_s
     try:
@@ -61,6 +60,7 @@ def receive_line(sock: socket.socket, max_line_bytes: int, max_descriptors: int)
 
 
 def _left_s(until_s: float) -> float:
+    """Return the seconds left until a monotonic time. Raises TimeoutError if it has passed."""
     left_s = until_s - time.monotonic()
     if left_s <= 0:
         raise TimeoutError("no complete line came in time")
@@ -68,7 +68,7 @@ def _left_s(until_s: float) -> float:
 
 
 def peer_gone(sock: socket.socket) -> bool:
-    """Return whether a non-blocking connection is known to have ended. Requires that the peer sends nothing more."""
+    """Return whether the peer has ended a non-blocking connection, on which it sends nothing more."""
     try:
         return not sock.recv(1, socket.MSG_PEEK)
     except BlockingIOError:

@@ -33,11 +33,11 @@ def add_reflection(server: grpc.aio.Server, services: Sequence[str]) -> None:
 
 def _describe_v1() -> None:
     """Add v1 to the descriptor pool that reflection uses, unless it is there already."""
-    pool, alpha = descriptor_pool.Default(), descriptor_pb2.FileDescriptorProto()
+    pool, v1alpha = descriptor_pool.Default(), descriptor_pb2.FileDescriptorProto()
     try:
         pool.FindFileContainingSymbol(V1_SERVICE)
     except KeyError:
-        reflection_pb2.DESCRIPTOR.CopyToProto(alpha)
-        text = text_format.MessageToString(alpha).replace("reflection.v1alpha", "reflection.v1")
+        reflection_pb2.DESCRIPTOR.CopyToProto(v1alpha)
+        text = text_format.MessageToString(v1alpha).replace("reflection.v1alpha", "reflection.v1")
         text = text.replace("reflection/v1alpha", "reflection/v1")
         pool.AddSerializedFile(text_format.Parse(text, descriptor_pb2.FileDescriptorProto()).SerializeToString())

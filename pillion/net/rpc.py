@@ -35,8 +35,8 @@ KEEPALIVE_TIMEOUT_MS = 10_000
 # Servers end connections with faster pings (GOAWAY too_many_pings); must allow the rate of Pillion's clients.
 MIN_PING_INTERVAL_MS = 10_000
 HANDSHAKE_TIMEOUT_MS = 5_000
-# Grace of a closed server that will be stopped later. gRPC (1.78) touches a server again when a grace is over, even if
-# another stop has freed it; so this grace must exceed any later one.
+# Grace of a closed server that will be stopped later. gRPC 1.78 accesses a server again when a grace is over, even if
+# another stop has freed it, so this grace must exceed that of any later stop.
 STOP_FOLLOWS_S = 30 * 86_400.0
 
 Options = list[tuple[str, Any]]
@@ -115,24 +115,24 @@ def open_channel(target: str) -> grpc.aio.Channel:
 def closed_under(cancelled: asyncio.CancelledError) -> BaseException:
     """Return the error to raise for a call that ended in ``cancelled``. Closing a channel cancels its calls, which
     grpc.aio does not distinguish from a cancelled caller: the caller's task would end without an error."""
-    return cancelled if _given_up() else Unavailable("the connection was closed")
+    return cancelled if _is_cancelled() else Unavailable("the connection was closed")
 
 
-def _given_up() -> bool:
+def _is_cancelled() -> bool:
     """Return whether the current task itself was cancelled, rather than something that it awaits."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
 
 class BusyPeers:
-    """Clients with calls under way, as (host, port)."""
+    """Clients, as (host, port), with calls in progress."""
 
     def __init__(self) -> None:
         self._calls: dict[str, int] = {}
 
     @contextlib.contextmanager
     def call(self, context: Any) -> Iterator[None]:
-        """Count a call with this gRPC context within the block."""
+        """Count a call with this gRPC context while the context manager is open."""
         peer = context.peer()
         self._calls[peer] = self._calls.get(peer, 0) + 1
         try:
@@ -156,7 +156,7 @@ def _address_of(peer: str) -> Client:
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Converts exceptions of handlers to statuses, so that servicers can just raise.
 
-    A handler that ends by a cancel of something it awaited fails as well: gRPC takes any cancel for that of the call
+    A handler that ends because something it awaited was cancelled fails as well: gRPC takes that for a cancelled call
     and sends no status, so the caller would wait forever.
 
     ``busy`` counts the calls of ``services``; those of health and reflection may stay open forever.
@@ -179,11 +179,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         kind = f"{'stream' if many else 'unary'}_{'stream' if streams else 'unary'}"
         counted = self.busy.call if method.split("/")[1] in self._services else contextlib.nullcontext
         guarded = (_stream_guard if streams else _unary_guard)(getattr(handler, kind), method, counted)
-        read = handler.request_deserializer if many else _reading(handler.request_deserializer)
+        read = handler.request_deserializer if many else _safe_parser(handler.request_deserializer)
         return getattr(grpc, f"{kind}_rpc_method_handler")(guarded, read, handler.response_serializer)
 
 
-def _reading(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+def _safe_parser(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
     """Wrap a message's parser so that an unparsable message becomes the client's error; gRPC would report a bug of the
     server."""
     if deserialize is None:
@@ -242,9 +242,9 @@ def _refusal(error: PillionError, method: str) -> Callable[..., Any]:
 async def _abort(
     context: grpc.aio.ServicerContext[Any, Any], error: Exception | asyncio.CancelledError, method: str
 ) -> None:
-    # If a message could not be sent, there is no client left to get the error.
-    unheard = isinstance(error, grpc.aio.AbortError | grpc.aio.InternalError)
-    if unheard or (isinstance(error, asyncio.CancelledError) and _given_up()):
+    # If a message could not be sent, the client is gone and cannot get the error.
+    no_client = isinstance(error, grpc.aio.AbortError | grpc.aio.InternalError)
+    if no_client or (isinstance(error, asyncio.CancelledError) and _is_cancelled()):
         raise error
     status = to_status(as_pillion_error(error, method))
     trailers = (*(context.trailing_metadata() or ()), *(status.trailing_metadata or ()))
@@ -306,12 +306,13 @@ async def start_server(
 
     Args:
         listen: ``host:port`` (port 0: any), ``unix:path`` or ``in-process:NAME``; the last only uses ``services``.
-        services: pairs of full service name and a function that adds the servicer to a server.
+        services: (full service name, function that adds the servicer to a server) of each service.
         credentials: TLS; None for plain text.
         interceptors: run inside the error interceptor, so that their exceptions become statuses as well.
         max_message_bytes: limit of sent and received messages.
-        max_connections: limit of connections; None: as the process's descriptors allow for its only port.
-        max_calls: limit of concurrent calls, a quarter of it per connection; more are refused. None: none.
+        max_connections: limit of connections; None: by the process's descriptors, as for its only port.
+        max_calls: limit of concurrent calls, of which a connection may have a quarter; further calls are refused. None:
+            no limit.
         share_port: let other servers of this user listen on the same port; the system spreads connections.
         serving: initial health status.
 
@@ -352,9 +353,9 @@ async def start_server(
 
 
 def _start_in_process(listen: str, services: Sequence[tuple[str, Callable[[grpc.aio.Server], None]]]) -> RunningServer:
-    within = InProcessServer(listen)
-    server = cast(grpc.aio.Server, within)
+    in_process = InProcessServer(listen)
+    server = cast(grpc.aio.Server, in_process)
     for _, add in services:
         add(server)
-    within.start()
+    in_process.start()
     return RunningServer(server, listen)

@@ -2,8 +2,8 @@
 
 gRPC's sockets belong to its C core. Above its limit it closes new connections and keeps silent ones: until the
 handshake times out, or forever if the client finishes the handshake and answers pings. So a client that opens enough
-connections could lock out all others. Here the sockets are found in /proc (Linux), and the most silent ones without a
-call are shut down, which the C core sees as the client's end.
+connections could lock out all others. So this module finds the sockets in /proc (Linux), and the most silent ones
+without a call are shut down, which the C core sees as the client's end.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from pillion.net.descriptors import open_descriptors
 
 log = logging.getLogger("pillion.net")
 
+# Share of a port's limit above which silent connections are closed.
 HIGH_WATER_PERCENT = 75
-LOOK_INTERVAL_S = 0.25
-# Pause after a look, in multiples of its duration: 0.1 s with thousands of descriptors.
-LOOK_REST = 10
+CHECK_INTERVAL_S = 0.25
 LOG_INTERVAL_S = 60.0
 # Offset of tcpi_last_data_recv in Linux' struct tcp_info: milliseconds since the last data came, or since the accept.
 LAST_DATA_RECEIVED = struct.Struct("52xI")
@@ -48,51 +47,54 @@ class PortConnection(NamedTuple):
 
 
 def most_silent(idle: Sequence[PortConnection], count: int) -> list[PortConnection]:
-    """Return up to ``count`` connections to close: repeatedly the most silent one of the host that has most left."""
+    """Return up to ``count`` of the ``idle`` connections to close: repeatedly the most silent one of the host with the
+    most connections left."""
     by_host: dict[str, list[PortConnection]] = defaultdict(list)
-    for one in sorted(idle, key=lambda one: one.silent_ms):
-        by_host[one.host].append(one)
+    for connection in sorted(idle, key=lambda connection: connection.silent_ms):
+        by_host[connection.host].append(connection)
     hosts = [(-len(connections), host) for host, connections in by_host.items()]
     heapq.heapify(hosts)
-    found: list[PortConnection] = []
-    while hosts and len(found) < count:
+    chosen: list[PortConnection] = []
+    while hosts and len(chosen) < count:
         size, host = heapq.heappop(hosts)
-        found.append(by_host[host].pop())
+        chosen.append(by_host[host].pop())
         if size < -1:
             heapq.heappush(hosts, (size + 1, host))
-    return found
+    return chosen
 
 
 async def close_silent(port: int, max_connections: int, calling: Callable[[], set[Client]]) -> None:
-    """Keep a gRPC port below its limit, until cancelled; ``calling`` returns the clients with calls."""
-    keep = max_connections * HIGH_WATER_PERCENT // 100
+    """Keep a gRPC port below its limit, until cancelled. ``calling``: returns the clients with calls in progress."""
+    target = max_connections * HIGH_WATER_PERCENT // 100
     took_s, closed, logged_s = 0.0, 0, -math.inf
     while True:
-        await asyncio.sleep(LOOK_INTERVAL_S + LOOK_REST * took_s)
+        # Rest ten times as long as a check takes, which is 0.1 s with thousands of descriptors.
+        await asyncio.sleep(CHECK_INTERVAL_S + 10 * took_s)
         began_s = time.monotonic()
-        if len(open_descriptors()) > keep:
-            closed += await asyncio.to_thread(_close_above, port, keep, calling)
+        if len(open_descriptors()) > target:
+            closed += await asyncio.to_thread(_close_above, port, target, calling)
         took_s = time.monotonic() - began_s
         if closed and began_s - logged_s >= LOG_INTERVAL_S:
-            log.warning("port %d: %d silent connections were closed to make room for others", port, closed)
+            log.warning("port %d: %d silent connections were closed to make room for new ones", port, closed)
             closed, logged_s = 0, began_s
 
 
-def _close_above(port: int, keep: int, calling: Callable[[], set[Client]]) -> int:
-    """Close silent connections above ``keep``; return their number."""
-    found = [one for name in open_descriptors() if (one := _look(int(name), port)) is not None]
+def _close_above(port: int, target: int, calling: Callable[[], set[Client]]) -> int:
+    """Close the most silent connections of a port until ``target`` are open; return how many were closed."""
+    descriptors = map(int, open_descriptors())
+    connections = [found for number in descriptors if (found := _connection_at(number, port)) is not None]
     busy = calling()
-    idle = [one for one in found if (one.host, one.port) not in busy]
-    chosen = most_silent(idle, len(found) - keep)
-    for one in chosen:
-        with _duplicate(one.descriptor) as copy, contextlib.suppress(OSError):
-            if copy is not None and _peer(copy) == (one.host, one.port):
+    idle = [connection for connection in connections if (connection.host, connection.port) not in busy]
+    chosen = most_silent(idle, len(connections) - target)
+    for connection in chosen:
+        with _duplicate(connection.descriptor) as copy, contextlib.suppress(OSError):
+            if copy is not None and _peer(copy) == (connection.host, connection.port):
                 copy.shutdown(socket.SHUT_RDWR)
     return len(chosen)
 
 
-def _look(descriptor: int, port: int) -> PortConnection | None:
-    """Return the connection of the port with this descriptor; None if it is anything else."""
+def _connection_at(descriptor: int, port: int) -> PortConnection | None:
+    """Return the connection behind a descriptor, None if it is not a connection of this port."""
     with _duplicate(descriptor) as copy:
         if copy is None:
             return None
@@ -100,8 +102,8 @@ def _look(descriptor: int, port: int) -> PortConnection | None:
             own = copy.getsockname()
             if not isinstance(own, tuple) or own[1] != port:
                 return None
-            information = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, LAST_DATA_RECEIVED.size)
-            return PortConnection(descriptor, *_peer(copy), *LAST_DATA_RECEIVED.unpack(information))
+            tcp_info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, LAST_DATA_RECEIVED.size)
+            return PortConnection(descriptor, *_peer(copy), *LAST_DATA_RECEIVED.unpack(tcp_info))
         except OSError:
             # A listening socket has no peer, nor has one that the client has reset.
             return None
@@ -109,7 +111,8 @@ def _look(descriptor: int, port: int) -> PortConnection | None:
 
 @contextlib.contextmanager
 def _duplicate(descriptor: int) -> Iterator[socket.socket | None]:
-    """Duplicate a socket, so that its number is not reused meanwhile; None if it is no socket."""
+    """Yield a duplicate of a socket, which stays the same if another thread closes and reuses the descriptor; None if
+    the descriptor is not a socket."""
     try:
         number = os.dup(descriptor) if stat.S_ISSOCK(os.fstat(descriptor).st_mode) else -1
     except OSError:

@@ -1,7 +1,7 @@
 """TLS at the edge and between components, from PEM files that may be replaced while a process runs.
 
-    files --match--> in use --other files (pillion.net.watched)--> read again --match--> in use from the next handshake
-      | no: ConfigError                                               | no: a warning, the old ones stay in use
+    files --match--> in use --files change (pillion.net.watched)--> reread --match--> in use from the next handshake
+      | no: ConfigError                                            | no: a warning, the old ones stay in use
 
 At the edge a server shows its certificate, and requires clients' certificates if a flag names their authorities.
 Between components both sides show a certificate, which must be signed by the cluster's own authority, whatever its
@@ -69,15 +69,15 @@ class Identity:
         self._interval_s = interval_s
         self._lock = threading.Lock()
         self._watched = Watched(files.paths())
-        self._looked_s = time.monotonic()
+        self._checked_s = time.monotonic()
         self._loaded = _load(files)
 
     def current(self) -> _Loaded:
         """Return the current version of the files, checking for changes once per interval."""
         with self._lock:
             now_s = time.monotonic()
-            if now_s - self._looked_s >= self._interval_s:
-                self._looked_s = now_s
+            if now_s - self._checked_s >= self._interval_s:
+                self._checked_s = now_s
                 newer = self._watched.newer(lambda: _load(self._files))
                 if newer is not None:
                     self._loaded = newer
@@ -99,8 +99,8 @@ def server_credentials(identity: Identity) -> grpc.ServerCredentials:
         before, used = used, identity.current()
         return None if used is before else _configuration(used)
 
-    asks = first.ca is not None
-    return grpc.dynamic_ssl_server_credentials(_configuration(first), fetch, require_client_authentication=asks)
+    mutual = first.ca is not None
+    return grpc.dynamic_ssl_server_credentials(_configuration(first), fetch, require_client_authentication=mutual)
 
 
 def http_context(identity: Identity) -> ssl.SSLContext:
@@ -157,12 +157,12 @@ def _load_authorities(context: ssl.SSLContext, ca: str | os.PathLike[str] | byte
     or if all of them have expired."""
     shown = "ca" if isinstance(ca, bytes) else os.fspath(ca)
     try:
-        # Comments beside the certificates may have non-ASCII letters.
+        # Comments between the certificates may have non-ASCII letters.
         pem = ca if isinstance(ca, bytes) else _read(shown)
         context.load_verify_locations(cadata=pem.decode("ascii", "ignore"))
     except (ssl.SSLError, ValueError):
         raise ConfigError(f"TLS: {shown} has no certificate in PEM") from None
-    ends = [str(one["notAfter"]) for one in context.get_ca_certs()]
+    ends = [str(certificate["notAfter"]) for certificate in context.get_ca_certs()]
     if ends and all(ssl.cert_time_to_seconds(end) < time.time() for end in ends):
         raise ConfigError(f"TLS: {shown} has expired: its last certificate was valid until {ends[-1]}")
 
@@ -170,21 +170,21 @@ def _load_authorities(context: ssl.SSLContext, ca: str | os.PathLike[str] | byte
 def _refuse_expired(context: ssl.SSLContext, cert: str) -> None:
     """Raise ConfigError if the certificate of a server's context has expired or is not valid yet.
 
-    Only a handshake checks a certificate's dates, so run one in memory, with a client that trusts just this one.
+    Only a handshake checks the dates, so run one in memory, with a client that only trusts this certificate.
     """
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     client.load_verify_locations(cadata=_read(cert).decode("ascii", "ignore"))
-    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-    sides = (client.wrap_bio(back, there), context.wrap_bio(there, back, server_side=True))
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = (client.wrap_bio(to_client, to_server), context.wrap_bio(to_server, to_client, server_side=True))
     for side in (*sides, *sides):
         try:
             side.do_handshake()
         except ssl.SSLWantReadError:
             continue
         except ssl.SSLCertVerificationError as error:
-            # Not yet valid, and expired.
+            # X509_V_ERR_CERT_NOT_YET_VALID, X509_V_ERR_CERT_HAS_EXPIRED.
             if error.verify_code in (9, 10):
                 raise ConfigError(f"TLS: {cert}: {error.verify_message}") from None
             return
@@ -197,7 +197,7 @@ class ComponentChannel:
     after a change of the certificate use the new one.
 
     gRPC fixes a channel's certificate at creation, so there is a new channel per version. Calls in flight stay on their
-    channel; the one before the last is dropped.
+    channel. The last two channels are kept.
     """
 
     def __init__(self, target: str, identity: Identity, options: Options) -> None:
@@ -206,7 +206,7 @@ class ComponentChannel:
         self._options = [*options, ("grpc.ssl_target_name_override", INTERNAL_NAME)]
         self._loaded: _Loaded | None = None
         self._channels: list[grpc.aio.Channel] = []
-        self._newest()
+        self._current_channel()
 
     async def close(self) -> None:
         """End all calls on the channel."""
@@ -219,33 +219,34 @@ class ComponentChannel:
     async def __aexit__(self, *raised: object) -> None:
         await self.close()
 
-    def _newest(self) -> grpc.aio.Channel:
+    def _current_channel(self) -> grpc.aio.Channel:
         loaded = self._identity.current()
         if loaded is not self._loaded:
             self._loaded = loaded
             credentials = grpc.ssl_channel_credentials(loaded.ca, loaded.key, loaded.cert)
             self._channels.append(grpc.aio.secure_channel(self._target, credentials, self._options))
             if len(self._channels) > 2:
-                # Closed when collected; calls still on it have outlived two certificates.
+                # It is closed when garbage-collected; its calls have outlived two certificates.
                 self._channels.pop(0)
         return self._channels[-1]
 
-    def _calling(self, kind: str, *args: Any, **more: Any) -> Callable[..., Any]:
-        made: tuple[grpc.aio.Channel, Any] | None = None
+    def _multicallable(self, kind: str, *args: Any, **more: Any) -> Callable[..., Any]:
+        """Return a multicallable of this ``kind`` that always uses the current channel."""
+        cached: tuple[grpc.aio.Channel, Any] | None = None
 
         def call(*arguments: Any, **options: Any) -> Any:
-            nonlocal made
-            channel = self._newest()
-            if made is None or made[0] is not channel:
-                made = (channel, getattr(channel, kind)(*args, **more))
-            return made[1](*arguments, **options)
+            nonlocal cached
+            channel = self._current_channel()
+            if cached is None or cached[0] is not channel:
+                cached = (channel, getattr(channel, kind)(*args, **more))
+            return cached[1](*arguments, **options)
 
         return call
 
-    unary_unary = partialmethod(_calling, "unary_unary")
-    unary_stream = partialmethod(_calling, "unary_stream")
-    stream_unary = partialmethod(_calling, "stream_unary")
-    stream_stream = partialmethod(_calling, "stream_stream")
+    unary_unary = partialmethod(_multicallable, "unary_unary")
+    unary_stream = partialmethod(_multicallable, "unary_stream")
+    stream_unary = partialmethod(_multicallable, "stream_unary")
+    stream_stream = partialmethod(_multicallable, "stream_stream")
 
 
 def _configuration(loaded: _Loaded) -> grpc.ServerCertificateConfiguration:

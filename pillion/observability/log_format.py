@@ -1,7 +1,7 @@
 """Log lines as text for people, or as JSON objects for collectors, with trace ids.
 
-A killed process breaks calls of others. For some of them, cut between two of gRPC's own steps, gRPC and asyncio log a
-traceback; :func:`in_one_line` reduces it to one line.
+The end of a process breaks other processes' calls to it. Depending on the moment, gRPC and asyncio log a traceback for
+such a call; :func:`in_one_line` reduces it to one line.
 
 A record may have ``fields``, the values of its message as a dictionary: they become keys of the JSON object.
 """
@@ -15,8 +15,6 @@ import time
 from types import TracebackType
 
 from opentelemetry import trace
-
-_TEXT = "%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s"
 
 
 class JsonFormatter(logging.Formatter):
@@ -49,7 +47,7 @@ def in_one_line(record: logging.LogRecord) -> bool:
     """Logging filter: reduce a library's record about a call with a dead peer to a warning of one line. Return whether
     to write the record."""
     error = record.exc_info[1] if record.exc_info else None
-    # Calls whose peer is gone or has refused. By name, so that no program imports gRPC for its log.
+    # gRPC's exceptions for calls whose peer is gone or has refused; by name, to not import gRPC.
     if error is not None and any(kind.__name__ in ("AioRpcError", "ExecuteBatchError") for kind in type(error).__mro__):
         reason = error.details() if hasattr(error, "details") else str(error)
         record.msg, record.args = "%s: %s", (_first_line(record.getMessage()), _first_line(reason or ""))
@@ -63,7 +61,7 @@ def _first_line(text: str) -> str:
 
 
 def logs_json() -> bool:
-    """Return whether this process logs JSON, so that plain text on standard error would be out of place."""
+    """Return whether this process logs JSON, so that it should write no plain text to standard error."""
     return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
 
 
@@ -74,10 +72,11 @@ def _log_uncaught(kind: type[BaseException], error: BaseException, trace: Traceb
 def set_up_logging(level: str, form: str = "text", component: str = "") -> None:
     """Log to standard error, one line per record; ``form`` is "text" or "json".
 
-    The level "debug" only applies to Pillion's loggers: libraries, above all gRPC, would write 14 of 15 lines.
+    The level "debug" only applies to Pillion's loggers, since libraries, mainly gRPC, would write 14 of 15 lines.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter(component) if form == "json" else logging.Formatter(_TEXT, "%H:%M:%S"))
+    text = logging.Formatter("%(asctime)s.%(msecs)03d %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S")
+    handler.setFormatter(JsonFormatter(component) if form == "json" else text)
     own = logging.getLevelNamesMapping()[level.upper()]
     logging.basicConfig(level=max(own, logging.INFO), handlers=[handler])
     logging.getLogger("pillion").setLevel(own)

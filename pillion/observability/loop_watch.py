@@ -15,17 +15,17 @@ from pillion.observability.metrics import Meters, Reading
 
 log = logging.getLogger("pillion.observability.loop_watch")
 
-# Interval of ticks. The measured delay is too short by at most this.
+# Interval of ticks; a measured delay is too short by at most this.
 TICK_MS = 100
 # The metric is the longest delay of the last one to two windows. A window exceeds Prometheus's scrape interval, so no
 # delay is missed.
 WINDOW_S = 60.0
+# Delay above which a warning is logged.
 LONG_S = 1.0
 
 
-class LongestLately:
-    """Largest recent value, within the last one to two windows of WINDOW_S seconds. Reads no clock: callers pass
-    ``now_s``."""
+class RecentMax:
+    """Largest value of the last one to two windows of WINDOW_S seconds. Reads no clock: callers pass ``now_s``."""
 
     def __init__(self, now_s: float) -> None:
         self._since_s = now_s
@@ -33,15 +33,16 @@ class LongestLately:
 
     def note(self, value: float, now_s: float) -> None:
         """Add a value with its time."""
-        self._turn(now_s)
+        self._rotate(now_s)
         self._current = max(self._current, value)
 
     def longest(self, now_s: float) -> float:
         """Return the largest value of the last one to two windows; 0 if there was none."""
-        self._turn(now_s)
+        self._rotate(now_s)
         return max(self._before, self._current)
 
-    def _turn(self, now_s: float) -> None:
+    def _rotate(self, now_s: float) -> None:
+        """Start a new window if the current one has ended."""
         passed_s = now_s - self._since_s
         if passed_s >= WINDOW_S:
             self._before = self._current if passed_s < 2 * WINDOW_S else 0.0
@@ -53,7 +54,7 @@ class LoopWatch:
 
     def __init__(self, meters: Meters) -> None:
         self._loop = asyncio.get_running_loop()
-        self._longest = LongestLately(self._loop.time())
+        self._longest = RecentMax(self._loop.time())
         meters.watch(self._readings)
         self._due_s = 0.0
         self._tick()

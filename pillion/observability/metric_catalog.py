@@ -2,8 +2,8 @@
 
 Names and labels are OpenTelemetry's; Prometheus sees underscores for dots, a unit's name, and ``_total`` after a
 counter: ``pillion.kv.evicted_blocks`` becomes ``pillion_kv_evicted_blocks_total``. ``gen_ai.server.*`` follow the
-semantic conventions for generative AI, bounds included. Labels have few values, such as served models, states and
-reasons; never a client's text.
+semantic conventions for generative AI, including their bounds. Labels have few values, such as served models, states
+and reasons; never a client's text.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ from pillion.observability.metrics import Metric
 MODEL = "gen_ai.request.model"
 OPERATION = "gen_ai.operation.name"
 
-# Bounds of histograms, in seconds. The first three are those of the conventions.
+# Bounds of histograms in seconds, and in tokens. Those of TTFT, TPOT and DURATION are the conventions'.
 TTFT_BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0)
-TPOT_BOUNDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 DURATION_BOUNDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 ITL_BOUNDS = (0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0)
 STEP_BOUNDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 TOKENS_BOUNDS = (*(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)), 1e6)
-ANSWERS_BOUNDS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 def _tokens(name: str, text: str) -> Metric:
@@ -56,7 +54,7 @@ TTFT = _seconds(
 TPOT = _seconds(
     "gen_ai.server.time_per_output_token",
     "Of an answer: time per token after the first.",
-    TPOT_BOUNDS,
+    (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
     OPERATION,
     MODEL,
 )
@@ -88,7 +86,12 @@ ANSWER_TOKENS = _tokens("pillion.request.answer_tokens", "Tokens of each answer.
 LONGEST_ANSWER_TOKENS = _tokens("pillion.request.longest_answer_tokens", "Tokens of each request's longest answer.")
 MAX_TOKENS = _tokens("pillion.request.max_tokens", "Max tokens of each answer.")
 ANSWERS = Metric(
-    "pillion.request.answers", "histogram", "{answer}", "Answers to each request.", (MODEL,), ANSWERS_BOUNDS
+    "pillion.request.answers",
+    "histogram",
+    "{answer}",
+    "Answers to each request.",
+    (MODEL,),
+    (1.0, 2.0, 5.0, 10.0, 20.0),
 )
 SPLIT = Metric(
     "pillion.request.split_fraction",

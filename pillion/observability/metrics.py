@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 log = logging.getLogger("pillion.observability.metrics")
 
-# Cells per metric, each with different label values; further ones are counted together under OTHER. Labels never have
-# clients' text, so the limit is only reached if something is wrong.
+# Max cells per metric, i.e. combinations of label values; values with further ones are counted under OTHER. Labels
+# never contain clients' text, so only a bug can exceed the limit.
 MAX_CELLS = 128
 OTHER = "other"
 
@@ -57,14 +57,14 @@ class Counter:
         self.value += amount
 
     def now(self) -> float:
-        """Return the value, for a collection."""
+        """Return the current value, to be collected."""
         return self.value
 
 
 @dataclass(slots=True)
 class Distribution:
-    """One histogram. Bucket i counts values above bounds[i - 1] and at most bounds[i]; the last bucket counts the
-    rest."""
+    """One histogram. Bucket i counts values above bounds[i - 1] and at most bounds[i]; the last bucket counts larger
+    values."""
 
     bounds: tuple[float, ...]
     counts: list[int]
@@ -76,7 +76,7 @@ class Distribution:
         self.total += value * times
 
     def now(self) -> Distribution:
-        """Return a copy, for a collection."""
+        """Return a copy, to be collected."""
         return Distribution(self.bounds, self.counts.copy(), self.total)
 
     @property
@@ -90,7 +90,7 @@ class Distribution:
         return Distribution(self.bounds, counts, self.total + other.total)
 
 
-# A collection: each metric's values by label values, Distribution for a histogram, else float.
+# Collected values by metric and label values: a Distribution for a histogram, else a float.
 Values = dict[Metric, dict[Labels, Any]]
 Reading = tuple[Metric, Labels, float]
 
@@ -115,26 +115,26 @@ class Meters:
     def _cell(self, metric: Metric, labels: Labels) -> Any:
         assert len(labels) == len(metric.labels), metric.name
         cells = self._cells.setdefault(metric, {})
-        found = cells.get(labels)
-        if found is None:
+        cell = cells.get(labels)
+        if cell is None:
             histogram = metric.kind == "histogram"
             empty = Distribution(metric.bounds, [0] * (len(metric.bounds) + 1)) if histogram else Counter()
-            kept = labels if len(cells) < MAX_CELLS else (OTHER,) * len(labels)
-            found = cells.setdefault(kept, empty)
-        return found
+            key = labels if len(cells) < MAX_CELLS else (OTHER,) * len(labels)
+            cell = cells.setdefault(key, empty)
+        return cell
 
     def watch(self, watcher: Callable[[], Iterable[Reading]]) -> None:
-        """Call ``watcher`` at each collection, for values that other code maintains anyway."""
+        """Call ``watcher`` at each collection, for values that are part of a component's own state."""
         self._watchers.append(watcher)
 
     def collect(self) -> Values:
         """Return all current values. Call on the component's event loop, whose state the watchers read."""
-        found: Values = {}
+        values: Values = {}
         for metric, labels, value in self._readings():
-            found.setdefault(metric, {})[labels] = value
+            values.setdefault(metric, {})[labels] = value
         for metric, cells in self._cells.items():
-            found.setdefault(metric, {}).update((labels, cell.now()) for labels, cell in tuple(cells.items()))
-        return found
+            values.setdefault(metric, {}).update((labels, cell.now()) for labels, cell in tuple(cells.items()))
+        return values
 
     def _readings(self) -> Iterator[Reading]:
         for watcher in self._watchers:

@@ -30,7 +30,7 @@ from pillion.observability.metrics_prometheus import to_prometheus, to_vllm
 
 log = logging.getLogger("pillion.observability.metrics")
 
-# Timeout of a scrape on the component's loop; missed scrapes show an overloaded component.
+# Timeout of a scrape on the component's loop; failed scrapes reveal an overloaded component.
 COLLECT_TIMEOUT_S = 2.0
 
 Collect = Callable[[], Values]
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class MetricsPage(Collector):
-    """One component's metrics for Prometheus. ``collect_all`` may be called on any thread."""
+    """One component's metrics for Prometheus. ``collect_all``: returns all values; callable on any thread."""
 
     def __init__(self, collect_all: Collect) -> None:
         self._collect_all = collect_all
@@ -50,7 +50,7 @@ class MetricsPage(Collector):
         yield from to_vllm(values)
 
     def registry(self) -> prometheus_client.CollectorRegistry:
-        """Return a registry of this page and the process's usage of memory, files and processor time."""
+        """Return a registry with these metrics, and with the process's memory, files and CPU time."""
         registry = prometheus_client.CollectorRegistry(auto_describe=False)
         registry.register(self)
         prometheus_client.ProcessCollector(registry=registry)
@@ -106,7 +106,7 @@ class Exports:
             log.info("metrics at http://%s:%d/metrics", host, port)
 
     def close(self) -> None:
-        """Close the page. Not on the event loop, which must answer meanwhile. Idempotent."""
+        """Close the page. Do not call this on the event loop, which must answer pending scrapes. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             server[0].shutdown()
@@ -122,11 +122,11 @@ class Exports:
             if check is None:
                 return metrics_page(environ, start_response)
             try:
-                why = self._on_loop(check)
-            except Exception:  # noqa: BLE001  (whatever it is, the component is not well)
-                why = f"no answer within {COLLECT_TIMEOUT_S:g} s"
-            start_response("503 Service Unavailable" if why else "200 OK", [("Content-Type", "text/plain")])
-            return [f"{why or 'ok'}\n".encode()]
+                reason = self._on_loop(check)
+            except Exception:  # noqa: BLE001  (any failure means unhealthy)
+                reason = f"no answer within {COLLECT_TIMEOUT_S:g} s"
+            start_response("503 Service Unavailable" if reason else "200 OK", [("Content-Type", "text/plain")])
+            return [f"{reason or 'ok'}\n".encode()]
 
         return answer
 
@@ -137,10 +137,10 @@ class Exports:
         """Return the result of ``call`` on the component's event loop. Raises TimeoutError if the loop does not
         answer."""
 
-        async def here() -> T:
+        async def run() -> T:
             return call()
 
-        future = asyncio.run_coroutine_threadsafe(here(), self._loop)
+        future = asyncio.run_coroutine_threadsafe(run(), self._loop)
         try:
             return future.result(COLLECT_TIMEOUT_S)
         except concurrent.futures.TimeoutError:

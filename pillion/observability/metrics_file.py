@@ -21,15 +21,15 @@ def gauge_page(gauges: Mapping[str, GaugeSeries]) -> str:
     from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
     registry = CollectorRegistry()
-    for name, one in gauges.items():
-        gauge = Gauge(name, one.about, one.labels, registry=registry)
-        for row, value in one.values.items():
+    for name, series in gauges.items():
+        gauge = Gauge(name, series.about, series.labels, registry=registry)
+        for row, value in series.values.items():
             (gauge.labels(*row) if row else gauge).set(value)
     return generate_latest(registry).decode()
 
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file atomically. Raises OSError."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

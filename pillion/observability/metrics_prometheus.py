@@ -2,7 +2,7 @@
 
 Own names follow OpenTelemetry's rules for Prometheus: underscores for dots, the unit after the name, ``_total`` after a
 counter. vLLM's names are for autoscalers, dashboards and endpoint pickers; each repeats a metric of Pillion, with
-``model_name`` as its only label where vLLM has that label. The gateway shows requests and tokens, workers their queues
+``model_name`` as a label where vLLM has it. The gateway shows requests and tokens, workers their queues
 and steps, KV nodes the usage of the pool.
 """
 
@@ -23,14 +23,13 @@ from pillion.observability import metrics
 from pillion.observability.metrics import Distribution, Labels, Values
 from pillion.settings.speculative_config import MAX_SPECULATIVE_TOKENS
 
-_UNITS = {"s": "seconds", "By": "bytes"}
 _FAMILIES = {"histogram": HistogramMetricFamily, "counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
 
 
 def prometheus_name(metric: metrics.Metric) -> str:
     """Return a metric's name on Prometheus's page, without a counter's ``_total``."""
-    name = metric.name.replace(".", "_")
-    unit = "ratio" if metric.unit == "1" and metric.kind == "gauge" else _UNITS.get(metric.unit, "")
+    name, units = metric.name.replace(".", "_"), {"s": "seconds", "By": "bytes"}
+    unit = "ratio" if metric.unit == "1" and metric.kind == "gauge" else units.get(metric.unit, "")
     return f"{name}_{unit}" if unit and not name.endswith(unit) else name
 
 
@@ -42,34 +41,34 @@ def to_prometheus(values: Values) -> Iterator[Metric]:
 
 
 def _family(name: str, metric: metrics.Metric, labels: list[str], cells: Mapping[Labels, Any]) -> Metric:
-    made: Any = _FAMILIES[metric.kind](name, metric.help, labels=labels)
+    family: Any = _FAMILIES[metric.kind](name, metric.help, labels=labels)
     for own_labels, value in cells.items():
         if isinstance(value, Distribution):
-            made.add_metric(own_labels, _buckets(value), value.total)
+            family.add_metric(own_labels, _buckets(value), value.total)
         else:
-            made.add_metric(own_labels, value)
-    finished: Metric = made
-    return finished
+            family.add_metric(own_labels, value)
+    result: Metric = family
+    return result
 
 
-def _buckets(found: Distribution) -> list[tuple[str, float]]:
+def _buckets(distribution: Distribution) -> list[tuple[str, float]]:
     """Return a histogram's buckets as (upper bound, cumulative count); the last bound is infinity."""
-    bounds = map(floatToGoString, (*found.bounds, math.inf))
-    return list(zip(bounds, map(float, accumulate(found.counts)), strict=True))
+    bounds = map(floatToGoString, (*distribution.bounds, math.inf))
+    return list(zip(bounds, map(float, accumulate(distribution.counts)), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class _Alias:
-    """Sum of the points of ``metric`` whose ``label`` has one of ``values``, by model.
+    """A metric of vLLM: the sum of the points of ``metric`` whose ``label`` has one of ``values``, by model.
 
-    If vLLM has a name for ``label`` too, ``called``, sums are also by that label.
+    If vLLM has that label as well, under the name ``vllm_label``, the sums are also by its value.
     """
 
     name: str
     metric: metrics.Metric
     label: str = ""
     values: tuple[str, ...] = ()
-    called: str = ""
+    vllm_label: str = ""
 
 
 ALIASES = (
@@ -139,12 +138,12 @@ def _lora_info(values: Values) -> Metric:
 
 def _aliased(alias: _Alias, cells: Mapping[Labels, Any]) -> Metric:
     metric = alias.metric
-    labels = ["model_name"] * (names.MODEL in metric.labels) + [alias.called] * bool(alias.called)
+    labels = ["model_name"] * (names.MODEL in metric.labels) + [alias.vllm_label] * bool(alias.vllm_label)
     summed: dict[Labels, Any] = {}
     for own_labels, value in cells.items():
         labelled = dict(zip(metric.labels, own_labels, strict=True))
         if not alias.label or labelled[alias.label] in alias.values:
             model = (labelled[names.MODEL],) if names.MODEL in labelled else ()
-            key = (*model, labelled[alias.label]) if alias.called else model
+            key = (*model, labelled[alias.label]) if alias.vllm_label else model
             summed[key] = summed[key] + value if key in summed else value
     return _family(alias.name, metric, labels, summed)

@@ -1,8 +1,8 @@
 """OpenTelemetry tracing: one trace per request through all components, exported if the OTEL_* variables request it.
 
     a component        setup() installs a provider for its process --> spans are sent --> shutdown() sends the rest
-    SDK and commands   client_tracer(): the program's own provider, else one for the client's spans alone, whose rest is
-                       sent when the program ends
+    SDK and commands   client_tracer(): the program's own provider, else a private one for the client's spans, which is
+                       flushed when the program ends
 
 Without the variables the API's no-op tracer is used, at about a microsecond per span. The exporter follows the
 specification: ``OTEL_EXPORTER_OTLP_ENDPOINT`` (or its ``_TRACES_`` form) or ``OTEL_TRACES_EXPORTER=otlp`` enables
@@ -54,8 +54,8 @@ def wanted() -> bool:
 
 def exporter() -> Any:
     """Return the SDK's exporter of spans, with the environment's protocol; by default grpc."""
-    way = "grpc" if _otlp_setting("PROTOCOL") in ("", "grpc") else "http"
-    return import_module(f"opentelemetry.exporter.otlp.proto.{way}.trace_exporter").OTLPSpanExporter()
+    protocol = "grpc" if _otlp_setting("PROTOCOL") in ("", "grpc") else "http"
+    return import_module(f"opentelemetry.exporter.otlp.proto.{protocol}.trace_exporter").OTLPSpanExporter()
 
 
 def _otlp_setting(name: str) -> str:
@@ -93,10 +93,10 @@ def client_tracer() -> trace.Tracer:
     """
     if not recording() and wanted():
         with _making:
-            own: Any = _client_provider()
-        if own is not None:
-            found: trace.Tracer = own.get_tracer("pillion")
-            return found
+            provider: Any = _client_provider()
+        if provider is not None:
+            private: trace.Tracer = provider.get_tracer("pillion")
+            return private
     return tracer()
 
 
@@ -105,12 +105,12 @@ def _client_provider() -> Any:
     """Return the provider of the client's own spans, created once; None, with a warning, if the SDK's packages are
     missing."""
     try:
-        made = _provider(f"client-{socket.gethostname()}-{os.getpid()}", "client")
+        provider = _provider(f"client-{socket.gethostname()}-{os.getpid()}", "client")
     except ImportError as error:
         log.warning("no spans are sent, although the OTEL_* variables request it: %s", error)
         return None
     atexit.register(shutdown_client)
-    return made
+    return provider
 
 
 def shutdown_client() -> None:
@@ -130,7 +130,7 @@ def shutdown() -> None:
 
 
 def _stop(stop: Callable[[], None]) -> None:
-    """Call ``stop`` and wait up to FLUSH_TIMEOUT_MS: a receiver may be down."""
+    """Call ``stop``, waiting for up to FLUSH_TIMEOUT_MS, since the receiver may be down."""
     stopping = threading.Thread(target=stop, name="last spans", daemon=True)
     stopping.start()
     stopping.join(FLUSH_TIMEOUT_MS / 1000)
@@ -142,7 +142,7 @@ def recording() -> bool:
 
 
 def child(name: str, parent: trace.Span) -> AbstractContextManager[trace.Span]:
-    """Open a span under ``parent`` that is the current span within the block and ends with it."""
+    """Return a context manager for a span under ``parent``, which is the current span while it is open."""
     return tracer().start_as_current_span(name, context=trace.set_span_in_context(parent))
 
 

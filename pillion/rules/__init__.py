@@ -1,8 +1,8 @@
 """Rules about requests that several components must agree on.
 
-    priority.py         the one order in which requests wait, wherever they wait
+    priority.py         the order of requests in all queues
     grammar_limits.py   limits of the cost of a grammar, equal at the gateway and at the worker
     weighted_limit.py   a limit of the work in progress, first come, first served
 
-What waits, and for how long, is decided where it waits.
+Each queue decides what waits in it, and for how long.
 """

@@ -1,13 +1,12 @@
-"""Limits what llguidance may spend on a grammar. The gateway compiles with the worker's limits, so that it rejects what
-would fail at the worker. The module imports nothing.
+"""Limits of llguidance's work on a grammar. Gateways compile with the same limits as workers, so that they reject
+grammars that would fail at a worker.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-# A worker's error about a request's grammar begins with these words, which the gateway replaces by the names of the
-# client's fields.
+# Beginning of a worker's error about a grammar; the gateway replaces it by the names of the client's fields.
 GRAMMAR_FAULT = "the answer's grammar"
 MAX_GRAMMAR_BYTES = 2**20
 # Arguments of llguidance's LLParserLimits. With its defaults an ambiguous grammar can delay one mask by seconds; with

@@ -1,23 +1,23 @@
-"""The one order in which requests wait, wherever they wait: by priority, aged so that none starves; and, among the
-prompts that a worker computes, by length, limited in the same way. Tenants are ordered by their shares, which a worker
-derives from the :class:`Flow` of a request."""
+"""Order of requests in all queues: by priority, aged so that none starves; and, among the prompts that a worker
+computes, also by length, aged in the same way. Tenants are ordered by their shares, which a worker derives from a
+request's :class:`Flow`."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-# A wait of this length compensates one level of priority. So every wait is limited: a request that arrived
-# PRIORITY_AGING_S later per level of difference is never served first.
+# Wait that compensates for one level of priority. So every wait is limited: a more urgent request that arrives more
+# than PRIORITY_AGING_S per level later is served later.
 PRIORITY_AGING_S = 10.0
-# A prompt that takes one second by itself yields to shorter ones that arrive up to LENGTH_PATIENCE seconds later. So
-# short prompts do not wait for long ones, and a long one waits at most in proportion to its length.
+# A prompt that takes one second by itself yields to much shorter ones that arrive up to LENGTH_PATIENCE seconds later.
+# So short prompts overtake long ones, and a long prompt's wait for them is limited in proportion to its length.
 LENGTH_PATIENCE = 3.0
-# The largest priority of a request; its negative is the smallest. 0 is the default, and smaller is more urgent.
+# Largest priority; the smallest is -MAX_PRIORITY. The default is 0, and smaller is more urgent.
 MAX_PRIORITY = 100
 # A generated token counts as this many prompt tokens in the counter of a tenant, as in the evaluation of the Virtual
 # Token Counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, arXiv 2401.00588).
 OUTPUT_COST = 2
-# A worker raises smaller weights to MIN_FLOW_WEIGHT.
+# Range of a flow's weight; a worker clamps weights to it.
 MAX_WEIGHT = 1000.0
 MIN_FLOW_WEIGHT = 1e-6
 MAX_FLOW_KEY_BYTES = 32
@@ -35,27 +35,25 @@ NO_FLOW = Flow()
 
 
 def rank_of(priority: int) -> int:
-    """Return 0 for a request that is more urgent than usual, 1 for a usual one, and 2 for background work, which nobody
-    waits for. Within a rank, shares decide between tenants."""
+    """Return 0 for a request that is more urgent than usual, 1 for a usual one, and 2 for background work, which no
+    user waits for. Within a rank, shares decide between tenants."""
     return 0 if priority < 0 else 1 + (priority >= MAX_PRIORITY)
 
 
 def queue_order(priority: int, arrived_s: float) -> float:
-    """Return a request's place in any waiting queue: the smallest is served first. The place never changes while a
-    request waits, so a sorted queue stays sorted: each level of lower urgency counts as an arrival PRIORITY_AGING_S
-    later."""
+    """Return a request's sort key in any queue; the smallest is served first. Each level of lower urgency counts as an
+    arrival PRIORITY_AGING_S later. The key never changes while the request waits, so a sorted queue stays sorted."""
     return arrived_s + priority * PRIORITY_AGING_S
 
 
 def prompt_order(order: float, work_s: float) -> float:
-    """Return the place of a prompt among those that a worker computes, given its place ``order`` in other queues: each
-    second that its rest takes by itself counts as an arrival LENGTH_PATIENCE seconds later."""
+    """Return a prompt's sort key among those that a worker computes, given its key ``order`` in other queues. Each
+    second that the rest of the prompt takes by itself counts as an arrival LENGTH_PATIENCE seconds later."""
     return order + work_s * LENGTH_PATIENCE
 
 
 def bounded(priority: int) -> int:
-    """Return ``priority`` limited to the allowed range: the gateway has checked it, but a broken peer may send
-    anything."""
+    """Return ``priority`` clamped to the allowed range: gateways check it, but a broken one may send any number."""
     return max(-MAX_PRIORITY, min(priority, MAX_PRIORITY))
 
 

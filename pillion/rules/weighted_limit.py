@@ -13,21 +13,21 @@ class WeightedLimit:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._under_way = 0
-        self._turn = asyncio.Lock()
+        self._in_progress = 0
+        self._queue = asyncio.Lock()
         self._ended = asyncio.Event()
 
     async def take(self, weight: int) -> None:
-        """Wait until work of this weight may start. Work that exceeds the limit runs alone."""
-        async with self._turn:
-            while self._under_way and self._under_way + weight > self._limit:
+        """Wait until work of this weight may start; a weight above the limit waits until no other work runs."""
+        async with self._queue:
+            while self._in_progress and self._in_progress + weight > self._limit:
                 self._ended.clear()
                 await self._ended.wait()
-            self._under_way += weight
+            self._in_progress += weight
 
     @contextlib.asynccontextmanager
     async def taken(self, weight: int) -> AsyncIterator[None]:
-        """Take this weight for the duration of a block, however it ends."""
+        """Take this weight while the context manager is open."""
         await self.take(weight)
         try:
             yield
@@ -36,5 +36,5 @@ class WeightedLimit:
 
     def release(self, weight: int) -> None:
         """Release the weight of work that has ended."""
-        self._under_way -= weight
+        self._in_progress -= weight
         self._ended.set()

@@ -11,8 +11,8 @@ class NodeLimits:
 
     Attributes:
         decode_reserve_percent: slots that prompts leave to running decodes (I5).
-        pinned_percent: slots of all prefix pins; one tenant's may have half of them.
-        state_percent: slots of states of hybrid models, apart from those of running requests.
+        pinned_percent: slots of all prefix pins; one tenant may use half of these.
+        state_percent: slots of states of hybrid models, without those of running requests.
         low_watermark_percent: free slots below which blocks are evicted ahead of need.
         high_watermark_percent: free slots at which that eviction stops.
         fetch_timeout_s: timeout of a fetch from another node, a disk or a bucket.

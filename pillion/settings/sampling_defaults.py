@@ -18,18 +18,18 @@ from pillion.types import SAMPLING_OPTIONS, SamplingParams, range_violations
 
 OVERRIDE = "--override-generation-config"
 NEUTRAL = SamplingParams(
-    **{name: one.neutral for name, one in SAMPLING_OPTIONS.items() if one.neutral is not None}  # type: ignore[arg-type]
+    **{name: option.neutral for name, option in SAMPLING_OPTIONS.items() if option.neutral is not None}  # type: ignore[arg-type]
 )
 NO_DEFAULTS = SamplingParams()
-SAMPLING_KEYS = {name: one.recommended_as for name, one in SAMPLING_OPTIONS.items() if one.recommended_as}
+SAMPLING_KEYS = {name: option.recommended_as for name, option in SAMPLING_OPTIONS.items() if option.recommended_as}
 
 
-def read_defaults(said: Mapping[str, Any], where: str) -> SamplingParams:
-    """Return the defaults of a generation config; None where it has none. Unrelated keys are ignored. Raises
-    ConfigError, naming ``where`` and the key, for values that are invalid in a request."""
-    found: dict[str, Any] = {}
+def read_defaults(config: Mapping[str, Any], where: str) -> SamplingParams:
+    """Return the sampling defaults in a generation config; fields without a value are None. Ignores unrelated keys.
+    Raises ConfigError, which names ``where`` and the key, for values that are invalid in a request."""
+    values: dict[str, Any] = {}
     for name, key in SAMPLING_KEYS.items():
-        value = said.get(key)
+        value = config.get(key)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -37,8 +37,8 @@ def read_defaults(said: Mapping[str, Any], where: str) -> SamplingParams:
         whole = SAMPLING_OPTIONS[name].whole
         if not abs(value) < 2**31 or (whole and value != int(value)):
             raise ConfigError(f"{where}: {key} must be a {'whole ' * whole}number in its range, not {value!r}")
-        found[name] = int(value) if whole else float(value)
-    defaults = SamplingParams(**found)
+        values[name] = int(value) if whole else float(value)
+    defaults = SamplingParams(**values)
     for violation in range_violations(defaults, 0):
         key = SAMPLING_KEYS[violation.field.removeprefix("sampling.")]
         raise ConfigError(f"{where}: {key}: {violation.description}")
@@ -48,28 +48,28 @@ def read_defaults(said: Mapping[str, Any], where: str) -> SamplingParams:
 
 
 def parse_override(text: str) -> str:
-    """Check the text of --override-generation-config, a JSON object with SAMPLING_KEYS' values, and return it. Raises
-    ConfigError, which names the key, for values that are invalid in a request."""
+    """Return the text of --override-generation-config, a JSON object with keys of SAMPLING_KEYS. Raises ConfigError,
+    which names the key, for values that are invalid in a request."""
     override_of(text)
     return text
 
 
 def override_of(text: str) -> SamplingParams:
-    """Return the defaults of --override-generation-config; "" has none. Raises ConfigError."""
+    """Return the sampling defaults in the text of --override-generation-config; "" has none. Raises ConfigError."""
     if not text.strip():
         return NO_DEFAULTS
     try:
-        said = json.loads(text)
+        override = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{OVERRIDE} {text[:200]!r} is not JSON: {error}") from None
-    if not isinstance(said, dict):
+    if not isinstance(override, dict):
         raise ConfigError(f"{OVERRIDE} {text[:200]!r} is not a JSON object, such as '{{\"temperature\": 0.6}}'")
     known = SAMPLING_KEYS.values()
-    for key in said:
+    for key in override:
         if key not in known:
             hint = did_you_mean(key, known) or f"; it takes {', '.join(known)}"
             raise ConfigError(f"{OVERRIDE}: unknown key {key[:100]!r}{hint}")
-    return read_defaults(said, OVERRIDE)
+    return read_defaults(override, OVERRIDE)
 
 
 def joined(first: SamplingParams, then: SamplingParams) -> SamplingParams:

@@ -1,7 +1,7 @@
-"""Parses which models a gateway serves: --model, and --also-model for each further one.
+"""Parses --also-model, which adds served models to that of --model.
 
-Only flags say where a gateway reads tokenizers from. A worker's record in Redis has a model's name and never a path, so
-write access to Redis cannot make a gateway read a path or download anything.
+Only flags determine where a gateway reads tokenizers from. A worker's record in Redis has a model's name and never a
+path, so write access to Redis cannot make a gateway read a path or download anything.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ _ABOUT = {field.name: field.metadata for field in fields(ServedModelFlags)}
 
 
 def other_models(flags: GatewayFlags) -> tuple[ServedModelFlags, ...]:
-    """Return the models of --also-model. Settings that an entry omits are those of --model, except the length, the
-    parsers, the sampling defaults, the chat template and the quantization, which are the model's own. Raises
+    """Return the models of --also-model. A setting that an entry omits is that of --model, except for the length, the
+    parsers, the sampling defaults, the chat template and the quantization, which default to the model's own. Raises
     ConfigError."""
     if len(flags.also_model) >= MAX_MODELS:
         raise ConfigError(f"--also-model: a gateway serves at most {MAX_MODELS} models")
-    found = tuple(_read(text, flags) for text in flags.also_model)
-    names = [name for one in (flags, *found) for name in one.served_model_name]
+    models = tuple(_read(text, flags) for text in flags.also_model)
+    names = [name for model in (flags, *models) for name in model.served_model_name]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ConfigError(f"--also-model: two models are called {twice!r}")
-    return found
+    return models
 
 
 def _read(text: str, flags: GatewayFlags) -> ServedModelFlags:
+    """Parse one entry of --also-model. Raises ConfigError."""
     entry, *settings = text.split(",")
     name, equals, model = entry.partition("=")
     if not (name.strip() and equals and model.strip()):

@@ -1,4 +1,4 @@
-"""Parses ``--speculative-config``, which says how a decode worker drafts tokens, with vLLM's keys and names.
+"""Parses ``--speculative-config``, vLLM's flag for how a decode worker drafts tokens.
 
     {"method": "ngram", "num_speculative_tokens": 5}
 
@@ -23,10 +23,10 @@ FLAG = "--speculative-config"
 METHODS = ("ngram", "suffix", "draft_model", "eagle3")
 
 
-def _key(default: Any, *methods: str, least: float = 1, most: float = math.inf) -> Any:
-    """Declare a key of the JSON object: the methods that read it (none: all of them), and the inclusive limits of a
-    number."""
-    return field(default=default, metadata={"methods": methods or METHODS, "least": least, "most": most})
+def _key(default: Any, *methods: str, minimum: float = 1, maximum: float = math.inf) -> Any:
+    """Create the field of a key of the JSON object. ``methods``: those that have the key, all by default; ``minimum``
+    and ``maximum``: inclusive limits of a number."""
+    return field(default=default, metadata={"methods": methods or METHODS, "minimum": minimum, "maximum": maximum})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,44 +39,44 @@ class SpeculativeConfig:
         disable_by_batch_size: steps with more decodes draft nothing; 0: the measured costs alone decide.
         prompt_lookup_min, prompt_lookup_max: minimum and maximum length of the text's end to match, with "ngram".
         suffix_decoding_max_tree_depth: maximum number of tokens of a match and its draft together.
-        suffix_decoding_max_cached_requests: number of answers from which drafts are taken, besides the sequence's own
-            text; 0: none. Tenants that do not share cached prefixes do not share answers either, and each has as many.
-        suffix_decoding_max_spec_factor: number of drafted tokens per matching token.
-        suffix_decoding_min_token_prob: minimum share of the matching places that a draft token must follow.
+        suffix_decoding_max_cached_requests: number of earlier answers to draft from, besides the sequence's own text;
+            0: none. Tenants that do not share cached prefixes do not share answers either; the number is per tenant.
+        suffix_decoding_max_spec_factor: maximum number of drafted tokens per matching token.
+        suffix_decoding_min_token_prob: minimum share of the matches that a draft token must follow.
         model, revision, quantization: the draft model, like ``--model``, ``--revision`` and ``--quantization``; with
             "eagle3" the head's folder or hub id.
         draft_tensor_parallel_size: ranks of the draft model: 1, next to the worker's first rank.
     """
 
     method: str = _key("")
-    num_speculative_tokens: int = _key(0, most=MAX_SPECULATIVE_TOKENS)
+    num_speculative_tokens: int = _key(0, maximum=MAX_SPECULATIVE_TOKENS)
     disable_by_batch_size: int = _key(0)
     prompt_lookup_min: int = _key(2, "ngram")
-    prompt_lookup_max: int = _key(8, "ngram", most=64)
-    suffix_decoding_max_tree_depth: int = _key(24, "suffix", least=2, most=256)
-    suffix_decoding_max_cached_requests: int = _key(10_000, "suffix", least=0)
-    suffix_decoding_max_spec_factor: float = _key(1.0, "suffix", least=0)
-    suffix_decoding_min_token_prob: float = _key(0.1, "suffix", least=0, most=1)
+    prompt_lookup_max: int = _key(8, "ngram", maximum=64)
+    suffix_decoding_max_tree_depth: int = _key(24, "suffix", minimum=2, maximum=256)
+    suffix_decoding_max_cached_requests: int = _key(10_000, "suffix", minimum=0)
+    suffix_decoding_max_spec_factor: float = _key(1.0, "suffix", minimum=0)
+    suffix_decoding_min_token_prob: float = _key(0.1, "suffix", minimum=0, maximum=1)
     model: str = _key("", "draft_model", "eagle3")
     revision: str = _key("main", "draft_model", "eagle3")
     quantization: str = _key("none", "draft_model")
-    draft_tensor_parallel_size: int = _key(1, "draft_model", "eagle3", most=1)
+    draft_tensor_parallel_size: int = _key(1, "draft_model", "eagle3", maximum=1)
 
     def __str__(self) -> str:
         if not self.method:
             return ""
-        mine = (one for one in fields(self) if self.method in one.metadata["methods"])
-        said = {one.name: getattr(self, one.name) for one in mine}
+        names = (key.name for key in fields(self) if self.method in key.metadata["methods"])
+        values = {name: getattr(self, name) for name in names}
         if not self.disable_by_batch_size:
-            del said["disable_by_batch_size"]
-        return json.dumps(said)
+            del values["disable_by_batch_size"]
+        return json.dumps(values)
 
     def model_flags(self, flags: F) -> F:
         """Return the flags for loading the draft model: ``flags`` with everything that identifies a model replaced by
         the draft model's."""
-        own: Any = flags
-        found: F = replace(
-            own,
+        target: Any = flags
+        result: F = replace(
+            target,
             model=self.model,
             revision=self.revision,
             quantization=self.quantization,
@@ -88,7 +88,7 @@ class SpeculativeConfig:
             tensor_parallel_size=self.draft_tensor_parallel_size,
             enable_lora=False,
         )
-        return found
+        return result
 
 
 NO_SPECULATION = SpeculativeConfig()
@@ -99,25 +99,25 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
     if not text.strip():
         return NO_SPECULATION
     try:
-        said = json.loads(text, object_pairs_hook=_unique)
+        values = json.loads(text, object_pairs_hook=_unique)
     except ValueError as error:
         raise ConfigError(f"{FLAG} {text!r} is not JSON: {error}") from None
-    if not isinstance(said, dict):
+    if not isinstance(values, dict):
         raise ConfigError(f"{FLAG} {text!r} is not a JSON object, such as {{'method': 'ngram'}} with double quotes")
-    said = {name: value for name, value in said.items() if value is not None}
-    if "method" not in said and "model" in said:
-        said["method"] = "eagle3" if _is_head(str(said["model"])) else "draft_model"
-    method = said.get("method")
+    values = {name: value for name, value in values.items() if value is not None}
+    if "method" not in values and "model" in values:
+        values["method"] = "eagle3" if _is_head(str(values["model"])) else "draft_model"
+    method = values.get("method")
     # Methods of vLLM that Pillion does not have.
     if method in ("eagle", "medusa", "mlp_speculator", "mtp", "ngram_gpu", "custom_class"):
         raise ConfigError(f"{FLAG}: method {method!r} is not supported; choose one of {', '.join(METHODS)}")
     if method not in METHODS:
         raise ConfigError(f"{FLAG}: method {method!r} is not one of {', '.join(METHODS)}")
     if method == "suffix":
-        depth = said.get("suffix_decoding_max_tree_depth", 24)
-        said.setdefault("num_speculative_tokens", min(depth if type(depth) is int else 1, MAX_SPECULATIVE_TOKENS))
-    config = SpeculativeConfig(**{name: _checked(name, value, method) for name, value in said.items()})
-    _check_together(config, said)
+        depth = values.get("suffix_decoding_max_tree_depth", 24)
+        values.setdefault("num_speculative_tokens", min(depth if type(depth) is int else 1, MAX_SPECULATIVE_TOKENS))
+    config = SpeculativeConfig(**{name: _checked(name, value, method) for name, value in values.items()})
+    _check_together(config, values)
     return config
 
 
@@ -139,18 +139,19 @@ def _is_head(model: str) -> bool:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    """Return a JSON object's keys and values. Raises ConfigError for a key that occurs twice."""
+    keys = dict(pairs)
+    if len(keys) < len(pairs):
         raise ConfigError(f"{FLAG}: a key occurs twice: {', '.join(name for name, _ in pairs)}")
-    return found
+    return keys
 
 
 def _checked(name: str, value: Any, method: str) -> Any:
     """Return the checked value of one key. Raises ConfigError for a wrong type or a number out of range."""
-    known = {one.name: one for one in fields(SpeculativeConfig)}
+    known = {key.name: key for key in fields(SpeculativeConfig)}
     if name not in known:
-        mine = (one.name for one in known.values() if method in one.metadata["methods"])
-        raise ConfigError(f"{FLAG} has no key {name!r}; with method {method!r} it has {', '.join(mine)}")
+        names = (key.name for key in known.values() if method in key.metadata["methods"])
+        raise ConfigError(f"{FLAG} has no key {name!r}; with method {method!r} it has {', '.join(names)}")
     about, wanted = known[name].metadata, type(known[name].default)
     if method not in about["methods"]:
         raise ConfigError(f"{FLAG}: {name} belongs to method {' and '.join(about['methods'])}, not to {method}")
@@ -158,13 +159,13 @@ def _checked(name: str, value: Any, method: str) -> Any:
         value = float(value)
     if type(value) is not wanted:
         raise ConfigError(f"{FLAG}: {name} {value!r} is no {'text' if wanted is str else wanted.__name__}")
-    if wanted is not str and not about["least"] <= value <= about["most"]:
-        most = f" to {about['most']}" if about["most"] < math.inf else " on"
-        raise ConfigError(f"{FLAG}: {name} {value} is not from {about['least']}{most}")
+    if wanted is not str and not about["minimum"] <= value <= about["maximum"]:
+        end = f" to {about['maximum']}" if about["maximum"] < math.inf else " on"
+        raise ConfigError(f"{FLAG}: {name} {value} is not from {about['minimum']}{end}")
     return value
 
 
-def _check_together(config: SpeculativeConfig, said: Mapping[str, Any]) -> None:
+def _check_together(config: SpeculativeConfig, values: Mapping[str, Any]) -> None:
     """Raise ConfigError for keys that are missing or contradict each other."""
     if not config.num_speculative_tokens:
         raise ConfigError(f"{FLAG}: num_speculative_tokens is missing")

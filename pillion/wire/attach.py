@@ -17,13 +17,13 @@ from pillion.errors import InvalidRequest
 from pillion.wire.json_lines import message_of
 
 MAX_LINE_BYTES = 4096
-# A worker's last message when it releases the pool and lives on.
+# A worker's last message when it releases the pool and keeps running.
 DETACHED = b"detached\n"
-# A worker sends this with a descriptor (pidfd) of each of its other processes, before these map a GPU's memory.
+# Message of a worker with pidfds of its other processes, sent before these map a GPU's memory.
 PROCESSES = b"processes\n"
+# Max pidfds with that message.
 MAX_PROCESSES = 128
 
-_REGION_KEY = re.compile(r"[0-9a-f]{64}")
 RegionState = Annotated[str, Meta(pattern=r"^(fill|ready|)\Z")]
 MemoryKind = Annotated[str, Meta(pattern=r"^(host|cuda)\Z")]
 MappedBytes = Annotated[int, Meta(ge=0)]
@@ -34,9 +34,10 @@ class AttachHello(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         namespace: the base of the worker's block hashes (hexadecimal): model, dtype, layout, block size.
-        kv_rows, kv_heads: a block has this many rows, two per layer, with one piece per KV head.
-        block_tokens: tokens of a block, 0 if the worker does not say.
-        takes_place: whether it locks its place of a pool that outlives its node, before it uses the pool.
+        kv_rows, kv_heads: rows per block, two per layer, and pieces per row, one per KV head.
+        block_tokens: tokens per block; 0 from older workers.
+        takes_place: True if it locks its place, a byte of the file of a pool that outlives its node, before it uses the
+            pool.
         pool_id, place: the pool that a returning worker has mapped, and the place that it has locked. Its last step has
             ended, and it does not use that pool before the node has answered.
         processes: number of processes of the worker that will use the pool.
@@ -63,7 +64,7 @@ class AttachedShard(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         device_uuid: its GPU.
         mapped_bytes: size of the memory behind its descriptor.
-        first_head, heads: the KV heads whose pieces it has: ``heads`` starting with ``first_head``.
+        first_head, heads: it has the pieces of ``heads`` KV heads, starting with ``first_head``.
     """
 
     device_uuid: str
@@ -81,8 +82,8 @@ class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
             the first GPU.
         mapped_bytes: size of the memory behind the descriptor, which a GPU can only map whole.
         shards: the shards of a divided pool, each with its own descriptor; empty for any other pool.
-        pool_id: the name of a pool that outlives its node; "" for any other pool. A worker locks place ``epoch`` of the
-            pool's file. On GPUs it is a place of a further file, whose descriptor follows those of the memory.
+        pool_id: the name of a pool that outlives its node; "" for any other pool. A worker locks byte ``epoch`` of the
+            pool's file; on GPUs, of a separate file, whose descriptor follows those of the memory.
     """
 
     node_id: str = ""
@@ -101,11 +102,11 @@ class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegionHello(msgspec.Struct, frozen=True, kw_only=True):
-    """The first line of a process that wants memory shared by all processes with the same key, instead of AttachHello.
+    """The first line of a process that requests a region, memory shared by all processes with the same key.
 
     Attributes:
         region_key: 64 hexadecimal digits, the hash of the region's content.
-        device_uuid: the GPU on which the process computes and wants the region; "" means no GPU, or any.
+        device_uuid: the GPU on which the process needs the region; "" for host memory or any GPU.
     """
 
     component_id: str
@@ -135,7 +136,7 @@ class RegionReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegionFilled(msgspec.Struct, frozen=True, kw_only=True):
-    """Says that every byte of the region is written, and that other processes may use it."""
+    """Message that every byte of the region is written, so that other processes may use it."""
 
     filled_bytes: int
 
@@ -147,7 +148,9 @@ def hello_from_line(line: bytes) -> AttachHello | RegionHello:
     """Parse the first line of a connection."""
     kind: Any = RegionHello if "region_key" in _decode(line, dict[str, Any]) else AttachHello
     hello: AttachHello | RegionHello = _decode(line, kind)
-    if isinstance(hello, RegionHello) and (not _REGION_KEY.fullmatch(hello.region_key) or hello.size_bytes <= 0):
+    if isinstance(hello, RegionHello) and (
+        not re.fullmatch(r"[0-9a-f]{64}", hello.region_key) or hello.size_bytes <= 0
+    ):
         raise InvalidRequest("a region needs a name of 64 hexadecimal digits, and at least one byte")
     return hello
 

@@ -19,9 +19,8 @@ _FINISH_TO_PB = {
     FinishReason.TOOL_CALLS: common_pb2.FINISH_REASON_TOOL_CALLS,
 }
 _FINISH_FROM_PB = {number: reason for reason, number in _FINISH_TO_PB.items()}
-_SHAPE = "structured_outputs"
 _DEFAULTS = SamplingParams()
-_OPTIONAL = tuple(name for name in PUBLIC_OPTIONS if getattr(_DEFAULTS, name) is None and name != _SHAPE)
+_OPTIONAL = tuple(name for name in PUBLIC_OPTIONS if getattr(_DEFAULTS, name) is None and name != "structured_outputs")
 _PLAIN = {name: type(value) for name in PUBLIC_OPTIONS if (value := getattr(_DEFAULTS, name)) is not None}
 
 
@@ -72,16 +71,16 @@ def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
 
 def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
     """Write sampling parameters. Raises ValueError if a number does not fit its field."""
-    plain = {name: getattr(params, name) for name in PUBLIC_OPTIONS if name != _SHAPE}
+    plain = {name: getattr(params, name) for name in PUBLIC_OPTIONS if name != "structured_outputs"}
     if isinstance(plain["stop"], str):
-        # vLLM accepts a single stop string in this form; as a list it would be one string per character.
+        # vLLM accepts a single stop string as str; iterated, it would become one stop string per character.
         plain["stop"] = (plain["stop"],)
     structured = None if params.structured_outputs is None else _structured_to_pb(params.structured_outputs)
     return common_pb2.SamplingParams(**plain, structured_outputs=structured)
 
 
-# A gateway and a worker carry the parameters of a stream as one object each. Only the next four functions map their
-# fields to those of a Submit, where some stand beside its sampling: peers of the last release read them there.
+# Only the next four functions map a stream's parameters to fields of a Submit. Some are outside its ``sampling``,
+# because peers of the previous release read them there.
 
 
 def write_sampling(submit: Submit, params: SamplingParams) -> None:
@@ -89,7 +88,7 @@ def write_sampling(submit: Submit, params: SamplingParams) -> None:
     submit.sampling.CopyFrom(sampling_to_pb(replace(params, stop_token_ids=())))
     submit.stop_token_ids.extend(params.stop_token_ids)
     submit.max_tokens = params.max_tokens or 0
-    submit.bad_words.extend(TokenSequence(token_ids=one) for one in params.bad_words_token_ids)
+    submit.bad_words.extend(TokenSequence(token_ids=ids) for ids in params.bad_words_token_ids)
 
 
 def read_sampling(submit: Submit) -> SamplingParams:
@@ -98,7 +97,7 @@ def read_sampling(submit: Submit) -> SamplingParams:
         sampling_from_pb(submit.sampling),
         stop_token_ids=tuple(submit.stop_token_ids),
         max_tokens=submit.max_tokens,
-        bad_words_token_ids=tuple(tuple(one.token_ids) for one in submit.bad_words),
+        bad_words_token_ids=tuple(tuple(sequence.token_ids) for sequence in submit.bad_words),
     )
 
 

@@ -35,7 +35,7 @@ from pillion.errors import (
 
 log = logging.getLogger("pillion.wire.errors")
 
-# The trailers contain a message twice, once in gRPC's encoding, and the violations once.
+# Max bytes of a message, which the trailers contain twice, once in gRPC's encoding; and of the violations.
 MAX_MESSAGE_BYTES = 2048
 MAX_VIOLATIONS_BYTES = 3072
 
@@ -82,8 +82,8 @@ def from_rpc_error(error: grpc.RpcError) -> PillionError:
 
 
 def as_pillion_error(error: BaseException, method: str) -> PillionError:
-    """Return the error that the caller of ``method`` gets for an exception of its handler. Defects are logged, not
-    shown."""
+    """Return the error that the caller of ``method`` gets for an exception of its handler. Unexpected exceptions
+    are logged, and become Internal without details."""
     if isinstance(error, PillionError):
         return error
     if isinstance(error, grpc.aio.AioRpcError):
@@ -96,10 +96,10 @@ def _cut(text: str) -> str:
     """Truncate a text to MAX_MESSAGE_BYTES in gRPC's encoding, which has %XX for each byte of a non-ASCII
     character."""
     left_bytes = MAX_MESSAGE_BYTES
-    for place, character in enumerate(text):
+    for index, character in enumerate(text):
         left_bytes -= 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode())
         if left_bytes < 0:
-            return text[:place] + "..."
+            return text[:index] + "..."
     return text
 
 
@@ -107,11 +107,11 @@ def _first_violations(error: InvalidRequest) -> Iterator[dict[str, str]]:
     """Yield the first violations, at least one, that fit in MAX_VIOLATIONS_BYTES."""
     left_bytes = MAX_VIOLATIONS_BYTES
     for number, violation in enumerate(error.violations):
-        found = {"field": _cut(violation.field), "description": _cut(violation.description)}
-        left_bytes -= sum(len(text.encode()) for text in found.values())
+        fields = {"field": _cut(violation.field), "description": _cut(violation.description)}
+        left_bytes -= sum(len(text.encode()) for text in fields.values())
         if number and left_bytes < 0:
             return
-        yield found
+        yield fields
 
 
 def _packed(message: Any) -> any_pb2.Any:

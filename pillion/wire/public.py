@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 # Metadata of an operator's Generate call that restricts the planner.
 PLAN_HEADER = "x-pillion-plan"
-# Value 1: record a bundle of the request, if the gateway has --record-path.
+# Metadata of a call; the value 1 records a bundle of the request, if the gateway has --record-path.
 RECORD_HEADER = "x-pillion-record"
 
 _PLAIN = {field.name for field in fields(GenerateRequest)} - {
@@ -88,7 +88,7 @@ def request_to_pb(request: GenerateRequest) -> gateway_pb2.GenerateRequest:
 def _message_from_pb(message: gateway_pb2.ChatMessage) -> ChatMessage:
     if not (message.tool_calls or message.tool_call_id or message.name or message.reasoning):
         return ChatMessage(message.role, message.content)
-    calls = tuple(ToolCall(one.id, one.name, one.arguments) for one in message.tool_calls)
+    calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in message.tool_calls)
     return _read(ChatMessage, message, tool_calls=calls)
 
 
@@ -149,8 +149,8 @@ def delta_to_pb(delta: Delta) -> gateway_pb2.GenerateResponse:
 class DeltaWriter:
     """Writes the messages of one stream, most of which contain only text and tokens.
 
-    Such messages are one object that is filled repeatedly, so the caller must serialize it before the next
-    :meth:`to_pb`; gRPC does so immediately.
+    Messages with only text and tokens share one object, so the caller must serialize it before the next :meth:`to_pb`,
+    as gRPC does.
     """
 
     __slots__ = ("_plain",)
@@ -198,7 +198,7 @@ def model_to_pb(info: ModelInfo) -> gateway_pb2.Model:
 def model_from_pb(message: gateway_pb2.Model) -> ModelInfo:
     """Read one entry of ListModels."""
     sampling = sampling_from_pb(message.sampling)
-    # The message has 32-bit numbers; the shortest decimal number with the same bits is the one that the sender meant.
+    # The message has 32-bit floats; the sender's number is the shortest decimal one with the same bits.
     given: dict[str, Any] = {
         name: float(f"{value:.7g}") for name in SAMPLING_OPTIONS if isinstance(value := getattr(sampling, name), float)
     }
@@ -242,7 +242,8 @@ def status_from_pb(message: gateway_pb2.GetStatusResponse) -> ClusterStatus:
 
 
 def _read(kind: type[T], message: Message, **others: Any) -> T:
-    """Read a message into a dataclass with the same field names. ``others`` are fields that are read differently."""
+    """Read a message into a dataclass with the same field names. ``others``: values of the fields that are not read
+    here."""
     names = [field.name for field in fields(kind) if field.name not in others]  # type: ignore[arg-type]
     return kind(**{name: _value(message, name) for name in names}, **others)
 

@@ -19,6 +19,7 @@ Number = TypeVar("Number", int, float)
 DOWN = "down"
 # Role under which a gateway shows components that it does not use because of their protocol.
 FOREIGN = "foreign"
+# Length of WorkerLoad.step_cost_s.
 STEP_COSTS = 5
 MAX_COUNT = 2**63 - 1
 # Ranges that the typed decoder accepts; if it rejects a record, the fields are checked one by one.
@@ -34,16 +35,17 @@ def _shown(metric: Metric, *labels: str) -> msgspec.Meta:
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The load of a worker, as its scheduler measures it. Each figure is declared here and nowhere else.
 
-    A new one is one line: it is then in the worker's registry record, and so in the planner's snapshot; in the worker's
-    metrics, as ``pillion.load`` unless its line names a metric; and among the figures of the public status. Unless its
-    line marks it as lasting, it is valid only at the worker's heartbeat.
+    A new figure takes one line here: it is then part of the worker's registry record, and so of the planner's snapshot,
+    of the worker's metrics, as ``pillion.load`` unless the line names a metric, and of the public status. Unless marked
+    as lasting, it is only valid at the time of the worker's heartbeat.
+
     Attributes:
         running_requests, waiting_requests, waiting_tokens: load, for the planner. A request waits while it has no
             running slot.
         queued_tokens: all prompt tokens that a worker has yet to compute, including those of started prompts.
         decoding_requests, context_tokens: streams that generate, and the KV tokens that a step reads for them.
         step_cost_s: cost of a step in seconds on the worker's own cores, fitted to real steps: of a step as such, and
-            of each token, sequence, KV token read and query-key pair of it. Empty while nothing is known.
+            of each token, sequence, KV token read and query-key pair of it. () while unknown.
         largest_step_tokens: tokens of the largest step to which ``step_cost_s`` was fitted.
         adapters, adapter_waits: digests of the adapters that are ready, and sequences that wait for theirs.
     """
@@ -70,9 +72,9 @@ class ComponentRecord(WorkerLoad, frozen=True, kw_only=True, omit_defaults=True)
     """One component of the cluster: its load (:class:`WorkerLoad`), and what follows.
 
     Attributes:
-        role: "prefill", "decode", "kvnode" or "gateway"; "down" for a component that is not running because it flaps
-            and waits for its next start.
-        trouble: why it is down, for people.
+        role: "prefill", "decode", "kvnode" or "gateway"; "down" for a component that keeps failing and waits for its
+            next start.
+        trouble: why it is down, as a text.
         address: the address of its gRPC service.
         protocol, version: its program's protocol, and its release; 0.2.0 does not send the release.
         model, fingerprint, namespace: what a worker serves; ``namespace`` is the base digest in hexadecimal, from which
@@ -87,12 +89,12 @@ class ComponentRecord(WorkerLoad, frozen=True, kw_only=True, omit_defaults=True)
         block_bytes: number of bytes of a worker's KV block.
         state_pages, working_pages: number of block slots of a state of the worker's model, and of those of a running
             sequence; 0 if its layers have no states.
-        gives_vectors: whether a prefill worker accepts texts that end with a vector; decode workers of an earlier
-            release accept them without saying so.
+        gives_vectors: True if a prefill worker accepts pooling requests, which end with a vector; decode workers of an
+            earlier release accept them without this field.
         kernels: what a worker computes with.
-        start_s: time that a worker took at its start to load its model and to warm up; 0: unknown.
+        start_s: time that a worker took to load its model and to warm up; 0: unknown.
         tensor_parallel_size: number of processes over which a worker splits its model.
-        max_loras, max_lora_rank: adapters that a worker keeps ready at once, and their maximum rank; 0: it runs none.
+        max_loras, max_lora_rank: max adapters loaded in a worker at once, and their max rank; 0: without adapters.
         steps, steps_ms: a worker's steps since its process started, and their total time.
         step_*_tokens: what filled the token budgets of these steps.
         *_blocks: a node's slots by state; ``pinned_blocks`` are committed, ``disk_blocks`` are in its disk tier.
@@ -106,7 +108,7 @@ class ComponentRecord(WorkerLoad, frozen=True, kw_only=True, omit_defaults=True)
     component_id: str
     role: str
     address: str
-    # A factory makes sure that the value is always written: a reader's default is the reader's own protocol.
+    # A factory, so that the value is always written: a reader's default would be the reader's own protocol.
     protocol: Count = msgspec.field(default_factory=lambda: PROTOCOL)
     version: str = ""
     model: str = ""
@@ -189,8 +191,8 @@ class ComponentRecord(WorkerLoad, frozen=True, kw_only=True, omit_defaults=True)
         return msgspec.convert(fields, cls)
 
     def outdated(self) -> ComponentRecord:
-        """Return the parts of a record that remain valid long after its heartbeat if the component is alive: not its
-        load, and not the workers that it had fenced. A gateway's load stays, as the best estimate of its share."""
+        """Return a record without the parts that become invalid after its heartbeat: its load, and the workers that it
+        had fenced. A gateway's load remains, as the best estimate of its share."""
         if self.role == "gateway":
             return self
         slots = self.running_requests + self.free_seqs

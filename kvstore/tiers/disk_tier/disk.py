@@ -1,4 +1,4 @@
-"""Disk tier: evicted blocks as files (disk_files.py), limited in size, found again after a restart.
+"""Disk tier: evicted blocks as files (disk_files.py), limited in size, which survive restarts.
 
     open --scan of headers--> serving --close--> pending writes end, the folder is free for another node
     a block     queued --written--> kept --least recently used--> dropped
@@ -11,7 +11,7 @@ as in the pool.
 
 A disk may be full before the files use ``disk_bytes``, because others write to it. The tier is then limited to its
 current number of blocks: new ones reuse the files of the least recently used ones, which needs no more space. It
-retries to grow, by doubling steps, and a failed try loses no block.
+tries to grow again, by doubling steps, and a failed attempt loses no block.
 
 A disk may hang for minutes. An abandoned read ends after the block that a thread is currently reading, and one that no
 thread has started ends at once, so that few slots wait for late reads. A late disk is paused and probed
@@ -390,15 +390,15 @@ class DiskTier(MediumTier):
             self._files.stamp(block_hash, stamp)
 
     def _scan(self) -> tuple[OrderedDict[bytes, BlockName], int, list[BlockName], int]:
-        """Return the kept blocks, least recently used first; the newest stamp; the blocks beyond the limit; the number
-        of broken files."""
+        """Read all headers. Return the blocks to keep, least recently used first; the newest stamp; the blocks beyond
+        the limit; the number of broken files."""
         # More than READ_THREADS, since a disk is faster with many requests at once.
         with ThreadPoolExecutor(4, "kv-disk-scan") as threads:
-            found = [item for part in threads.map(self._files.scan, range(SHARDS)) for item in part]
-        names = [name for _, name in sorted(found, key=lambda item: item[0]) if name is not None]
-        broken = len(found) - len(names)
+            scanned = [item for part in threads.map(self._files.scan, range(SHARDS)) for item in part]
+        names = [name for _, name in sorted(scanned, key=lambda item: item[0]) if name is not None]
+        broken = len(scanned) - len(names)
         surplus = names[: max(0, len(names) - self._max_blocks)]
-        newest = max((stamp for stamp, _ in found), default=0)
+        newest = max((stamp for stamp, _ in scanned), default=0)
         return OrderedDict((name.hash, name) for name in names[len(surplus) :]), newest, surplus, broken
 
     def _shut_down(self) -> None:

@@ -1,7 +1,7 @@
 """Object tier: blocks of the pool, copied to a bucket that outlives nodes and that clusters may share.
 
-    a block   copied --queued--> written --put--> kept, known here --least recently used--> forgotten, still there
-                       +--failed-----------> reported gone    ^ |
+    a block   copied --queued--> written --put--> known here --least recently used--> forgotten, still in the bucket
+                       +--failed-----------> reported lost    ^ |
     a prompt --find: a list of its segment's objects----------+ +--get: checksum mismatch--> forgotten, counted
 
 This node knows the objects that it wrote, and those that it found for a prompt's blocks; an object is equally good
@@ -73,7 +73,7 @@ class ObjectTier(MediumTier):
         self._of_run: dict[RunName, set[bytes]] = {}
         self._queued: dict[bytes, tuple[BlockName, memoryview]] = {}
         self._queued_bytes = 0
-        self._puts, self._gets, self._lists = (asyncio.Semaphore(most) for most in (MAX_PUTS, MAX_GETS, MAX_LISTS))
+        self._puts, self._gets, self._lists = (asyncio.Semaphore(limit) for limit in (MAX_PUTS, MAX_GETS, MAX_LISTS))
         self._work = OwnTasks()
         # List requests in flight by (segment, name after which they begin). Blocks that no listed object had, with the
         # time until which they are not looked up again.
@@ -288,8 +288,8 @@ class ObjectTier(MediumTier):
 
     def _load_queued(self, part: Sequence[tuple[bytes, memoryview]]) -> Coroutine[Any, Any, int]:
         """Load blocks whose writes are pending; the result is how many were loaded before a failure."""
-        found = {block_hash: self._queued[block_hash] for block_hash, _ in part}
-        sources = {block_hash: (name.checksum, payload) for block_hash, (name, payload) in found.items()}
+        queued = {block_hash: self._queued[block_hash] for block_hash, _ in part}
+        sources = {block_hash: (name.checksum, payload) for block_hash, (name, payload) in queued.items()}
         return until_over(asyncio.to_thread(_copy, part, sources))
 
     async def _load_run(self, run: RunName, part: Sequence[tuple[bytes, memoryview]]) -> int:

@@ -98,7 +98,7 @@ class WriteThrough:
             await self._tier.find(chain, (len(chain) - 1) // SEGMENT_BLOCKS * SEGMENT_BLOCKS)
 
     async def _copy_out(self, blocks: Sequence[Block]) -> list[tuple[BlockName, memoryview]]:
-        """Copy blocks; return the copies of those that stayed in the pool meanwhile."""
+        """Copy blocks out of the pool; return the copies of those that are still in it afterwards."""
         targets = [np.empty(self._memory.block_bytes, np.uint8).data for _ in blocks]
         slots, sums = [block.slot for block in blocks], [block.checksum for block in blocks]
         checksums = await self._memory.copy_out(slots, targets, sums)

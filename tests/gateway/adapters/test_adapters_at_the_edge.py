@@ -430,7 +430,7 @@ async def test_a_full_store_is_a_quota_error(made, flags, folder, monkeypatch):
     monkeypatch.setattr(adapter_names, "STORE_BYTES", 10)
     async with running(made, **flags) as fakes:
         refused = await load(fakes, "sql", "v0")
-        assert (refused.status, "and may take 10" in refused.error["message"]) == (429, True)
+        assert (refused.status, "at most 10 are allowed" in refused.error["message"]) == (429, True)
 
 
 async def test_loads_at_once_are_bounded(made, flags, monkeypatch):

@@ -324,7 +324,7 @@ def test_every_flag_has_one_name_everywhere() -> None:
 def test_every_number_has_limits(cls: Any) -> None:
     """A negative one is rejected by name unless it is documented to have a meaning."""
     unbounded = [field.name for field in fields(cls) if type(field.default) in (int, float)]
-    assert [name for name in unbounded if cls.__dataclass_fields__[name].metadata["least"] is None] == []
+    assert [name for name in unbounded if cls.__dataclass_fields__[name].metadata["minimum"] is None] == []
 
 
 def test_children_do_not_inherit_the_parents_variables() -> None:

@@ -180,5 +180,5 @@ async def test_the_servers_and_the_channels_end_end_streams() -> None:
 
 async def test_an_address_is_served_once() -> None:
     async with serving():
-        with pytest.raises(OSError, match="is taken"):
+        with pytest.raises(OSError, match="is in use"):
             await start_server("in-process:echo", [])

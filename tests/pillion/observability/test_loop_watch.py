@@ -9,13 +9,13 @@ import pytest
 
 from lab.testbed.conditions import until
 from pillion.observability import metric_catalog as names
-from pillion.observability.loop_watch import LONG_S, WINDOW_S, LongestLately, LoopWatch
+from pillion.observability.loop_watch import LONG_S, WINDOW_S, LoopWatch, RecentMax
 from pillion.observability.metrics import Meters
 from tests.support.loop_clock import turn_clock
 
 
 def test_the_longest_is_kept_for_one_window_and_at_most_two() -> None:
-    longest = LongestLately(0.0)
+    longest = RecentMax(0.0)
     assert longest.longest(1.0) == 0.0
     longest.note(0.5, 10.0)
     longest.note(0.2, 11.0)
