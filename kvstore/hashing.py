@@ -23,10 +23,10 @@ HASH_BYTES = 32
 # Blocks of a chain per index segment. A segment lives on one shard of a Redis Cluster, so that one shard answers for
 # many blocks of a chain, but no shard for a whole chain.
 SEGMENT_BLOCKS = 32
-TOKEN_BYTES = 4
 
-# array's "I" is the C compiler's unsigned int: four bytes on every platform that Python supports today.
-if array("I").itemsize != TOKEN_BYTES:
+# Token ids are hashed as four bytes each. array's "I" is the C compiler's unsigned int, which has four bytes on every
+# platform that Python supports today.
+if array("I").itemsize != 4:
     raise ImportError("this platform's unsigned int is not four bytes")
 
 
@@ -65,11 +65,11 @@ def chain_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> by
     if sys.byteorder == "big":
         packed.byteswap()
     tokens = packed.tobytes()
-    width = block_size * TOKEN_BYTES
-    whole = memoryview(tokens)[: len(tokens) - len(tokens) % width]
+    width = block_size * packed.itemsize
+    blocks = memoryview(tokens)[: len(tokens) - len(tokens) % width]
     # iter_unpack in a comprehension takes half the time of slicing in a loop, and hashing is on every request's path.
     sha256 = hashlib.sha256
-    return b"".join([parent := sha256(parent + block).digest() for (block,) in struct.iter_unpack(f"{width}s", whole)])
+    return b"".join([parent := sha256(parent + block).digest() for (block,) in struct.iter_unpack(f"{width}s", blocks)])
 
 
 def state_page(block_hash: bytes, page: int) -> bytes:

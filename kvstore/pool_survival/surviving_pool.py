@@ -9,18 +9,18 @@
 **Which processes may still write.** Workers of the previous process write to their slots until they detect its end. A
 worker locks a place of the pool's file before the node leases it any slot, and holds the lock while it maps the pool.
 So a pool is recovered when only workers that have reported the end of their last step to this node have places locked.
-Reading is no safer than writing: a worker that has not noticed reads blocks that it had pinned, and they must not be
-evicted under it. The previous node itself, whose threads fetch blocks, has the place OWNER locked likewise.
+Reading is no safer than writing: a worker that has not detected the end reads blocks that it had pinned, which must not
+be evicted meanwhile. The previous node itself, whose threads fetch blocks, has the place OWNER locked likewise.
 
-**A pool on GPUs.** GPU memory has no such locks, so the places are those of an accompanying file of one page. Locks are
+**A pool on GPUs.** GPU memory has no such locks, so the places are bytes of a separate file of one page. Locks are
 not enough: a process's files are closed in any order, and a kernel that it has launched may run while the GPU's own
 file is open. So the node also sends the keeper a pidfd of each worker's process before leasing it any slot, and
 recovers the pool when those processes have *exited*, which the kernel reports after closing all their files. For the
 same reason the node's own process is among them, for a pool in host memory as well: a network adapter that fetches
 blocks for it writes to memory as long as the adapter's file is open.
 
-No node recovers a pool (:meth:`SurvivingPool.forsake`) that was used by a worker of a version without places, or by one
-that computes on GPUs with several processes, since the node learns of the others too late.
+No node recovers a pool (:meth:`SurvivingPool.forsake`) that was used by a worker of a version without places, or by a
+worker with several processes on GPUs, of which the node learns too late.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class SurvivingPool:
     """A pool and its table, both owned by this process.
 
     Attributes:
-        places: segment whose file has the places: the pool in host memory, or the file that accompanies GPU memory.
+        places: segment whose file has the places: the pool in host memory, or the separate file of a pool on GPUs.
         memory_fds: descriptors of GPU memory, one per shard; empty for a pool in host memory.
         table: table of the blocks in the pool.
         entries: blocks of the node's previous process; empty for a fresh pool.

@@ -76,11 +76,11 @@ def _parsed(name: str, about: Mapping[str, Any], text: str) -> Any:
     if about["kind"] is bool:
         return click.BOOL.convert(text, None, None)
     value = FlagType(about["kind"], about["choices"]).convert(text, None, None)
-    least, most = about["least"], about["most"]
-    if least is not None and value < least:
-        raise click.BadParameter(f"{text} is less than {least:g}")
-    if most is not None and value > most and name not in COUNTS:
-        raise click.BadParameter(f"{text} is more than {most:g}")
+    minimum, maximum = about["minimum"], about["maximum"]
+    if minimum is not None and value < minimum:
+        raise click.BadParameter(f"{text} is less than {minimum:g}")
+    if maximum is not None and value > maximum and name not in COUNTS:
+        raise click.BadParameter(f"{text} is more than {maximum:g}")
     return value
 
 
