@@ -116,7 +116,7 @@ class NixlPlane(DataPlane):
         # Only used by the agent's thread.
         self._remotes: dict[str, _Remote] = {}
         self._reads: list[_Read] = []
-        # Calls for the agent's thread: at most MAX_READS reads, plus one forget() per lost peer. Not a SimpleQueue: its
+        # Calls for the agent's thread: at most MAX_READS reads, plus one forget() per lost peer. Not the C queue: its
         # get() may block forever if the timeout passes before it waits (CPython 3.11), which stalled all reads until
         # the next one.
         self._inbox: queue.Queue[Callable[[], None]] = queue.Queue()
