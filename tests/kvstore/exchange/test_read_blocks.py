@@ -83,9 +83,9 @@ async def test_a_read_of_four_times_as_many_blocks_walks_four_times_as_many(monk
 
 async def test_bytes_are_copied_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     source, threads = SourceOfOneChain(), set[threading.Thread]()
-    joined = memory_module.joined
+    joined = memory_module.cut_pieces
     monkeypatch.setattr(
-        memory_module, "joined", lambda *words: threads.add(threading.current_thread()) or joined(*words)
+        memory_module, "cut_pieces", lambda *words: threads.add(threading.current_thread()) or joined(*words)
     )
     assert [piece async for piece in source.read(source.ticket_id, source.slots)]
     assert threads
@@ -95,7 +95,7 @@ async def test_bytes_are_copied_in_another_thread(monkeypatch: pytest.MonkeyPatc
 async def test_blocks_released_during_a_read_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot may hold another block by then; with or without checksums, none of its bytes are sent."""
     source = SourceOfOneChain()
-    joined = memory_module.joined
+    joined = memory_module.cut_pieces
 
     def overwritten(*words: Any) -> list[bytes]:
         for slot in source.slots:
@@ -105,7 +105,7 @@ async def test_blocks_released_during_a_read_are_not_sent(monkeypatch: pytest.Mo
     reading = source.read(source.ticket_id, source.slots)
     first = await anext(reading)
     source.pool.release(source.epoch, [source.ticket_id], [])
-    monkeypatch.setattr(memory_module, "joined", overwritten)
+    monkeypatch.setattr(memory_module, "cut_pieces", overwritten)
     sent = [first.data]
 
     async def read_on() -> None:
