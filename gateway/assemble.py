@@ -45,7 +45,7 @@ from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer, KeyCheck,
 from pillion.gateway.http_api.http_server import MoreRoutes, start_http
 from pillion.gateway.http_api.model_calls import ModelCalls
 from pillion.gateway.links.cluster import Cluster
-from pillion.gateway.planning.cluster_view import parse_policy
+from pillion.gateway.planning.cluster_snapshot import parse_policy
 from pillion.gateway.pooling.pooling_pages import pooling_routes
 from pillion.gateway.pooling.text_servicer import text_calls
 from pillion.gateway.pooling.vectors import GatewayVectors

@@ -45,7 +45,7 @@ from lab.testbed.tiny_model import save_model
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.worker.step_loop import StepLoop
 from pillion.gateway import boxed_process
-from pillion.gateway.planning.cluster_view import parse_policy
+from pillion.gateway.planning.cluster_snapshot import parse_policy
 from pillion.gateway.tokens import chat_template
 from pillion.kvstore.hashing import HASH_BYTES
 from pillion.kvstore.index import index

@@ -21,8 +21,9 @@ from pillion.gateway.links.load_exchange import LoadExchange, OwnLoad
 from pillion.gateway.links.node_link import NodeLink
 from pillion.gateway.links.outage import ModelKey, OutageWaiters
 from pillion.gateway.links.prefill_link import PrefillLink
-from pillion.gateway.planning.cluster_view import NO_STATES, ClusterView, StatePages, choose_by_hits, choose_workers
-from pillion.gateway.planning.plan_cost import FETCH_CALL_S, middle_model
+from pillion.gateway.planning.cluster_snapshot import NO_STATES, StatePages
+from pillion.gateway.planning.cluster_view import ClusterView, choose_by_hits, choose_workers
+from pillion.gateway.planning.plan_cost import FETCH_CALL_S, median_model
 from pillion.gateway.planning.route_planner import RoutePlanner
 from pillion.gateway.request.events import TicketHold
 from pillion.kvstore.hashing import HASH_BYTES
@@ -147,7 +148,7 @@ class Cluster:
         self._poller: asyncio.Task[None] | None = None
         self._closing: dict[asyncio.Task[None], None] = {}
         # The view's ``places`` for which all links are right; -1 makes the next poll check them again.
-        self._synced_places = -1
+        self._synced_topology = -1
         self._made: dict[tuple[str, tuple[object, ...]], Any] = {}
         self._made_of = -1
 
@@ -173,11 +174,11 @@ class Cluster:
                 records = await self.registry.components()
             except PillionError as error:
                 log.debug("the registry does not answer, the last view stands: %s", error.message)
-                self.view.hold(self._connected(), time.monotonic())
+                self.view.keep(self._connected(), time.monotonic())
                 return
             now = time.monotonic()
             if self.registry.refusal:
-                self.view.hold(self._connected(), now)
+                self.view.keep(self._connected(), now)
             self._cut_off(self.view.update(records, now))
             self._note_models(now)
             self._sync()
@@ -303,7 +304,7 @@ class Cluster:
     def decode_fleet(self, model: str) -> DecodeFleet | None:
         """Return the model's decode workers, to predict answer times; None until one has measured its steps."""
         workers = self._known("decode", model)
-        measured = middle_model(workers)
+        measured = median_model(workers)
         others = sum(other.running_requests for other in self.other_gateways())
         return measured and DecodeFleet(measured, len(workers), others)
 
@@ -454,7 +455,7 @@ class Cluster:
             return await self.index.longest_state(hashes)
         return PrefixHits(await self.index.longest_prefix(hashes))
 
-    async def far_hits(
+    async def bucket_hits(
         self, hashes: bytes, hits: Mapping[str, int], components: Sequence[ComponentRecord], state_pages: int = 0
     ) -> dict[str, int]:
         """Return the blocks of a prompt that the nodes of these decode workers can have if they fetch from their
@@ -545,17 +546,17 @@ class Cluster:
     def _sync(self) -> None:
         """Keep a link per known component. A component that moved gets a new link; one without a record keeps its link
         while it is alive, for what runs on it."""
-        if self._synced_places == self.view.places:
+        if self._synced_topology == self.view.topology_version:
             return
         wanted: dict[str, dict[str, ComponentRecord]] = {role: {} for role in LINKS}
         for record in self.view:
             for role in _link_roles(record):
                 wanted[role][_link_name(record)] = record
-        self._synced_places = self.view.places
+        self._synced_topology = self.view.topology_version
         for role, links in self._links.items():
             for name in links.keys() - wanted[role].keys():
                 if links[name].alive:
-                    self._synced_places = -1
+                    self._synced_topology = -1
                 else:
                     self._close(links.pop(name))
             for name, record in wanted[role].items():
@@ -570,7 +571,7 @@ class Cluster:
         for component_id in component_ids:
             for role in WORKERS:
                 if (link := self._links[role].pop(component_id, None)) is not None:
-                    self._synced_places = -1
+                    self._synced_topology = -1
                     log.warning("%s is fenced by its KV node, its work moves on", component_id)
                     self._close(link)
 

@@ -7,31 +7,32 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from pillion.errors import ConfigError, FieldViolation, InvalidRequest
-from pillion.gateway.planning.cluster_view import SplitPolicy, parse_policy
+from pillion.gateway.planning.cluster_snapshot import SplitPolicy, parse_policy
 from pillion.wire.public import PLAN_HEADER
 
 
 class ForcedPlan(NamedTuple):
-    """Constraints on one request's plan. ``policy`` None: the gateway's; ``node_id``: use only this KV node's workers,
-    "" for any."""
+    """Constraints on one request's plan. ``policy`` None is the gateway's; ``node_id`` is the only KV node whose
+    workers may be used, "" for any."""
 
     policy: SplitPolicy | None = None
     node_id: str = ""
 
 
 def parse_plan(text: str) -> ForcedPlan:
-    """Parse an operator's plan. Raises InvalidRequest, also for a policy together with a split."""
-    names, found = [], ForcedPlan()
+    """Parse an operator's plan. Raises InvalidRequest for an unknown or repeated part, and for both a policy and a
+    split."""
+    names, plan = [], ForcedPlan()
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
         names.append(name)
         if name == "node" and value:
-            found = found._replace(node_id=value)
+            plan = plan._replace(node_id=value)
         elif name == "split" and value.isdecimal() and len(value) < 10:
-            found = found._replace(policy=SplitPolicy(f"split:{value}", Fraction(1), int(value)))
+            plan = plan._replace(policy=SplitPolicy(f"split:{value}", Fraction(1), int(value)))
         elif name == "policy":
             try:
-                found = found._replace(policy=parse_policy(value))
+                plan = plan._replace(policy=parse_policy(value))
             except ConfigError as error:
                 raise InvalidRequest.of(FieldViolation(PLAN_HEADER, error.message)) from None
         else:
@@ -39,4 +40,4 @@ def parse_plan(text: str) -> ForcedPlan:
             raise InvalidRequest.of(FieldViolation(PLAN_HEADER, reason))
     if len(set(names)) < len(names) or {"policy", "split"} <= set(names):
         raise InvalidRequest.of(FieldViolation(PLAN_HEADER, "a plan has one node at most, and one policy or one split"))
-    return found
+    return plan

@@ -6,14 +6,14 @@
 Cached blocks may be on other nodes, on a disk or in a bucket: they are fetched before the split is final, if that pays
 off. A prefill worker of another node is used if the decode worker's node has none.
 
-A request that ends with a vector has no split: one worker computes all of it, preferably a prefill worker, where it
-delays no streams.
+A request for a vector has no split: one worker computes all of it, preferably a prefill worker, where it delays no
+streams.
 
-Other plans differ only in ``split``: ``split = cached`` is co-located serving, the last whole block full
-disaggregation. Always cached <= split <= the last whole block that ends at or before N - 1, or before the first token
-with a requested log probability, since only the decode worker has logits, and they are not computed twice. The policy
-decides the split: at a fixed place, or by predictions (``auto``). Predictions choose the workers for it
-(:mod:`pillion.gateway.planning.split_decision`).
+All other plans differ only in ``split``: ``split = cached`` is co-located serving, a split after the last whole block
+full disaggregation. Always cached <= split <= the end of the last whole block that ends at or before N - 1, or before
+the first token with a requested log probability, since only the decode worker has logits, and they are not computed
+twice. The policy determines the split: as a fixed share, or by predictions (``auto``). Predictions always choose the
+workers (:mod:`pillion.gateway.planning.split_decision`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pillion.errors import Unavailable
-from pillion.gateway.planning.cluster_view import NO_STATES, ClusterSnapshot, StatePages
+from pillion.gateway.planning.cluster_snapshot import NO_STATES, ClusterSnapshot, StatePages
 from pillion.gateway.planning.split_decision import Fetched, Route, SplitDecision, choose
 from pillion.wire.registry import ComponentRecord
 
-MIN_FETCH_BLOCKS = 1
 MAX_FETCH_SOURCES = 4
 
 
@@ -50,13 +49,16 @@ class FetchPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestPlan:
-    """Plan of one attempt. ``chunks`` sum to ``split_tokens - cached_tokens``; empty means no prefill worker.
+    """Plan of one attempt.
 
-    ``decode`` computes the answer: a decode worker, or a prefill worker that computes a text's vector. ``prefill`` may
-    be on another node than ``node_id``, the decode worker's. ``sources`` are the nodes with a part of the prompt,
-    longest first. ``limit_blocks`` may be cached or left to a prefill worker: whole blocks that end at or before N - 1,
-    or before the first token with a requested log probability. ``asked_blocks`` are the whole blocks of the prompt
-    without the answer tokens of a replay. ``states`` and ``known_blocks`` are the snapshot's.
+    Attributes:
+        node_id: the node of ``decode``.
+        prefill: computes the chunks; may be on another node. None without chunks to compute.
+        decode: computes the answer: a decode worker, or a prefill worker that computes a text's vector.
+        chunks: tokens per chunk, ``split_tokens - cached_tokens`` in total; empty if no prefill worker takes part.
+        limit_blocks, states, known_blocks: those of the ClusterSnapshot.
+        asked_blocks: whole blocks of the prompt, without the answer tokens of a replay.
+        sources: nodes with a prefix of the prompt, longest first.
     """
 
     node_id: str
@@ -87,10 +89,10 @@ class RequestPlan:
         return self.decode.role == "prefill"
 
     @property
-    def alone(self) -> bool:
-        """True if nothing is prefilled or fetched elsewhere."""
-        lacking = plan_fetch(self.sources, self.node_id, self.cached_blocks, self.limit_blocks)
-        return not self.chunks and self.split_decision.route.fetched is Fetched.NOTHING and lacking is None
+    def decode_only(self) -> bool:
+        """True if nothing is prefilled by a prefill worker or fetched, so that only the decode worker is needed."""
+        missing = plan_fetch(self.sources, self.node_id, self.cached_blocks, self.limit_blocks)
+        return not self.chunks and self.split_decision.route.fetched is Fetched.NOTHING and missing is None
 
     def hinted_blocks(self, node_id: str) -> int:
         """Return the leading blocks on a node according to the index."""
@@ -108,8 +110,8 @@ class RequestPlan:
 
     @property
     def total_blocks(self) -> int:
-        """Slots of the ticket at the decode worker's node: the prompt's blocks with room for the first generated
-        token, and the states of the sequences under it."""
+        """Slots to reserve at the decode worker's node: for the prompt's blocks, including that of the first generated
+        token, and for the states of the sequences, one per worker on the node."""
         sequences = 1 if self.prefill is None or self.remote else 2
         return self.prompt_tokens // self.block_size + 1 + sequences * self.states.running
 
@@ -117,19 +119,19 @@ class RequestPlan:
 def make_plan(snapshot: ClusterSnapshot) -> RequestPlan:
     """Plan one attempt. Raises Unavailable, which names what is missing."""
     candidates = _with_live_node(snapshot)
-    least = min(_avoidance(snapshot, component) for component in candidates)
+    avoidance = min(_avoidance(snapshot, component) for component in candidates)
     nodes = snapshot.live_nodes()
-    usable = [component for component in candidates if _avoidance(snapshot, component) == least]
-    # A node that failed this request is used only if every decode worker is on such a node.
-    reached = nodes | ({component.node_id for component in usable} if least[1] else frozenset())
-    texts = any(component.role == "prefill" for component in usable)
-    decision = choose(snapshot, usable, [] if texts else snapshot.prefill_workers(reached), nodes)
+    usable = [component for component in candidates if _avoidance(snapshot, component) == avoidance]
+    # A node that failed this request is used only if all decode workers are on nodes that did.
+    usable_nodes = nodes | ({component.node_id for component in usable} if avoidance[1] else frozenset())
+    on_prefill_workers = any(component.role == "prefill" for component in usable)
+    decision = choose(snapshot, usable, [] if on_prefill_workers else snapshot.prefill_workers(usable_nodes), nodes)
     route = decision.route
     node_id = route.decode.component.node_id
     fixed = snapshot.policy.share is not None
     sources = _sources(snapshot, node_id, fixed or route.fetched is Fetched.OF_BUCKET)
     if not fixed:
-        sources = _worth_it(sources, node_id, route)
+        sources = _route_sources(sources, node_id, route)
     draft = RequestPlan(
         node_id=node_id,
         prefill=None if route.prefill is None else route.prefill.component,
@@ -148,15 +150,15 @@ def make_plan(snapshot: ClusterSnapshot) -> RequestPlan:
 
 
 def replan(old: RequestPlan, cached_blocks: int) -> RequestPlan:
-    """Return the plan with the same workers and another number of cached blocks: what the ticket pinned, instead of the
-    index's hint (I3)."""
+    """Return the plan with the same workers for ``cached_blocks`` cached blocks: those that the ticket pinned, instead
+    of the index's hint (I3)."""
     cached = max(0, min(cached_blocks, old.limit_blocks))
     policy = old.split_decision.policy
     if policy.share is not None and (
         old.asked_blocks <= cached < old.limit_blocks <= cached + old.chunk_tokens // old.block_size
     ):
-        # A lost decode worker had not committed the answer's last tokens. They are few, and would queue behind other
-        # prompts at a prefill worker.
+        # Only the last answer tokens, which a lost decode worker had not committed, remain. They are few, and would
+        # queue behind other prompts at a prefill worker.
         split, why = cached, "only tokens of the answer are left"
     else:
         split, why = old.split_decision.split(cached, old.limit_blocks)
@@ -170,7 +172,8 @@ def replan(old: RequestPlan, cached_blocks: int) -> RequestPlan:
 
 
 def shorten(old: RequestPlan, end_tokens: int) -> RequestPlan:
-    """Return the plan after a prefill range that ended early at ``end_tokens``: the decode worker computes the rest."""
+    """Return the plan after its prefill range has ended early, at ``end_tokens``: the decode worker computes the
+    remaining tokens."""
     split = max(old.cached_blocks, min(end_tokens // old.block_size, old.split_blocks))
     short = (old.split_blocks - split) * old.block_size
     return replace(
@@ -182,8 +185,8 @@ def shorten(old: RequestPlan, end_tokens: int) -> RequestPlan:
 
 
 def chunks_between(plan: RequestPlan, start_blocks: int, end_blocks: int) -> tuple[int, ...]:
-    """Return the sizes of a prefill range's chunks in tokens: full chunks and a rest, all multiples of the block
-    size."""
+    """Return the tokens of each chunk of the prefill range start_blocks .. end_blocks - 1: full chunks, then a shorter
+    one if needed, all multiples of the block size."""
     size = max(plan.block_size, plan.chunk_tokens - plan.chunk_tokens % plan.block_size)
     whole, rest = divmod((end_blocks - start_blocks) * plan.block_size, size)
     return (size,) * whole + ((rest,) if rest else ())
@@ -192,30 +195,32 @@ def chunks_between(plan: RequestPlan, start_blocks: int, end_blocks: int) -> tup
 def plan_fetch(
     sources: Sequence[PrefixSource],
     node_id: str,
-    here_blocks: int,
+    pinned_blocks: int,
     limit_blocks: int,
     decision: SplitDecision | None = None,
 ) -> FetchPlan | None:
-    """Plan the fetch of a prompt's first ``limit_blocks`` blocks to ``node_id``; None if it does not pay off.
+    """Plan the fetch of a prompt's first ``limit_blocks`` blocks to the node ``node_id``; None if no source has more
+    than the ``pinned_blocks`` leading blocks that are pinned on the node already.
 
-    ``here_blocks`` are pinned there already. ``sources`` may include the node itself, whose disk blocks are not pinned.
-    ``decision`` limits the time, if given.
+    ``sources`` may include the node itself, whose disk may have more. ``decision`` sets the time limit, if given.
     """
     known = min(limit_blocks, max((source.blocks for source in sources), default=0))
-    if known - here_blocks < MIN_FETCH_BLOCKS:
+    if known <= pinned_blocks:
         return None
-    others = [source.node_id for source in sources if source.node_id != node_id and source.blocks > here_blocks]
-    limit_s = None if decision is None else decision.fetch_limit_s(here_blocks, known)
+    others = [source.node_id for source in sources if source.node_id != node_id and source.blocks > pinned_blocks]
+    limit_s = None if decision is None else decision.fetch_limit_s(pinned_blocks, known)
     return FetchPlan(known, tuple(others[:MAX_FETCH_SOURCES]), limit_s)
 
 
 def _with_live_node(snapshot: ClusterSnapshot) -> list[ComponentRecord]:
-    """Return the workers that can serve the request and whose node is alive: decode workers or, for a request that ends
-    with a vector, prefill workers that have not failed it. Raises Unavailable."""
+    """Return the workers that can serve the request and whose node is alive: decode workers or, for a request for a
+    vector, prefill workers that have not failed it, if there are any. Raises Unavailable."""
     nodes = {component.node_id for component in snapshot.components if component.role == "kvnode"}
-    texts = [one for one in snapshot.components if one.component_id in snapshot.text_workers and one.node_id in nodes]
-    if texts := [one for one in texts if not any(_avoidance(snapshot, one))]:
-        return texts
+    prefills = [
+        one for one in snapshot.components if one.component_id in snapshot.text_workers and one.node_id in nodes
+    ]
+    if prefills := [one for one in prefills if not any(_avoidance(snapshot, one))]:
+        return prefills
     workers = [component for component in snapshot.components if component.role == "decode"]
     if not workers:
         raise Unavailable(f"no decode worker of model {snapshot.model!r} lives")
@@ -231,21 +236,23 @@ def _avoidance(snapshot: ClusterSnapshot, component: ComponentRecord) -> tuple[b
     return component.component_id in snapshot.avoid, component.node_id in snapshot.avoid
 
 
-def _worth_it(sources: tuple[PrefixSource, ...], node_id: str, route: Route) -> tuple[PrefixSource, ...]:
-    """Return the sources that a route fetches from: the chosen one, then substitutes. They count for at most the
-    route's blocks: more would cost more to fetch than to compute. Blocks on the node's own disk are always fetched."""
+def _route_sources(sources: tuple[PrefixSource, ...], node_id: str, route: Route) -> tuple[PrefixSource, ...]:
+    """Return the sources that a route fetches from: its source node first, then substitutes. Their blocks are limited
+    to the route's, since any more would take longer to fetch than to compute. The node itself is always included:
+    blocks on its own disk are always fetched."""
     if route.fetched is Fetched.OF_NODES:
         sources = tuple(replace(source, blocks=min(source.blocks, route.cached_blocks)) for source in sources)
-        return tuple(sorted(sources, key=lambda source: source.node_id != route.holder))
-    # A node asks its bucket only for what other nodes lack, so slow ones are left out.
-    return tuple(source for source in sources if source.node_id in (node_id, route.holder))
+        return tuple(sorted(sources, key=lambda source: source.node_id != route.source_node))
+    # A node asks its bucket only for blocks that no source has, so slow sources are left out.
+    return tuple(source for source in sources if source.node_id in (node_id, route.source_node))
 
 
 def _sources(snapshot: ClusterSnapshot, node_id: str, of_bucket: bool) -> tuple[PrefixSource, ...]:
-    """Return live nodes with a hit, longest first; ties rotate by ``spread`` to share the load. ``node_id`` is always
-    among them: its disk's blocks are part of its hit, and with ``of_bucket`` those of a bucket that it reaches."""
+    """Return the live nodes with the longest hits, at most MAX_FETCH_SOURCES and ``node_id``, longest first; ties
+    rotate by ``spread`` to share the load. A hit includes blocks on the node's disk; that of ``node_id`` also includes
+    blocks in its bucket, with ``of_bucket``."""
     nodes = snapshot.live_nodes() | {node_id}
-    own = max(snapshot.hits.get(node_id, 0), snapshot.far_hits.get(node_id, 0) if of_bucket else 0)
+    own = max(snapshot.hits.get(node_id, 0), snapshot.bucket_hits.get(node_id, 0) if of_bucket else 0)
     hits = sorted({**snapshot.hits, node_id: own}.items())
     known = [PrefixSource(name, blocks) for name, blocks in hits if blocks > 0 and name in nodes]
     start = snapshot.spread % len(known) if known else 0

@@ -100,7 +100,7 @@ class ReadAhead:
         best = max(nodes, key=lambda one: hits.get(one.node_id, 0))
         blocks = hits.get(best.node_id, 0)
         if best.object_url and served.states.one:
-            blocks = (await cluster.far_hits(hashes, hits, workers, served.states.one)).get(best.node_id, blocks)
+            blocks = (await cluster.bucket_hits(hashes, hits, workers, served.states.one)).get(best.node_id, blocks)
         to_fetch = hashes if best.object_url and not served.states.one else hashes[: blocks * HASH_BYTES]
         if not to_fetch:
             return

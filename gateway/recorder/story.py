@@ -331,5 +331,5 @@ def _weighed(plan: RequestPlan) -> tuple[WeighedRoute, ...]:
             fetched="" if route.fetched is Fetched.NOTHING else route.fetched.name.lower(),
             chosen=route is decision.route,
         )
-        for route in decision.weighed
+        for route in decision.compared
     )

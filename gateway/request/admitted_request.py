@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from pillion.gateway.planning.cluster_view import SplitPolicy
+from pillion.gateway.planning.cluster_snapshot import SplitPolicy
 from pillion.kvstore.hashing import HASH_BYTES
 from pillion.rules.priority import NO_FLOW, Flow
 from pillion.types import GenerateRequest, PoolingParams, Resume, SamplingParams

@@ -44,7 +44,7 @@ from pillion.gateway.links.decode_link import DecodeDelta
 from pillion.gateway.links.load_exchange import AssignedLoad
 from pillion.gateway.links.node_link import NodeLink
 from pillion.gateway.links.prefill_link import PrefillBroken
-from pillion.gateway.planning.cluster_view import ClusterSnapshot
+from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot
 from pillion.gateway.planning.planner import PrefixSource, RequestPlan, chunks_between, plan_fetch
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.admitted_request import AdmittedRequest, BlockHashChain
@@ -443,13 +443,13 @@ class ComponentCalls:
             components = tuple(one for one in components if one.node_id == forced)
             if not components:
                 raise NotFound(f"no worker of model {admitted.model!r} is at the KV node {forced!r}")
-        far = await cluster.far_hits(self.chain.hashes, blocks, components, served.states.one) if known else {}
+        far = await cluster.bucket_hits(self.chain.hashes, blocks, components, served.states.one) if known else {}
         sent_load, sent_tokens = await cluster.under_way(components)
         seen = ClusterSnapshot(
             model=admitted.model,
             prompt_tokens=len(token_ids),
             hits=blocks,
-            far_hits=far,
+            bucket_hits=far,
             components=components,
             policy=admitted.options.policy,
             block_size=served.block_size,
@@ -546,7 +546,7 @@ class ComponentCalls:
         except PillionError as error:
             if isinstance(error, Unavailable):
                 self._cluster.view.suspect(worker.component_id, time.monotonic())
-                self._cluster.view.refused(worker.component_id)
+                self._cluster.view.note_refusal(worker.component_id)
             self._failed_at(worker.component_id)
             retryable, broke = isinstance(error, (*_RETRYABLE, Overloaded)), isinstance(error, PrefillBroken)
             killed = ""
@@ -584,7 +584,7 @@ class ComponentCalls:
         if self._stream is not None:
             self._failed_at(self._stream[0])
             if isinstance(error, Unavailable):
-                self._cluster.view.refused(self._stream[0])
+                self._cluster.view.note_refusal(self._stream[0])
         if self._suspected(delta):
             later = partial(self._lose_stream, attempt, delta, error)
             asyncio.get_running_loop().call_later(VERDICT_MS / 1000, later)

@@ -225,7 +225,7 @@ class RequestMachine:
     def _planned(self, event: ev.PlanMade, now: float) -> list[Action]:
         self.plan = event.plan
         self._count_wait(now)
-        if event.plan.alone:
+        if event.plan.decode_only:
             self.state = RequestState.OPENING
             return [self._submit()]
         self.state = RequestState.PINNING

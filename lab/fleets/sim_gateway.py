@@ -22,8 +22,9 @@ from pillion.gateway.admission.turns import AdmissionPermit, ModelTurns, shared_
 from pillion.gateway.gateway_limits import GatewayLimits
 from pillion.gateway.links.cluster import VIEW_POLL_S
 from pillion.gateway.links.load_exchange import REPORT_S, AssignedLoad, OwnLoad
-from pillion.gateway.planning.cluster_view import ClusterSnapshot, choose_by_hits, choose_workers, parse_policy
-from pillion.gateway.planning.plan_cost import middle_model
+from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot, parse_policy
+from pillion.gateway.planning.cluster_view import choose_by_hits, choose_workers
+from pillion.gateway.planning.plan_cost import median_model
 from pillion.gateway.planning.planner import RequestPlan
 from pillion.gateway.planning.route_planner import RoutePlanner
 from pillion.gateway.request import events as ev
@@ -151,7 +152,7 @@ class SimGateway:
         lives = [self.site.workers[one.component_id] for one in workers if one.component_id in self.site.workers]
         records = [worker.seen(self.seen_s) for worker in lives]
         others = sum(count for number, count in self.site.running.items() if number != self.number)
-        measured = middle_model(records)
+        measured = median_model(records)
         return measured and DecodeFleet(measured, len(records), others)
 
     @property

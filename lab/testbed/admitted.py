@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pillion.gateway.planning.cluster_view import parse_policy
+from pillion.gateway.planning.cluster_snapshot import parse_policy
 from pillion.gateway.request.admitted_request import AdmittedRequest, GatewayOptions
 from pillion.types import GenerateRequest, SamplingParams
 

@@ -182,7 +182,7 @@ async def _start_gateway(
     from pillion.gateway.gateway import Gateway
     from pillion.gateway.gateway_limits import GatewayLimits
     from pillion.gateway.links.cluster import Cluster
-    from pillion.gateway.planning.cluster_view import parse_policy
+    from pillion.gateway.planning.cluster_snapshot import parse_policy
     from pillion.gateway.request.admitted_request import GatewayOptions
 
     cluster = Cluster(f"llm-{os.getpid()}", registry, None, HEARTBEAT_TIMEOUT_MS / 1000)

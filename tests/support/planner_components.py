@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pillion.gateway.planning.cluster_view import ClusterSnapshot, parse_policy
+from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot, parse_policy
 from pillion.gateway.planning.planner import RequestPlan
 from pillion.wire.registry import ComponentRecord
 

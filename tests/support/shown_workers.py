@@ -10,7 +10,7 @@ from lab.testbed.conditions import until
 from pillion.engine.worker.worker_server import WorkerServer
 from pillion.gateway.gateway import Gateway
 from pillion.gateway.links.cluster import Cluster
-from pillion.gateway.planning.cluster_view import parse_policy
+from pillion.gateway.planning.cluster_snapshot import parse_policy
 from pillion.gateway.request.admitted_request import GatewayOptions
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.node.kv_node import KVNode

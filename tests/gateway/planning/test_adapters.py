@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pillion.gateway.planning.cluster_view import parse_policy
+from pillion.gateway.planning.cluster_snapshot import parse_policy
 from pillion.gateway.planning.planner import make_plan
 from pillion.gateway.planning.route_planner import MAX_SENT_ADAPTERS, SENT_COUNTS_S, SentAdapters
 from tests.support.planner_components import decode, node, prefill, snapshot

@@ -40,7 +40,7 @@ def test_the_planner_takes_about_the_better_of_fetching_and_computing(truth: Fet
     seen = snapshot(2000, (node(0), node(1), decode(0)), hits={"kv-1": blocks})
     decided = planner.plan(seen, len(SIZES))
     side = decided.split_decision.route.decode
-    computed_s, fetched_s = side.model.range_s(0, blocks * BLOCK, side.most), truth.seconds(blocks)
+    computed_s, fetched_s = side.model.range_s(0, blocks * BLOCK, side.max_step_tokens), truth.seconds(blocks)
     taken_s = computed_s if decided.split_decision.route.fetched is Fetched.NOTHING else fetched_s
     assert taken_s <= 1.1 * min(computed_s, fetched_s)
 
@@ -71,7 +71,7 @@ def test_each_pair_of_nodes_has_its_own_pace() -> None:
     alone = planner.plan(snapshot(2000, parts, hits={"kv-1": 60}), 1.0)
     assert (alone.sources, alone.cached_tokens) == ((), 0)
     # A bucket is asked for the blocks behind the slow link.
-    facts = {"hits": {"kv-1": 60}, "far_hits": {"kv-0": 100}, "bucket_block_s": 1e-4}
+    facts = {"hits": {"kv-1": 60}, "bucket_hits": {"kv-0": 100}, "bucket_block_s": 1e-4}
     planner.bucket_pace.observe(100, 0.01, 1.0)
     far = planner.plan(snapshot(2000, parts, **facts), 1.0)
     assert [(one.node_id, one.blocks) for one in far.sources] == [("kv-0", 100)]

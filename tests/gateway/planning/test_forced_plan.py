@@ -9,7 +9,7 @@ import pytest
 from pillion import AsyncClient
 from pillion.errors import InvalidRequest, NotFound, PermissionDenied
 from pillion.gateway.admission.api_keys import hash_of
-from pillion.gateway.planning.cluster_view import parse_policy
+from pillion.gateway.planning.cluster_snapshot import parse_policy
 from pillion.gateway.planning.forced_plan import ForcedPlan, parse_plan
 from pillion.gateway.planning.planner import make_plan
 from tests.gateway.planning.test_planner import shape, snapshot

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.errors import ConfigError, Unavailable
-from pillion.gateway.planning.cluster_view import ClusterSnapshot, parse_policy
+from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot, parse_policy
 from pillion.gateway.planning.planner import (
     MAX_FETCH_SOURCES,
     PrefixSource,
@@ -322,7 +322,7 @@ def test_a_pooling_text_goes_to_the_least_loaded_prefill_worker(policy: str) -> 
     assert (decided.decode.component_id, decided.node_id, decided.prefill) == ("prefill-1", "kv-1", None)
     assert shape(decided) == (0, 0, ())
     assert decided.on_prefill_worker
-    assert decided.alone, "the worker opens the ticket itself"
+    assert decided.decode_only, "the worker opens the ticket itself"
     assert decided.reason == f"{policy}: a whole text; prefill-1 is soonest of 2; no prefix"
     # Tokens (not streams) sent by gateways count; so does a prefix.
     sent = {"prefill-1": 5000}

@@ -195,7 +195,7 @@ def test_fetch_sources_are_chosen_by_pace() -> None:
     """A bucket has 60 blocks, another node 30: each is used while it saves time, and no fetch may exceed the time to
     compute."""
     components = (node(0), node(1), decode(0, 0))
-    facts = {"hits": {"kv-1": 30}, "far_hits": {"kv-0": 60}}
+    facts = {"hits": {"kv-1": 30}, "bucket_hits": {"kv-0": 60}}
     cases = {
         (1e-4, 1e-4): (Fetched.OF_BUCKET, 60, ["kv-0", "kv-1"], "with blocks of a bucket"),
         (1e-4, 1.0): (Fetched.OF_NODES, 30, ["kv-1"], "blocks of a bucket cost more to fetch"),
@@ -214,7 +214,7 @@ def test_fetch_sources_are_chosen_by_pace() -> None:
         if wanted is not None:
             model = decided.split_decision.route.decode.model
             assert (
-                wanted.limit_s == model.range_s(0, blocks * 16, decided.split_decision.route.decode.most) > MIN_FETCH_S
+                wanted.limit_s == model.range_s(0, blocks * 16, decided.split_decision.route.decode.max_step_tokens) > MIN_FETCH_S
             )
     assert decided.split_decision.fetch_limit_s(0, 1) == MIN_FETCH_S
 

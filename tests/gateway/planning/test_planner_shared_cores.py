@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pillion.engine.scheduling.step_model import StepModel
-from pillion.gateway.planning.cluster_view import parse_policy
+from pillion.gateway.planning.cluster_snapshot import parse_policy
 from pillion.gateway.planning.plan_cost import DecodeSide
 from pillion.gateway.planning.planner import make_plan
 from pillion.gateway.planning.split_decision import Fetched

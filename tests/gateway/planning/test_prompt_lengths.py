@@ -25,7 +25,7 @@ def test_a_short_prompt_overtakes_a_queue_of_long_ones() -> None:
     assert waits_s(0.004, 1, 1) == 0.004, "which is shorter than that"
     assert waits_s(6.0, 60, 100) == 6.0
     assert waits_s(6.0, 0, 100) == 6.0
-    assert Queue(6.0, 3, 0.001, 0.01, held_s=2.0).own_wait_s(1) == 2.01
+    assert Queue(6.0, 3, 0.001, 0.01, other_wait_s=2.0).own_wait_s(1) == 2.01
     # Splitting a prompt makes none of its parts more urgent.
     assert sum(waits_s(60.0, 3, part) for part in (250, 250, 500)) == pytest.approx(waits_s(60.0, 3, 1000))
 

@@ -34,10 +34,10 @@ def test_a_vanished_part_stays_for_a_while() -> None:
 def test_a_part_that_signs_off_is_forgotten_at_once() -> None:
     view = ClusterView(grace_s=5)
     view.update([A, B], 100)
-    view.refused("a")
+    view.note_refusal("a")
     assert ids(view.records()) == "ab", "the registry lists it"
     view.update([B], 101)
-    view.refused("a")
+    view.note_refusal("a")
     assert ids(view.records()) == "b"
     view.update([A, B], 102)
     assert ids(view.records()) == "ab"
@@ -66,7 +66,7 @@ def test_held_records_stay_and_age() -> None:
     view = ClusterView(grace_s=5)
     view.update([A, B], 100)
     for now in range(101, 131):
-        view.hold(["a"], now)
+        view.keep(["a"], now)
         view.update([], now)
     assert [(one.component_id, one.heartbeat_age_ms) for one in view.aged(130)] == [("a", 30_000)]
     view.update([], 136)

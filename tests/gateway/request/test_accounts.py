@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from lab.testbed.admitted import admitted_request
 from pillion.errors import Unavailable
-from pillion.gateway.planning.cluster_view import StatePages
+from pillion.gateway.planning.cluster_snapshot import StatePages
 from pillion.gateway.planning.planner import replan
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.admitted_request import AdmittedRequest

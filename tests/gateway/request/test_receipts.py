@@ -6,7 +6,7 @@ import pytest
 
 from lab.testbed.admitted import admitted_request
 from pillion.errors import Unavailable
-from pillion.gateway.planning.cluster_view import ClusterSnapshot, parse_policy
+from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot, parse_policy
 from pillion.gateway.planning.planner import make_plan
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.request_machine import ParallelSamples, RequestMachine

@@ -15,7 +15,7 @@ from lab.testbed.admitted import admitted_request
 from lab.testbed.conditions import loop_turns
 from pillion.errors import Conflict, NotFound, Overloaded, PillionError, Unavailable
 from pillion.gateway.links.cluster import Cluster
-from pillion.gateway.planning.cluster_view import ClusterSnapshot, parse_policy
+from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot, parse_policy
 from pillion.gateway.planning.planner import RequestPlan, make_plan, replan
 from pillion.gateway.planning.route_planner import RoutePlanner
 from pillion.gateway.request import events as ev

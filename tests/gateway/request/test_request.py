@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from lab.testbed.admitted import admitted_request
 from pillion.errors import Internal, InvalidRequest, NotFound, Overloaded, PillionError, Unavailable
-from pillion.gateway.planning.cluster_view import ClusterSnapshot, parse_policy
+from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot, parse_policy
 from pillion.gateway.planning.planner import make_plan
 from pillion.gateway.request import events as ev
 from pillion.gateway.request import request_machine as module
