@@ -1,8 +1,7 @@
-"""Decides which committed block leaves the pool first. :class:`EvictionPolicy` is the interface, LRU is the
-implementation of a pool without states, and the block tree feeds it.
+"""Eviction order of committed blocks: the interface :class:`EvictionPolicy`, and LRU for pools without states.
 
-All policies follow one rule: a block leaves only after all its descendants, because a prefix look-up cannot reach a
-block whose parent is gone.
+All policies follow one rule: a block is evicted only after all its descendants, because a prefix look-up cannot reach a
+block without its parent.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from pillion.kvstore.ledger.records import Block
 
 
 class EvictionPolicy(Protocol):
-    """Eviction order of the committed blocks that no ticket protects. The block tree calls it on the node's loop, so it
-    has no lock."""
+    """Eviction order of the unprotected blocks. The block tree calls it on the node's event loop, so it has no lock."""
 
     def add(self, block: Block) -> None:
         """Add a block that lost its last protection. Its unprotected descendants were added before it."""
@@ -28,25 +26,26 @@ class EvictionPolicy(Protocol):
         """Remove and return the next victim, a block without children. Raises KeyError when empty."""
 
     def drop(self, block: Block) -> None:
-        """Remove a block without children that leaves the pool out of turn."""
+        """Remove a block without children that is evicted out of order."""
 
     def __len__(self) -> int:
-        """Return the number of known blocks."""
+        """Return the number of unprotected blocks."""
 
     def __iter__(self) -> Iterator[Block]:
         """Iterate over the blocks, next victim first."""
 
 
 class LruEviction:
-    """LRU by the loss of protection, the last block of a chain before its head. O(1) per block.
+    """LRU order by the time at which blocks lost their protection, the last block of a chain first. O(1) per block.
 
     When a pin is released, the chain is added from its last block upwards, and a block with a protected descendant is
-    protected itself. So descendants always precede their ancestors in the queue, and the front is always a leaf: no
-    heap, no scan for leaves.
+    protected itself. So descendants always precede their ancestors in the queue, and the front is always a leaf: it
+    needs neither a heap nor a scan for leaves.
     """
 
     def __init__(self) -> None:
-        # Not a plain dict: taking its first key repeatedly is quadratic, since it steps over all removed entries.
+        # Not a plain dict: repeatedly popping its first key is quadratic, since each pop steps over all removed
+        # entries.
         self._queue: OrderedDict[Block, None] = OrderedDict()
 
     def add(self, block: Block) -> None:

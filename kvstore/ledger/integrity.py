@@ -1,4 +1,4 @@
-"""Checks that a ledger's slot states, pins and reservations add up (I4). O(slots): for tests and diagnosis."""
+"""Checks that a ledger's slot states, pins and reservations are consistent (I4). O(slots): for tests and diagnosis."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ MAX_FINDINGS = 20
 
 
 class IntegrityError(Conflict):
-    """The ledger contradicts itself; the message lists where."""
+    """A ledger is inconsistent; the message lists the inconsistencies."""
 
 
 def check_integrity(ledger: Ledger) -> None:
-    """Raise IntegrityError with at most MAX_FINDINGS findings if a ledger's accounts do not add up."""
-    findings = [*_slots(ledger), *_tree(ledger), *_tickets(ledger), *_promises(ledger)]
+    """Raise IntegrityError, with at most MAX_FINDINGS inconsistencies, if a ledger has any."""
+    findings = [*_slots(ledger), *_tree(ledger), *_tickets(ledger), *_reservations(ledger)]
     findings += [*ledger.prefix_pins.check(), *ledger.states.check()]
     if findings:
         raise IntegrityError("; ".join(findings[:MAX_FINDINGS]))
@@ -40,10 +40,10 @@ def _slots(ledger: Ledger) -> Iterator[str]:
 
 
 def _tree(ledger: Ledger) -> Iterator[str]:
-    """Check that parents exist, reference counts equal pins plus protected children, and the policy is complete."""
+    """Check that parents exist, and that reference counts equal pins plus protected children."""
     blocks = ledger.tree.by_hash
     children = Counter(block.parent for block in blocks.values() if block.parent is not None)
-    held = Counter(block.parent for block in blocks.values() if block.parent is not None and block.ref_count)
+    protected = Counter(block.parent for block in blocks.values() if block.parent is not None and block.ref_count)
     ends = ((ticket.last_block, ticket.state) for ticket in ledger.tickets.values())
     pins = Counter(block for both in ends for block in both if block is not None)
     yield from (
@@ -61,22 +61,23 @@ def _tree(ledger: Ledger) -> Iterator[str]:
             yield f"{name} has depth {block.depth}"
         if block.children != children[block]:
             yield f"{name} counts {block.children} children of {children[block]}"
-        if block.ref_count != held[block] + pins[block]:
-            yield f"{name} has {block.ref_count} references, {pins[block]} pins, {held[block]} protected children"
+        if block.ref_count != protected[block] + pins[block]:
+            yield f"{name} has {block.ref_count} references, {pins[block]} pins, {protected[block]} protected children"
     yield from _protection(ledger)
 
 
 def _protection(ledger: Ledger) -> Iterator[str]:
+    """Check that the eviction policy has exactly the unprotected blocks, children before their parents."""
     blocks = ledger.tree.by_hash.values()
     protected = sum(block.ref_count > 0 for block in blocks)
     if protected != ledger.tree.protected:
         yield f"{ledger.tree.protected} blocks counted as protected of {protected}"
     order = list(ledger.tree.policy)
-    place: dict[Block, int] = {block: index for index, block in enumerate(order)}
-    if place.keys() != {block for block in blocks if not block.ref_count} or len(order) != len(ledger.tree.policy):
+    position: dict[Block, int] = {block: index for index, block in enumerate(order)}
+    if position.keys() != {block for block in blocks if not block.ref_count} or len(order) != len(ledger.tree.policy):
         yield "the eviction policy does not know exactly the unprotected blocks"
-    for block, index in place.items():
-        if block.parent is not None and place.get(block.parent, len(order)) < index:
+    for block, index in position.items():
+        if block.parent is not None and position.get(block.parent, len(order)) < index:
             yield f"slot {block.parent.slot} would be evicted before its child {block.slot}"
 
 
@@ -98,14 +99,14 @@ def _tickets(ledger: Ledger) -> Iterator[str]:
             yield f"{holder.name} holds a void ticket"
 
 
-def _promises(ledger: Ledger) -> Iterator[str]:
-    """Check that reserved slots exist, apart from those that losers of a commit race have yet to return."""
+def _reservations(ledger: Ledger) -> Iterator[str]:
+    """Check that reserved slots are available, or lost a commit race and have not been returned yet."""
     reserved = sum(ticket.reserved for ticket in ledger.tickets.values())
     if reserved != ledger.reserved or any(ticket.reserved < 0 for ticket in ledger.tickets.values()):
         yield f"{ledger.reserved} slots counted as reserved of {reserved}"
     lost = sum(charge == LOST_RACE for holder in ledger.holders.values() for charge in holder.leased.values())
     if reserved > ledger.available + lost:
-        yield f"{reserved} slots are promised, {ledger.available} available, {lost} on their way back"
+        yield f"{reserved} slots are reserved, {ledger.available} available, {lost} lost a commit race"
     for ticket in ledger.tickets.values():
         usable = any(not ledger.holders[e].fenced for e in ticket.holders if e in ledger.holders)
         if ticket.reserved and not usable:

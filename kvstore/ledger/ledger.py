@@ -11,10 +11,10 @@
 
     a commit of a leased slot under a block hash (I2)
                 new block              the slot is sealed and the ticket's pin moves to it
-                page of a state        the same behind a block of the chain, with a separate pin
-                another was first      the first committer's slot stays and the pin moves to it; the own slot stays
+                page of a state        sealed after a block of the chain, with a separate pin
+                committed by another   the first committer's slot stays and the pin moves to it; the loser's slot stays
                                        leased until its worker's block tables no longer use it, then it is freed
-                same ticket was first  the same, but the ticket's pin is there already
+                by the same ticket     the same, but the ticket's pin is already on it
 
 Guarantees, checked by :mod:`pillion.kvstore.ledger.integrity`: every slot is in exactly one state; blocks pinned by a
 ticket are never evicted; the slots reserved for admitted prompts exist, except slots that losers of a commit race have
@@ -38,10 +38,10 @@ from pillion.kvstore.ledger.tree import BlockTree, Match
 from pillion.v1.kvnode_pb2 import AdoptTicketReply, CommitRun, CommitRunResult, NodeStatus
 
 NO_TICKET = 0
-# Charge of a slot that lost a commit race: it returns to the pool, never to a reservation.
+# In Holder.leased: a slot that lost a commit race. Freed, it returns to the pool, never to a reservation.
 LOST_RACE = -1
 
-# Roles of holders. FETCH is a fetch by this node, KEPT the previous life's blocks until they are verified.
+# Roles of holders. FETCH is a fetch by this node, KEPT the blocks of its previous process until they are verified.
 SESSION = "gateway"
 PREFILL = "prefill"
 DECODE = "decode"
@@ -51,12 +51,12 @@ KEPT = "kept"
 
 @dataclass(slots=True)
 class Holder:
-    """One epoch: a worker, a gateway's session, a fetch, or the blocks of the node's previous life.
+    """Owner of an epoch: a worker, a gateway's session, a fetch, or the blocks of the node's previous process.
 
     Attributes:
-        leased: slot -> the ticket whose reservation it came from, NO_TICKET or LOST_RACE.
-        seen_s: time of its last call, None until the first one: a worker that is still loading cannot misuse anything
-            yet and must not be fenced for silence.
+        leased: by leased slot, the ticket whose reservation it came from, NO_TICKET or LOST_RACE.
+        seen_s: time of the holder's last call; None before the first, since a worker that is still loading must not be
+            fenced for silence.
     """
 
     epoch: int
@@ -70,19 +70,20 @@ class Holder:
 
 @dataclass(slots=True)
 class TicketState:
-    """One request's claim at a KV node.
+    """A ticket: one request's pinned chain and reserved slots.
 
     Attributes:
-        opener: (epoch, nonce) of the call that opened it.
+        opener: (epoch, nonce) of the call that opened the ticket.
         last_block: last block of the pinned chain, None if nothing is pinned.
         reserved: reserved slots that are not leased yet.
-        holders: epochs that hold it.
-        slots: cached slots of the chain; stale once the chain has grown.
-        state: last page of the pinned state of ``state_pages`` pages, None for none.
-        flow_key: key of the claiming flow (:class:`pillion.rules.priority.Flow`).
+        holders: epochs that hold the ticket.
+        slots: cache of the chain's slots; stale once the chain has grown.
+        state: last page of the pinned state of ``state_pages`` pages; None without a state.
+        flow_key: key of the request's flow (:class:`pillion.rules.priority.Flow`).
         asked_blocks: blocks that the request needed in total when the ticket was opened.
-        known_blocks: number of blocks after which other texts diverge from the request's chain: those present here or
-            on another node when a state was looked up, or more if the pool remembers a later point.
+        known_blocks: in a model with states, number of blocks after which other prompts are expected to diverge, where
+            the worker keeps a state: those present here or on another node at admission, or more if the pool remembers
+            a later branch point.
     """
 
     ticket_id: int
@@ -118,10 +119,10 @@ class PoolShares:
 
 
 class Ledger:
-    """State of all slots, holders and tickets of one pool. Every call is O(blocks it touches).
+    """Slots, holders and tickets of one pool. Every call is O(blocks that it reads or changes).
 
-    Only the node's loop calls it, and no call waits, so it has no lock. Mutating calls raise NotFound for an unknown
-    epoch and Conflict for a fenced one. Attributes are read-only for callers.
+    Only the node's event loop calls it, and no call waits, so it has no lock. Mutating calls raise NotFound for an
+    unknown epoch and Conflict for a fenced one. Attributes are read-only for callers.
 
     Args:
         new_id: returns unguessable positive integers below 2**63 for epochs and tickets.
@@ -163,11 +164,11 @@ class Ledger:
 
     @property
     def available(self) -> int:
-        """Number of slots that are free or evictable: all except leased, quarantined and protected ones."""
+        """Number of slots that are free or evictable, i.e. neither leased, quarantined nor pinned."""
         return len(self.free) + self.tree.idle
 
     @property
-    def unpromised(self) -> int:
+    def unreserved(self) -> int:
         """Number of available slots that are not reserved."""
         return max(0, self.available - self.reserved)
 
@@ -177,7 +178,7 @@ class Ledger:
         held = sum(len(holder.leased) for holder in self.holders.values())
         fenced = {holder.name for holder in self.holders.values() if holder.fenced}
         # A restarted worker is not reported as fenced, even if its previous process may still be running.
-        well = {holder.name for holder in self.holders.values() if not holder.fenced} if fenced else set()
+        live_names = {holder.name for holder in self.holders.values() if not holder.fenced} if fenced else set()
         status = NodeStatus(
             total_blocks=self.num_slots,
             free_blocks=len(self.free),
@@ -190,13 +191,13 @@ class Ledger:
             holders=len(self.holders),
             evicted_blocks=self.evicted_ever,
             committed_blocks_ever=self.committed_ever,
-            fenced_components=sorted(fenced - well),
+            fenced_components=sorted(fenced - live_names),
         )
         self.prefix_pins.describe(status)
         return status
 
     def drain_events(self) -> list[IndexEvent]:
-        """Return the blocks that arrived and were evicted since the last call, in order."""
+        """Return the arrivals and evictions of blocks since the last call, in order."""
         events, self._events = self._events, []
         return events
 
@@ -210,8 +211,8 @@ class Ledger:
         self.holders[epoch] = Holder(epoch, name, role)
         return epoch
 
-    def seen(self, epoch: int, now: float) -> Holder:
-        """Record a sign of life. Raises NotFound for an unknown or void epoch."""
+    def touch(self, epoch: int, now: float) -> Holder:
+        """Record a heartbeat. Raises NotFound for an unknown or void epoch."""
         holder = self.holders.get(epoch)
         if holder is None:
             raise NotFound("the epoch is void: attach again")
@@ -219,14 +220,14 @@ class Ledger:
         return holder
 
     def restart_silence_timers(self, now: float) -> None:
-        """Restart the silence timers of all holders, because the node itself slept."""
+        """Restart the silence timers of all holders, after a pause of the node itself."""
         for holder in self.holders.values():
             if holder.seen_s is not None:
                 holder.seen_s = now
 
     def overdue(self, now: float, timeout_s: float) -> list[int]:
-        """Return the epochs of unfenced workers that were silent for over ``timeout_s``. Sessions are exempt: they end
-        with their streams."""
+        """Return the epochs of unfenced workers that were silent for over ``timeout_s``. Gateways' sessions are exempt:
+        they end with their gRPC streams."""
         return [
             holder.epoch
             for holder in self.holders.values()
@@ -237,23 +238,24 @@ class Ledger:
         ]
 
     def fence(self, epoch: int) -> None:
-        """Revoke an epoch's right to change anything; its leases and pins stay until :meth:`end_epoch` or
-        :meth:`drained` (I4)."""
+        """Revoke an epoch's right to make changes; its leases and pins stay until :meth:`end_epoch` or :meth:`drained`
+        (I4)."""
         holder = self.holders.get(epoch)
         if holder is None or holder.fenced:
             return
         holder.fenced = True
         for ticket_id in holder.tickets:
-            self._settle(self.tickets[ticket_id])
+            self._drop_unused(self.tickets[ticket_id])
 
     def drained(self, epoch: int) -> None:
-        """Free everything that a fenced epoch held, once none of its steps uses it. Raises Conflict if not fenced."""
+        """Free all slots and tickets of a fenced epoch, whose worker has no step in flight any more. Raises Conflict if
+        it is not fenced."""
         if epoch in self.holders and not self.holders[epoch].fenced:
             raise Conflict("only a fenced epoch can be drained")
         self.end_epoch(epoch)
 
     def end_epoch(self, epoch: int) -> None:
-        """Free everything that an epoch held, once its holder's end is proven. Idempotent."""
+        """Free all slots and tickets of an epoch, once its holder's end is proven. Idempotent."""
         holder = self.holders.pop(epoch, None)
         if holder is None:
             return
@@ -280,12 +282,14 @@ class Ledger:
         flow_key: bytes = b"",
     ) -> TicketState | None:
         """Open a ticket: pin the committed prefix of ``hashes`` and reserve slots for the rest of ``total_blocks``.
+        Return None, with nothing changed, if too few slots are available.
 
-        With ``state_pages``, use the longest prefix followed by a state of that many pages, which is pinned as well;
-        ``known_blocks`` of ``hashes`` are present on some node. Return None, unchanged, if memory is short.
+        In a model with states, ``state_pages`` is the number of pages per state: the prefix then ends before a state,
+        which is pinned as well. ``known_blocks`` leading blocks of ``hashes`` are present on some node.
         """
         holder = self.active(epoch)
-        # Skip the look-up if memory cannot suffice: the first waiter is retried after every change.
+        # Fast path: the first waiter is retried after every change, so skip its look-up if even a full hit does not
+        # fit.
         if self._missing(Match(None, len(hashes), 0), total_blocks):
             return None
         match = self._match(hashes, state_pages)
@@ -294,12 +298,12 @@ class Ledger:
         known = match.known
         if state_pages:
             known = max(known, min(known_blocks, len(hashes)))
-            known = self.states.opens(hashes, replace(match, known=known))
+            known = self.states.on_admit(hashes, replace(match, known=known))
         for pinned in (match.last_block, match.state):
             if pinned is not None:
                 self.tree.pin(pinned)
         if self.prefix_pins.all:
-            self.prefix_pins.used(hashes, match.blocks)
+            self.prefix_pins.count_hits(hashes, match.blocks)
         ticket = self._opened(holder, nonce, match.last_block, total_blocks - match.blocks)
         ticket.state, ticket.state_pages = match.state, state_pages
         ticket.known_blocks = known
@@ -307,7 +311,7 @@ class Ledger:
         return ticket
 
     def claims(self) -> Counter[bytes]:
-        """Return the blocks claimed by each flow's tickets, by flow key: per request the blocks asked for, or its
+        """Return the blocks claimed by each flow's tickets, by flow key: per ticket its requested blocks, or its
         chain's length if longer. O(tickets)."""
         claims: Counter[bytes] = Counter()
         for ticket in self.tickets.values():
@@ -322,12 +326,15 @@ class Ledger:
         return ticket
 
     def _missing(self, match: Match, total_blocks: int) -> int:
+        """Return the slots missing to pin ``match`` and reserve the rest of ``total_blocks``, with the decode reserve
+        left free if any ticket exists."""
         floor = self.decode_reserve if self.tickets else 0
-        left = self.available - self.reserved - match.newly - (total_blocks - match.blocks)
+        left = self.available - self.reserved - match.newly_pinned - (total_blocks - match.blocks)
         return max(0, floor - left)
 
     def pin_chain(self, epoch: int, nonce: int, hashes: Sequence[bytes]) -> TicketState:
-        """Pin a chain's committed prefix for a reader. Raises InvalidRequest for a nonce in use."""
+        """Open a ticket that pins a chain's committed prefix and reserves nothing. Raises InvalidRequest for a nonce in
+        use."""
         holder = self.active(epoch)
         if (epoch, nonce) in self.by_opener:
             raise InvalidRequest("the nonce is in use")
@@ -338,15 +345,15 @@ class Ledger:
         """Lease up to ``blocks`` slots for a ticket's next blocks, reserved ones first, and make the epoch a holder.
         Raises NotFound for an unknown ticket."""
         ticket, holder = self.tickets.get(ticket_id), self.active(epoch)
-        promised = ticket.reserved if ticket is not None else 0
-        most = min(promised + self._leasable(holder), self.available)
-        return self._adopt(epoch, ticket_id, min(blocks, most))[1]
+        reserved = ticket.reserved if ticket is not None else 0
+        leasable = min(reserved + self._leasable(holder), self.available)
+        return self._adopt(epoch, ticket_id, min(blocks, leasable))[1]
 
     def extend(self, epoch: int, ticket_id: int, hashes: Sequence[bytes]) -> TicketState:
-        """Move a ticket's pin along ``hashes``, the chain from its first block, as far as blocks are committed; for a
-        model with states, to the last state on it, which is pinned as well.
+        """Move a ticket's pin along ``hashes``, the chain from its first block, to its last committed block; in a model
+        with states, to the last block before a state, which is pinned as well.
 
-        Each block found releases one reserved slot. Raises NotFound if the epoch does not hold the ticket,
+        Each further block releases one reserved slot. Raises NotFound if the epoch does not hold the ticket,
         InvalidRequest if the ticket belongs to another chain.
         """
         ticket = self.held(epoch, ticket_id)
@@ -361,27 +368,30 @@ class Ledger:
             block = self.tree.by_hash.get(block_hash)
             if block is None or block.parent is not ticket.last_block:
                 break
-            if not (block.ref_count or ticket.reserved or self.unpromised):
+            # Pinning an idle block uses up an available slot: one that the ticket has reserved, or an unreserved one.
+            if not (block.ref_count or ticket.reserved or self.unreserved):
                 break
             self._move_pin(ticket, block)
-            promised = min(1, ticket.reserved)
-            ticket.reserved -= promised
-            self.reserved -= promised
+            from_reservation = min(1, ticket.reserved)
+            ticket.reserved -= from_reservation
+            self.reserved -= from_reservation
         return ticket
 
     def _extend_to_state(self, ticket: TicketState, hashes: Sequence[bytes]) -> None:
         match = self.tree.longest_with_state(hashes, ticket.state_pages)
-        more = min(match.blocks - ticket.blocks, ticket.reserved)
-        if more <= 0 or match.last_block is None or match.state is None:
+        """Move a ticket's pin to the last block of its chain before a state, if there is a later one than now."""
+        from_reservation = min(match.blocks - ticket.blocks, ticket.reserved)
+        if from_reservation <= 0 or match.last_block is None or match.state is None:
             return
-        if self.available - match.newly < self.reserved - more:
+        # Pinning uses up match.newly_pinned slots; the remaining reservations must still be covered.
+        if self.available - match.newly_pinned < self.reserved - from_reservation:
             return
         self.tree.pin(match.last_block)
         self.tree.pin(match.state)
         self._unpin(ticket)
         ticket.last_block, ticket.state = match.last_block, match.state
-        ticket.reserved -= more
-        self.reserved -= more
+        ticket.reserved -= from_reservation
+        self.reserved -= from_reservation
 
     def held(self, epoch: int, ticket_id: int) -> TicketState:
         """Return a ticket that an active epoch holds. Raises NotFound otherwise."""
@@ -400,19 +410,19 @@ class Ledger:
         return ticket.slots
 
     def chain_of(self, ticket: TicketState) -> AdoptTicketReply:
-        """Return the pinned slots of a ticket, in order, and the last block's hash, without leased slots. The state is
-        included if it follows the last block."""
+        """Return the slots of a ticket's chain, in order, and its last block's hash; ``leased_slots`` is empty. The
+        pinned state's slots are included if the state follows the last block."""
         chain = [block.slot for block in self.tree.chain(ticket.last_block)]
-        state = self.tree.state_behind(ticket.last_block, ticket.state, ticket.state_pages)
+        state = self.tree.state_after(ticket.last_block, ticket.state, ticket.state_pages)
         last_hash = ticket.last_block.hash if ticket.last_block else b""
         pages = [page.slot for page in state]
         known = ticket.known_blocks
         return AdoptTicketReply(chain_slots=chain, last_hash=last_hash, state_slots=pages, known_blocks=known)
 
     def release(self, epoch: int, ticket_ids: Iterable[int] = (), nonces: Iterable[int] = ()) -> None:
-        """Drop an epoch's hold on tickets, named by id or by the nonce that opened them. Idempotent.
+        """Remove an epoch from the holders of tickets, given by id or by the nonce that opened them. Idempotent.
 
-        A caller that releases by nonce never got the answer, so slots leased under that ticket are freed."""
+        A caller that releases by nonce never got the call's answer, so the slots leased with it are freed."""
         holder = self.active(epoch)
         abandoned = [self.by_opener.get((epoch, nonce)) for nonce in nonces]
         for ticket_id in [ticket.ticket_id for ticket in abandoned if ticket is not None]:
@@ -424,8 +434,8 @@ class Ledger:
     def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> AdoptTicketReply:
         """Make a worker a holder of a ticket and lease ``lease_blocks`` slots to it, reserved ones first.
 
-        Raises NotFound for an unknown ticket, and Overloaded, unchanged, if too few slots are available beyond the
-        reservation.
+        Raises NotFound for an unknown ticket, and Overloaded, with nothing changed, if too few slots are available
+        beyond the reservation.
         """
         ticket, leased = self._adopt(epoch, ticket_id, lease_blocks)
         adopted = self.chain_of(ticket)
@@ -437,15 +447,17 @@ class Ledger:
         ticket = self.tickets.get(ticket_id)
         if ticket is None:
             raise NotFound("no such ticket: it was released, or the node restarted")
-        promised = min(lease_blocks, ticket.reserved)
-        extra = lease_blocks - promised
+        from_reservation = min(lease_blocks, ticket.reserved)
+        extra = lease_blocks - from_reservation
         if extra > self._leasable(holder) or lease_blocks > self.available:
-            raise Overloaded(f"{lease_blocks} blocks wanted, {promised} reserved, {self.unpromised} more available")
+            raise Overloaded(
+                f"{lease_blocks} blocks requested, {from_reservation} reserved, {self.unreserved} more available"
+            )
         ticket.holders.add(epoch)
         holder.tickets.add(ticket_id)
-        ticket.reserved -= promised
-        self.reserved -= promised
-        return ticket, (*self._lease(holder, promised, ticket_id), *self._lease(holder, extra, NO_TICKET))
+        ticket.reserved -= from_reservation
+        self.reserved -= from_reservation
+        return ticket, (*self._lease(holder, from_reservation, ticket_id), *self._lease(holder, extra, NO_TICKET))
 
     def lease(self, epoch: int, blocks: int) -> tuple[int, ...]:
         """Lease up to ``blocks`` unreserved slots. Prefill and fetches cannot use the decode reserve (I5)."""
@@ -453,26 +465,28 @@ class Ledger:
         return self._lease(holder, min(blocks, self._leasable(holder)), NO_TICKET)
 
     def return_slots(self, epoch: int, slots: Iterable[int]) -> None:
-        """Free leased slots. Raises InvalidRequest, unchanged, if one is not leased to the epoch."""
+        """Free leased slots. Raises InvalidRequest, with nothing changed, if a slot is not leased to the epoch."""
         holder, wanted = self.active(epoch), list(slots)
         if len(set(wanted)) != len(wanted) or not holder.leased.keys() >= set(wanted):
             raise InvalidRequest("a returned slot must be leased to the epoch that returns it, and be returned once")
         self._free(holder, wanted)
 
     def commit(self, epoch: int, runs: Iterable[CommitRun]) -> list[CommitRunResult]:
-        """Commit runs of leased slots, in order. Each run is checked first and succeeds or is refused as a whole."""
+        """Commit runs of leased slots, in order. Each run is committed or refused as a whole."""
         holder = self.active(epoch)
         return [self._commit_run(holder, run) for run in runs]
 
     def evict_block(self, block: Block) -> None:
-        """Free the slot of an unprotected block without children, ahead of need. Raises Internal for other blocks."""
+        """Evict an unprotected block without children before its slot is needed. Raises Internal for other blocks."""
         self.tree.drop(block)
         self.free.append(self._evicted(block))
 
-    # Recovery of the node's previous life (:mod:`pillion.kvstore.pool_survival.surviving_blocks`).
+    # Recovery of blocks that outlived the node's previous process
+    # (:mod:`pillion.kvstore.pool_survival.surviving_blocks`).
 
     def claim(self, slots: Iterable[int]) -> int:
-        """Lease these slots to an internal holder and return its epoch. Raises Internal if one is not free. O(pool)."""
+        """Lease these slots to a new holder of role KEPT; return its epoch. Raises Internal if a slot is not free.
+        O(pool)."""
         wanted = dict.fromkeys(slots, NO_TICKET)
         if not wanted.keys() <= set(self.free):
             raise Internal("slots of kept blocks were allocated")
@@ -482,8 +496,8 @@ class Ledger:
         return epoch
 
     def restore(self, epoch: int, parent: Block | None, run: Sequence[tuple[int, bytes]]) -> list[Block]:
-        """Commit leased slots whose blocks already have their bytes, as a chain after ``parent``. None of them may be
-        committed yet; none is pinned."""
+        """Commit leased slots that already contain their blocks' bytes: ``run`` has the (slot, hash) of each, a chain
+        after ``parent``. No hash may be committed yet. Return the blocks, unpinned."""
         holder = self.active(epoch)
         last_block = parent
         if last_block is not None:
@@ -508,7 +522,7 @@ class Ledger:
         return holder
 
     def _leasable(self, holder: Holder) -> int:
-        return max(0, self.unpromised - (self.decode_reserve if holder.role in (PREFILL, FETCH) else 0))
+        return max(0, self.unreserved - (self.decode_reserve if holder.role in (PREFILL, FETCH) else 0))
 
     def _lease(self, holder: Holder, count: int, charge: int) -> tuple[int, ...]:
         slots = tuple(self.free.pop() if self.free else self._evicted(self.tree.evict()) for _ in range(count))
@@ -540,16 +554,16 @@ class Ledger:
     def _release(self, holder: Holder, ticket: TicketState) -> None:
         ticket.holders.discard(holder.epoch)
         holder.tickets.discard(ticket.ticket_id)
-        self._settle(ticket)
+        self._drop_unused(ticket)
 
     def _usable(self, ticket: TicketState) -> bool:
-        """Return whether a holder of the ticket may still lease slots for it. A decode worker does so only while
-        it adopts."""
+        """Return whether a holder may still lease slots from the ticket's reservation. A decode worker leases only
+        while it adopts."""
         holders = [self.holders[epoch] for epoch in ticket.holders if epoch in self.holders]
         return any(not holder.fenced and holder.role != DECODE for holder in holders)
 
-    def _settle(self, ticket: TicketState) -> None:
-        """Cancel the reservation of a ticket that no holder can use, and remove the ticket if it has no holder."""
+    def _drop_unused(self, ticket: TicketState) -> None:
+        """Cancel the ticket's reservation if no holder can use it, and remove the ticket if it has no holder."""
         if not self._usable(ticket):
             self.reserved -= ticket.reserved
             ticket.reserved = 0
@@ -572,13 +586,13 @@ class Ledger:
     def _commit_run(self, holder: Holder, run: CommitRun) -> CommitRunResult:
         try:
             ticket, hashes = self._check_run(holder, run)
-            behind = self._check_state(ticket, run.after, hashes) if run.after else None
-            if behind is None:
+            parent = self._check_state(ticket, run.after, hashes) if run.after else None
+            if parent is None:
                 self._check_chain(ticket, hashes)
         except InvalidRequest as error:
             return CommitRunResult(refusal=error.message)
-        if behind is not None:
-            return CommitRunResult(slots=self._seal_state(holder, ticket, behind, run.slots, hashes))
+        if parent is not None:
+            return CommitRunResult(slots=self._seal_state(holder, ticket, parent, run.slots, hashes))
         slots = [self._seal(holder, ticket, *pair) for pair in zip(run.slots, hashes, strict=True)]
         return CommitRunResult(slots=slots)
 
@@ -596,8 +610,8 @@ class Ledger:
         return ticket, hashes
 
     def _check_state(self, ticket: TicketState, after: bytes, hashes: list[bytes]) -> Block:
-        """Return the block that a state is to follow. Raises InvalidRequest unless it is on the ticket's chain and
-        ``hashes`` are those of the state's pages."""
+        """Return the block with the hash ``after``, which a state is to follow. Raises InvalidRequest unless the block
+        is on the ticket's chain and ``hashes`` are those of the state's pages."""
         block = self.tree.by_hash.get(after)
         if block is None or not self.tree.on_chain(block, ticket.last_block):
             raise InvalidRequest("the state does not belong to the ticket's chain")
@@ -606,24 +620,23 @@ class Ledger:
         return block
 
     def _seal_state(
-        self, holder: Holder, ticket: TicketState, behind: Block, slots: Iterable[int], hashes: list[bytes]
+        self, holder: Holder, ticket: TicketState, parent: Block, slots: Iterable[int], hashes: list[bytes]
     ) -> list[int]:
-        """Commit the pages of a state as a chain; return the slots that stay for them. The ticket pins the new state
-        instead of its previous one."""
-        self.tree.pin(behind)
-        pages = TicketState(ticket.ticket_id, ticket.opener, behind, 0, set())
-        kept = [self._seal(holder, pages, *pair, page=True) for pair in zip(slots, hashes, strict=True)]
-        held, ticket.state, ticket.state_pages = ticket.state, pages.last_block, len(hashes)
-        if held is not None:
-            self.tree.unpin(held)
-        return kept
+        """Commit the pages of a state after the block ``parent``; return the slots that the pages have from now on. The
+        ticket pins the new state instead of its previous one."""
+        self.tree.pin(parent)
+        # A scratch ticket, so that _seal appends pages to it and not to the request's chain.
+        scratch = TicketState(ticket.ticket_id, ticket.opener, parent, 0, set())
+        sealed = [self._seal(holder, scratch, *pair, page=True) for pair in zip(slots, hashes, strict=True)]
+        previous, ticket.state, ticket.state_pages = ticket.state, scratch.last_block, len(hashes)
+        if previous is not None:
+            self.tree.unpin(previous)
+        return sealed
 
     def _check_chain(self, ticket: TicketState, hashes: list[bytes]) -> None:
-        """Raise InvalidRequest unless ``hashes`` fit the ticket's chain.
-
-        Known blocks come first, each the child of the previous; they are on the ticket's chain or continue it. New
-        blocks only continue the last block, or known blocks after it.
-        """
+        """Raise InvalidRequest unless a run fits the ticket's chain: first committed blocks, each the child of the
+        previous, which are on the chain or continue it; then new blocks, which continue the chain's last block or
+        committed blocks after it."""
         known = [block for block in map(self.tree.by_hash.get, hashes) if block is not None]
         if not known:
             return
@@ -639,12 +652,12 @@ class Ledger:
             raise InvalidRequest("the run does not continue the ticket's chain")
 
     def _seal(self, holder: Holder, ticket: TicketState, slot: int, block_hash: bytes, page: bool = False) -> int:
-        """Commit one leased slot and return the slot that stays for the block."""
+        """Commit one leased slot; return the slot that the block has from now on."""
         block = self.tree.by_hash.get(block_hash)
         if block is None:
             del holder.leased[slot]
             self.committed_ever += 1
-            # A fetch does not mark pages of states.
+            # Fetched runs do not say which blocks are pages of states.
             page = page or (holder.role == FETCH and _is_page(block_hash, ticket.last_block))
             ticket.last_block = block = self.tree.add(slot, block_hash, ticket.last_block, page)
             self._on_commit(block)
@@ -656,5 +669,5 @@ class Ledger:
 
 
 def _is_page(block_hash: bytes, parent: Block | None) -> bool:
-    """Return whether a block is a page of a state, by its hash: whatever follows a page is one."""
+    """Return whether a block after ``parent`` is a page of a state: it follows a page, or has a first page's hash."""
     return parent is not None and (parent.page or block_hash == state_page(parent.hash, 0))

@@ -1,20 +1,19 @@
 """Prefix pins (users call them pins): chains that are evicted after everything else, for a limited time and share.
 
-    pinned --the chain's last block is in the pool--> whole --nothing else can be evicted--> partly in the pool
-                                                          ^                                            |
-                                                          +-------- the chain's last block arrives ----+
-    any of them --expires, is dropped or replaced,
-                  or its last block arrives at another depth than requested--> (void)
+    pinned --the chain's last block is in the pool--> complete --nothing else can be evicted--> partly in the pool
+                                                          ^                                               |
+                                                          +------------ the chain's last block arrives ---+
+    any state --expires, is dropped or replaced, or its last block arrives at another depth than requested--> (void)
 
 A prefix pin protects its chain only against other cached blocks, not against requests: a block pinned by a ticket is
 protected, but a prefix-pinned block is evicted when there is nothing else to evict. So prefix pins do not reduce the
 available slots, no request waits for one, and a fully prefix-pinned pool cannot deadlock (I5). Nor are they needed for
 correct answers (I1).
 
-A chain is identified by its last block's hash. That suffices to pin it again when it returns after an eviction or a
-restart of the node, and reveals nothing of the prompt.
+A chain is identified by its last block's hash. That suffices to pin it again when its blocks return after an eviction
+or a restart of the node, and reveals nothing of the prompt.
 
-Quotas count requested blocks, including shared and absent ones, so that a tenant's quota does not depend on others.
+Quotas count requested blocks, including shared and absent blocks, so that a tenant's quota does not depend on others.
 Sans-IO (I9). ``Block.prefix_pins`` marks chains as ``Block.ref_count`` does for pins.
 """
 
@@ -30,7 +29,7 @@ from pillion.kvstore.ledger.records import Block
 from pillion.kvstore.ledger.tree import BlockTree
 from pillion.v1.kvnode_pb2 import NodeStatus
 
-# Prefix pins per node and per owner. The record of a pin takes some 200 bytes in Redis.
+# Max prefix pins per node, and per owner. The record of a pin takes some 200 bytes in Redis.
 MAX_PREFIX_PINS = 1024
 MAX_OWNER_PREFIX_PINS = 128
 MAX_PREFIX_PIN_S = 30 * 86_400.0
@@ -44,10 +43,10 @@ class PrefixPinRequest:
         owner: the tenant, which is the namespace of ``name``.
         name: unique per owner. A later request with the same name replaces the earlier one.
         last_hash: hash of the chain's last block, which identifies the chain.
-        blocks, tokens: length of the chain, and of the prompt that it begins.
+        blocks, tokens: blocks of the chain, and tokens of the whole prompt.
         until_s: expiry, on the ledger's clock.
         model: the model's name, for listings.
-        ephemeral: True for a conversation in progress. A longer one of the same owner replaces the pins it covers.
+        ephemeral: True for a conversation in progress: it replaces the owner's ephemeral pins of prefixes of its chain.
     """
 
     owner: str
@@ -62,12 +61,11 @@ class PrefixPinRequest:
 
 @dataclass(slots=True, eq=False)
 class PrefixPin:
-    """A prefix pin: the tenant's ``request``, and the part of the chain that is in the pool.
+    """A prefix pin: the tenant's ``request``, and the prefix of the chain that is in the pool.
 
     Attributes:
-        end: the chain's last block in the pool, or the last page of a state after the whole chain; None if no block is
-            present.
-        hits: tickets at whose admission the whole pinned chain was in the pool and part of theirs.
+        end: last block of that prefix, or the last page of a state after the whole chain; None if no block is present.
+        hits: number of tickets whose chain began with the whole pinned chain, found in the pool at admission.
     """
 
     request: PrefixPinRequest
@@ -76,25 +74,25 @@ class PrefixPin:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks of the chain that are prefix-pinned now, excluding a state after them."""
+        """Number of blocks of the chain that are in the pool, excluding a state after them."""
         return min(self.end.depth + 1, self.request.blocks) if self.end is not None else 0
 
 
 class PrefixPinTable:
-    """All prefix pins of one pool. The ledger reports arriving and evicted blocks to it; no call waits, so it has no
+    """All prefix pins of one pool. The ledger calls :meth:`on_commit` and :meth:`on_evict`; no call waits, so it has no
     lock.
 
     Args:
-        tree: the pool's blocks, which this class marks.
-        percent, owner_percent: shares of the pool that may be prefix-pinned, in total and per owner.
+        tree: the pool's blocks, whose ``prefix_pins`` this class counts.
+        percent, owner_percent: max share of the pool that may be prefix-pinned, in total and per owner.
 
     Attributes:
         all: every prefix pin by owner and name.
-        blocks: requested blocks of all pins together.
+        blocks: requested blocks of all prefix pins.
         max_blocks, max_owner_blocks: limits on requested blocks, in total and per owner.
-        lapsed_ever: prefix pins that have expired.
-        refused_ever: requests beyond a quota, or whose length was wrong.
-        hits_ever: hits of all prefix pins, including ended ones.
+        lapsed_ever: number of prefix pins that have expired.
+        refused_ever: number of requests beyond a quota, or with a wrong length.
+        hits_ever: hits of all prefix pins, including those that have ended.
     """
 
     def __init__(self, tree: BlockTree, percent: int, owner_percent: int) -> None:
@@ -118,29 +116,29 @@ class PrefixPinTable:
 
     def of(self, owner: str) -> list[PrefixPin]:
         """Return an owner's prefix pins, oldest first. O(prefix pins of the node)."""
-        return [pin for (whose, _), pin in self.all.items() if whose == owner]
+        return [pin for (pin_owner, _), pin in self.all.items() if pin_owner == owner]
 
     def ending_with(self, last_hash: bytes) -> Sequence[PrefixPin]:
         """Return the prefix pins of the chain that ends with ``last_hash``."""
         return tuple(self._by_last_hash.get(last_hash, ()))
 
     def pin_prefix(
-        self, request: PrefixPinRequest, now: float, hashes: Sequence[bytes] = (), most_blocks: int = 0
+        self, request: PrefixPinRequest, now: float, hashes: Sequence[bytes] = (), max_blocks: int = 0
     ) -> PrefixPin:
-        """Pin a chain as far as it is in the pool; the rest is pinned as it arrives.
+        """Pin the prefix of a chain that is in the pool; further blocks are pinned when they arrive.
 
         Args:
             now: time on the clock of ``request.until_s``; an expired request is refused.
-            hashes: the chain without duplicates, ending with ``request.last_hash``. Without it, a chain that is not
-                whole here is looked up by its last block alone.
-            most_blocks: the owner's limit at this node if it is below the node's; 0 for none.
+            hashes: the chain without duplicates, ending with ``request.last_hash``. Without it, the chain is pinned
+                once its last block is present.
+            max_blocks: the owner's limit at this node if below the node's limit per owner; 0 for no such limit.
 
-        Raises InvalidRequest for an inconsistent request, Overloaded beyond a quota; then nothing has changed.
+        Raises InvalidRequest for an inconsistent request, and Overloaded beyond a quota, with nothing changed.
         """
         self._check_form(request, now, hashes)
         replaced = self._replaced(request, hashes)
         try:
-            self._check_limits(request, replaced, most_blocks)
+            self._check_limits(request, replaced, max_blocks)
         except Overloaded:
             self.refused_ever += 1
             raise
@@ -169,23 +167,24 @@ class PrefixPinTable:
 
     def expire(self, now: float) -> int:
         """End all expired prefix pins; return their number. O(prefix pins)."""
-        over = [pin for pin in self.all.values() if pin.request.until_s <= now]
-        for pin in over:
+        expired = [pin for pin in self.all.values() if pin.request.until_s <= now]
+        for pin in expired:
             self._remove(pin)
-        self.lapsed_ever += len(over)
-        return len(over)
+        self.lapsed_ever += len(expired)
+        return len(expired)
 
-    def used(self, hashes: Sequence[bytes], blocks: int) -> None:
-        """Count a hit for each prefix pin that ends among the first ``blocks`` of a chain, which were in the pool when
-        a ticket was admitted. Fetched blocks do not count. O(blocks)."""
+    def count_hits(self, hashes: Sequence[bytes], blocks: int) -> None:
+        """Count a hit for each prefix pin whose chain ends within the first ``blocks`` blocks of ``hashes``: those that
+        an admitted ticket found in the pool. Blocks fetched later do not count. O(blocks)."""
         for block_hash in hashes[:blocks]:
             for pin in self._by_last_hash.get(block_hash, ()):
                 pin.hits += 1
                 self.hits_ever += 1
 
     def on_commit(self, block: Block) -> None:
-        """Handle a committed or restored block. A prefix pin that requested another length of its chain ends. The state
-        after a whole chain becomes prefix-pinned with it."""
+        """Handle a committed or restored block. If it is the last block of a prefix pin, the whole chain is pinned, or
+        the pin ends if the chain has another length than requested. The state after a whole pinned chain is pinned
+        too."""
         if block.page and block.parent is not None:
             whole = [pin for pin in self._ends.get(block.parent, ()) if pin.blocks == pin.request.blocks]
             for pin in whole:
@@ -198,7 +197,7 @@ class PrefixPinTable:
                 self.refused_ever += 1
 
     def on_evict(self, block: Block) -> None:
-        """Handle an evicted block: the pins that ended there now end at its parent."""
+        """Handle an evicted block: pins that ended with it now end with its parent."""
         if block.prefix_pins and block.parent is not None:
             block.parent.prefix_pins += block.prefix_pins - 1
         for pin in self._ends.pop(block, ()):
@@ -216,12 +215,12 @@ class PrefixPinTable:
         """Yield a line for each inconsistency. O(blocks of the pool)."""
         blocks = self._tree.by_hash
         ends = Counter(pin.end for pin in self.all.values() if pin.end is not None)
-        if {block: len(found) for block, found in self._ends.items()} != dict(ends):
-            yield "the ends of prefix pins are not those that are filed"
+        if {block: len(pins) for block, pins in self._ends.items()} != dict(ends):
+            yield "the index of prefix pins by their ends is wrong"
         marked = Counter(block.parent for block in blocks.values() if block.parent is not None and block.prefix_pins)
         for block in blocks.values():
             if block.prefix_pins != ends[block] + marked[block]:
-                yield f"block of slot {block.slot} has {block.prefix_pins} marks of {ends[block]} prefix pins"
+                yield f"block of slot {block.slot} counts {block.prefix_pins} prefix pins of {ends[block]}"
         for pin in self.all.values():
             name, end, requested = pin.request.name, pin.end, pin.request.blocks
             if end is not None and blocks.get(end.hash) is not end:
@@ -238,10 +237,10 @@ class PrefixPinTable:
         if self.blocks != sum(pin.request.blocks for pin in self.all.values()) or self.blocks > self.max_blocks:
             yield f"{self.blocks} blocks are counted as prefix-pinned, of at most {self.max_blocks}"
         if any(count > self.max_owner_blocks for count in self._owner_blocks.values()):
-            yield "an owner has more prefix-pinned than it may"
+            yield "an owner has more blocks prefix-pinned than allowed"
 
     def _check_form(self, request: PrefixPinRequest, now: float, hashes: Sequence[bytes]) -> None:
-        """Raise InvalidRequest for a request that contradicts itself or the pool, or lasts too long."""
+        """Raise InvalidRequest for a request that is inconsistent by itself or with the pool, or lasts too long."""
         if request.blocks < 1 or not now < request.until_s <= now + MAX_PREFIX_PIN_S:
             raise InvalidRequest(f"a pin has at least one block and lasts for up to {MAX_PREFIX_PIN_S:.0f} s")
         if hashes and (
@@ -255,9 +254,10 @@ class PrefixPinTable:
             )
 
     def _replaced(self, request: PrefixPinRequest, hashes: Sequence[bytes]) -> list[PrefixPin]:
-        """Return the prefix pins that a new one replaces."""
+        """Return the prefix pins that a request replaces: the owner's pin of the same name and, if ephemeral, its
+        ephemeral pins of prefixes of the chain that expire no later."""
         same = self.all.get((request.owner, request.name))
-        found = [] if same is None else [same]
+        replaced = [] if same is None else [same]
         for block_hash in hashes if request.ephemeral else ():
             for other in self._by_last_hash.get(block_hash, ()):
                 covered = (
@@ -266,13 +266,13 @@ class PrefixPinTable:
                     and other.request.until_s <= request.until_s
                 )
                 if covered and other is not same:
-                    found.append(other)
-        return found
+                    replaced.append(other)
+        return replaced
 
-    def _check_limits(self, request: PrefixPinRequest, replaced: Sequence[PrefixPin], most_blocks: int) -> None:
+    def _check_limits(self, request: PrefixPinRequest, replaced: Sequence[PrefixPin], max_blocks: int) -> None:
         freed = sum(old.request.blocks for old in replaced)
         owned, total = self._owner_blocks[request.owner] - freed + request.blocks, self.blocks - freed + request.blocks
-        bound = min(self.max_owner_blocks, most_blocks or self.max_owner_blocks)
+        bound = min(self.max_owner_blocks, max_blocks or self.max_owner_blocks)
         if owned > bound:
             raise Overloaded(f"the tenant's pins would have {owned} blocks at this KV node, of at most {bound}")
         if total > self.max_blocks:
@@ -283,7 +283,7 @@ class PrefixPinTable:
             raise Overloaded(f"this KV node has {MAX_PREFIX_PINS} pins already")
 
     def _move(self, pin: PrefixPin, block: Block) -> None:
-        """Move the end of a prefix pin's marks to ``block``, which is on its chain."""
+        """Let a prefix pin end with ``block``, which is on its chain, and update the blocks' counts."""
         if pin.end is block:
             return
         self._mark_chain(block)
@@ -295,19 +295,19 @@ class PrefixPinTable:
         end, pin.end = pin.end, None
         if end is None:
             return
-        found = self._ends[end]
-        found.remove(pin)
-        if not found:
+        pins = self._ends[end]
+        pins.remove(pin)
+        if not pins:
             del self._ends[end]
         self._unmark_chain(end)
 
     def _mark_chain(self, block: Block) -> None:
-        """Mark the chain that ends with ``block``. O(blocks of the chain)."""
+        """Count one more prefix pin that ends with ``block``. O(blocks of the chain)."""
         at: Block | None = block
         policy = self._tree.policy
         grows = True
         while at is not None:
-            # Requeue the block even if its mark stays, because an ancestor must follow the blocks just marked.
+            # Requeue the block even if its count stays, because ancestors must follow the blocks just requeued.
             if not at.ref_count:
                 policy.remove(at)
             at.prefix_pins += grows
@@ -317,7 +317,7 @@ class PrefixPinTable:
             at = at.parent
 
     def _unmark_chain(self, block: Block) -> None:
-        """Remove a mark from a chain. Unmarked blocks are evicted like any other."""
+        """Count one prefix pin less that ends with ``block``."""
         at: Block | None = block
         policy = self._tree.policy
         while at is not None:
@@ -334,9 +334,9 @@ class PrefixPinTable:
     def _remove(self, pin: PrefixPin) -> None:
         request = pin.request
         del self.all[request.owner, request.name]
-        found = self._by_last_hash[request.last_hash]
-        found.remove(pin)
-        if not found:
+        pins = self._by_last_hash[request.last_hash]
+        pins.remove(pin)
+        if not pins:
             del self._by_last_hash[request.last_hash]
         self._count(request, -1)
         self._unmark(pin)
@@ -350,11 +350,10 @@ class PrefixPinTable:
 
 
 class PrefixPinEviction:
-    """Evicts prefix-pinned blocks last: first the blocks of the tree's ``plain`` policy, and when it is empty, the
-    prefix-pinned blocks in LRU order.
+    """Eviction policy with two parts: the tree's ``plain`` policy first, then prefix-pinned blocks in LRU order.
 
-    ``Block.prefix_pins`` decides which part has a block. It changes only while the block is in neither. Every ancestor
-    of a prefix-pinned block is prefix-pinned, so both parts, and their concatenation, follow the chain rule.
+    ``Block.prefix_pins`` determines a block's part. It changes only while the block is in neither. Ancestors of
+    prefix-pinned blocks are prefix-pinned too, so descendants precede their ancestors in the whole order.
     """
 
     def __init__(self, tree: BlockTree) -> None:

@@ -1,12 +1,8 @@
-"""Plain records of the slot ledger that other parts of a node read. Only the ledger, the block tree and the eviction
-policy change them.
-"""
+"""Plain records of the slot ledger. Other parts of a node only read them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-
-MAX_BLOCKS = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +16,9 @@ class PoolShape:
 
 
 def slots_of(pool_bytes: int, block_bytes: int) -> int:
-    """Return the number of blocks of ``block_bytes`` that fit into ``pool_bytes``, at most MAX_BLOCKS."""
-    return min(pool_bytes // block_bytes, MAX_BLOCKS) if block_bytes > 0 else 0
+    """Return the number of blocks of ``block_bytes`` that fit into ``pool_bytes``; at most 2**31 - 1, since
+    block tables have int32 entries."""
+    return min(pool_bytes // block_bytes, 2**31 - 1) if block_bytes > 0 else 0
 
 
 @dataclass(slots=True, eq=False)
@@ -30,12 +27,13 @@ class Block:
 
     Attributes:
         depth: number of blocks before it in its chain.
-        segment: hash of the first block of its segment of SEGMENT_BLOCKS, the unit of the index.
-        ref_count: pins on the block itself plus its protected children; the block is protected while nonzero.
-        children: committed blocks whose parent it is.
+        segment: hash of the first block of its segment; the index divides chains into segments of SEGMENT_BLOCKS.
+        ref_count: number of pins on the block itself, plus its protected children; nonzero for a protected block.
+        children: number of committed blocks whose parent it is.
         page: True for a page of a state, which follows a block or another page.
-        prefix_pins: prefix pins that end with the block plus its prefix-pinned children; evicted late while nonzero.
-        checksum: XXH3-64 of its bytes, 0 until first requested.
+        prefix_pins: number of prefix pins that end with the block, plus its prefix-pinned children; if nonzero, the
+            block is evicted last.
+        checksum: XXH3-64 of the block's bytes, 0 until first requested.
     """
 
     slot: int
@@ -51,14 +49,14 @@ class Block:
 
     @property
     def parent_hash(self) -> bytes:
-        """Hash of the block before it, empty for the first block of a chain."""
+        """Hash of the parent; empty for the first block of a chain."""
         return self.parent.hash if self.parent else b""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexEvent:
-    """Arrival (``here``) or eviction of a block. ``segment`` is as in :class:`Block`. ``parent`` is the hash of the
-    block before an arriving one, empty for the first of a chain."""
+    """Arrival (``here``) or eviction of a block. ``segment`` is that of the Block. ``parent`` is the hash of an
+    arriving block's parent, empty for the first block of a chain."""
 
     block_hash: bytes
     here: bool

@@ -1,8 +1,8 @@
 """Tree of committed blocks by parent. A pin on a chain's last block protects the whole chain.
 
-    born (pinned) --unpin--> cached --evict--> gone
-         ^                     |
-         +--------pin----------+
+    added (pinned) --unpin--> cached --evict--> removed
+          ^                     |
+          +--------pin----------+
 
 ``Block.ref_count`` counts the pins on the block itself plus its protected children, so "protected" means that it is not
 0, and a pin or unpin walks only the ancestors whose protection changes. Every block is either protected or in the
@@ -25,27 +25,31 @@ class Match:
     """Longest committed prefix of a chain.
 
     Attributes:
-        last_block: its last block, None for an empty prefix.
-        blocks: its length.
-        newly: its unprotected blocks, including those of the state: a pin would remove these from the eviction policy.
+        last_block: the prefix's last block, None for an empty prefix.
+        blocks: length of the prefix.
+        newly_pinned: number of its blocks, and of the state's pages, that are unprotected: a pin makes them
+            unavailable.
         state: last page of the state after the last block, if a state was requested.
-        known: length of the longest prefix regardless of states, if a state was requested.
+        known: length of the longest prefix with or without a state, if a state was requested.
     """
 
     last_block: Block | None
     blocks: int
-    newly: int
+    newly_pinned: int
     state: Block | None = None
     known: int = 0
 
 
 class BlockTree:
-    """All committed blocks of a pool, by hash. Only the ledger changes it, on the node's loop, so it has no lock.
-    ``policy`` receives every block that loses protection and drops every block that regains it.
+    """All committed blocks of a pool. Only the ledger changes it, on the node's event loop, so it has no lock.
 
-    ``plain`` is the policy of the blocks that may leave ahead of need: ``policy`` itself, unless that wraps it to
-    evict some blocks last (:mod:`pillion.kvstore.ledger.pin_table`). It is replaced when the pool gets its first state
-    (:mod:`pillion.kvstore.ledger.state_eviction`).
+    Attributes:
+        by_hash: the blocks by hash.
+        policy: eviction order of the unprotected blocks.
+        plain: eviction order without prefix pins; ``policy`` wraps it to evict prefix-pinned blocks last
+            (:mod:`pillion.kvstore.ledger.pin_table`). It is replaced when the pool gets its first state
+            (:mod:`pillion.kvstore.ledger.state_eviction`).
+        protected: number of protected blocks.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -69,17 +73,17 @@ class BlockTree:
         self.plain = plain
 
     def longest_prefix(self, hashes: Sequence[bytes]) -> Match:
-        """Follow ``hashes`` while each is committed as the child of the previous one."""
+        """Return the longest prefix of ``hashes`` whose blocks are committed, each as the child of the previous."""
         last_block: Block | None = None
-        blocks = newly = 0
+        blocks = newly_pinned = 0
         for block_hash in hashes:
             block = self.by_hash.get(block_hash)
             if block is None or block.parent is not last_block:
                 break
             last_block = block
             blocks += 1
-            newly += not block.ref_count
-        return Match(last_block, blocks, newly)
+            newly_pinned += not block.ref_count
+        return Match(last_block, blocks, newly_pinned)
 
     def longest_with_state(self, hashes: Sequence[bytes], pages: int) -> Match:
         """Return the longest prefix of ``hashes`` that is followed by a state of ``pages`` pages."""
@@ -88,26 +92,26 @@ class BlockTree:
         while at is not None:
             state = self.by_hash.get(state_page(at.hash, pages - 1))
             if state is not None:
-                newly = sum(not block.ref_count for block in self.chain(state))
-                return Match(at, at.depth + 1, newly, state, known)
+                newly_pinned = sum(not block.ref_count for block in self.chain(state))
+                return Match(at, at.depth + 1, newly_pinned, state, known)
             at = at.parent
         return Match(None, 0, 0, known=known)
 
-    def state_behind(self, block: Block | None, state: Block | None, pages: int) -> list[Block]:
+    def state_after(self, block: Block | None, state: Block | None, pages: int) -> list[Block]:
         """Return the pages, in order, of the state whose last page is ``state``; empty if it does not follow
         ``block``."""
-        found: list[Block] = []
-        while state is not None and len(found) < pages:
-            found.append(state)
+        state_pages: list[Block] = []
+        while state is not None and len(state_pages) < pages:
+            state_pages.append(state)
             state = state.parent
-        found.reverse()
-        return found if state is block else []
+        state_pages.reverse()
+        return state_pages if state is block else []
 
     def state_end(self, block: Block) -> Block:
-        """Return the last page of the state after ``block`` that is present, or ``block`` if there is none."""
+        """Return the last page present of the state after ``block``, or ``block`` if no page is present."""
         end, page = block, 0
-        while (found := self.by_hash.get(state_page(block.hash, page))) is not None:
-            end, page = found, page + 1
+        while (next_page := self.by_hash.get(state_page(block.hash, page))) is not None:
+            end, page = next_page, page + 1
         return end
 
     def chain(self, last_block: Block | None) -> list[Block]:
@@ -126,7 +130,7 @@ class BlockTree:
         return last_block is block
 
     def add(self, slot: int, block_hash: bytes, last_block: Block | None, page: bool = False) -> Block:
-        """Add a block, or a page of a state, after ``last_block``. The pin of ``last_block`` moves to the new child."""
+        """Add a block, or a page of a state, after ``last_block``, and move a pin of ``last_block`` to it."""
         depth = last_block.depth + 1 if last_block is not None else 0
         segment = last_block.segment if last_block is not None and depth % SEGMENT_BLOCKS else block_hash
         block = Block(slot, block_hash, last_block, depth, segment, ref_count=1, page=page)

@@ -1,20 +1,20 @@
 """Queue of OpenTicket calls that wait for memory. Sans-IO (I9): the node polls it after every change.
 
-    asked --fits, queue is empty--> admitted
-      +-----------> waiting --its turn, and it fits--> admitted
-                       +--withdrawn, or its epoch is gone--> (removed)
+    ask --it is first and fits--> admitted
+     +------> waiting --it is first and fits--> admitted
+                 +--withdrawn, or its epoch has ended--> (removed)
 
-Within a tenant the queue is first come, first served. Priority counts as earlier arrival
-(:mod:`pillion.rules.priority`). Preempted streams (``resume``) precede new prompts, because their readers are already
-waiting.
+Within a tenant the queue is first come, first served, except that priority counts as earlier arrival
+(:mod:`pillion.rules.priority`) and preempted streams (``resume``) precede new prompts, because their readers are
+already waiting.
 
 Between tenants, identified by their flows (:class:`pillion.rules.priority.Flow`), shares of the pool decide: next is
-the flow whose tickets claim the least memory relative to its weight; on a tie, the earliest. So a flow that claims
-nothing gets the next memory that is freed, and no history of past use is needed. Between flows, as between the
+the flow whose tickets claim the least memory relative to its weight; on a tie, the earliest waiter. So a flow that
+claims nothing gets the next memory that is freed, and past usage need not be recorded. Between flows, as between the
 sequences of a worker, only the extremes of priority matter (:func:`pillion.rules.priority.rank_of`).
 
-Only the first waiter is considered. It can be overtaken only by flows that claim less than its own, and its own flow's
-claim falls as its streams end, so a big prompt does not starve.
+Only the first waiter can be admitted. Only flows that claim less can overtake it, and its own flow's claim falls as its
+streams end, so a long prompt does not starve.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Waiter:
         total_blocks: blocks that the whole prompt needs.
         resume: True for a preempted stream that comes back.
         adopt: lease all reserved slots with the same call, if ``expected_blocks`` are present.
-        state_pages: pages of the state to resume the prompt from, 0 for a model without states.
-        known_blocks: blocks of the chain present on any node, for a model with states.
-        flow: the tenant's share of the pool.
+        state_pages: pages per state; 0 for a model without states.
+        known_blocks: leading blocks of the chain present on some node, for a model with states.
+        flow: key and weight of the tenant.
         asked_s: time of the call on the node's monotonic clock.
     """
 
@@ -63,12 +63,13 @@ class Waiter:
     asked_s: float = 0.0
 
     @property
-    def place(self) -> tuple[bool, float]:
-        """Sort key within one tenant; smaller is earlier."""
+    def order(self) -> tuple[bool, float]:
+        """Sort key within a tenant's queue; smaller is earlier."""
         return not self.resume, queue_order(self.priority, self.asked_s)
 
     @property
     def key(self) -> tuple[int, int]:
+        """Identifies the call."""
         return self.epoch, self.nonce
 
 
@@ -88,8 +89,8 @@ class WaitingQueue:
     def __init__(self, ledger: Ledger, max_waiting: int = MAX_WAITING) -> None:
         self._ledger = ledger
         self.max_waiting = max_waiting
-        # Waiters by flow key: never empty, sorted by place; equal waiters in order of arrival.
-        self._lines: dict[bytes, list[Waiter]] = {}
+        # Nonempty queues by flow key, sorted by Waiter.order, then by arrival.
+        self._queues: dict[bytes, list[Waiter]] = {}
         self._by_key: dict[tuple[int, int], Waiter] = {}
         self._counts: Counter[bool] = Counter()
 
@@ -97,18 +98,18 @@ class WaitingQueue:
         return len(self._by_key)
 
     def ask(self, waiter: Waiter) -> Grant | None:
-        """Admit the waiter at once, or queue it and return None. Call :meth:`poll` afterwards in either case, because
-        another flow's waiter may now be first and fit.
+        """Admit the waiter at once, or queue it and return None. The caller must :meth:`poll` next in either case,
+        because another flow's waiter may now be first and fit.
 
         Raises Overloaded if the prompt can never fit or the queue is full, Unavailable while the pool has no shape,
         Conflict for a fenced epoch, NotFound for a void one, InvalidRequest for an inconsistent request.
         """
         self._check_waiter(waiter)
-        insort(self._lines.setdefault(waiter.flow.key, []), waiter, key=lambda other: other.place)
+        insort(self._queues.setdefault(waiter.flow.key, []), waiter, key=lambda other: other.order)
         self._by_key[waiter.key] = waiter
         self._counts[waiter.resume] += 1
         grant = self._admit(waiter) if self._first() is waiter else None
-        # Counted separately, so that new prompts cannot shut out preempted streams.
+        # New prompts and preempted streams have separate limits, so that new prompts cannot shut out preempted streams.
         is_full = self._counts[waiter.resume] > self.max_waiting
         if grant is not None or is_full:
             self.withdraw(waiter.key)
@@ -119,7 +120,7 @@ class WaitingQueue:
     def poll(self) -> list[Grant]:
         """Admit waiters from the front while they fit. The node calls this after every change in the ledger."""
         grants = []
-        while self._lines and self._ledger.unpromised:
+        while self._queues and self._ledger.unreserved:
             grant = self._admit(self._first())
             if grant is None:
                 break
@@ -133,13 +134,13 @@ class WaitingQueue:
         if waiter is None:
             return False
         self._counts[waiter.resume] -= 1
-        line = self._lines[waiter.flow.key]
-        at = bisect_left(line, waiter.place, key=lambda other: other.place)
-        while line[at] is not waiter:
-            at += 1
-        del line[at]
-        if not line:
-            del self._lines[waiter.flow.key]
+        queue = self._queues[waiter.flow.key]
+        index = bisect_left(queue, waiter.order, key=lambda other: other.order)
+        while queue[index] is not waiter:
+            index += 1
+        del queue[index]
+        if not queue:
+            del self._queues[waiter.flow.key]
         return True
 
     def withdraw_epoch(self, epoch: int) -> list[tuple[int, int]]:
@@ -150,35 +151,36 @@ class WaitingQueue:
         return keys
 
     def recall_blocks(self) -> int:
-        """Return how many slots the first waiter lacks, i.e. how many free slots workers should return."""
-        if not self._lines:
+        """Return the number of slots missing to admit the first waiter, which workers should return from their
+        stocks."""
+        if not self._queues:
             return 0
         first = self._first()
         return self._ledger.shortage(first.hashes, first.total_blocks, first.state_pages)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError on inconsistency between the lines and the waiters."""
-        for key, line in self._lines.items():
-            assert line, "a line is empty"
-            assert all(waiter.flow.key == key for waiter in line), "a waiter stands in another flow's line"
-            assert line == sorted(line, key=lambda waiter: waiter.place), "a line is out of order"
-        waiting = [waiter for line in self._lines.values() for waiter in line]
-        assert {waiter.key: waiter for waiter in waiting} == self._by_key, "the lines have other waiters than are known"
+        """Raise AssertionError if queues, index by key and counts are inconsistent."""
+        for key, queue in self._queues.items():
+            assert queue, "a queue is empty"
+            assert all(waiter.flow.key == key for waiter in queue), "a waiter is in another flow's queue"
+            assert queue == sorted(queue, key=lambda waiter: waiter.order), "a queue is out of order"
+        waiting = [waiter for queue in self._queues.values() for waiter in queue]
+        assert {waiter.key: waiter for waiter in waiting} == self._by_key, "the queues and the index differ"
         assert +self._counts == Counter(waiter.resume for waiter in waiting), "the waiters are miscounted"
 
     def _first(self) -> Waiter:
         """Return the next waiter. Requires a nonempty queue."""
-        heads = [line[0] for line in self._lines.values()]
+        heads = [queue[0] for queue in self._queues.values()]
         return heads[0] if len(heads) == 1 else self._fairest(heads)
 
     def _fairest(self, heads: Sequence[Waiter]) -> Waiter:
-        """Choose between the first waiters of several flows."""
+        """Return the next waiter of the first waiters of several flows."""
         claims = self._ledger.claims()
         firsts: dict[int, tuple[float, tuple[bool, float], Waiter]] = {}
         for head in heads:
             rank, share = rank_of(head.priority), claims[head.flow.key] / head.flow.weight
-            if rank not in firsts or (share, head.place) < firsts[rank][:2]:
-                firsts[rank] = share, head.place, head
+            if rank not in firsts or (share, head.order) < firsts[rank][:2]:
+                firsts[rank] = share, head.order, head
         return min(firsts.values(), key=lambda first: first[1])[2]
 
     def _admit(self, waiter: Waiter) -> Grant | None:

@@ -183,7 +183,7 @@ class Pool:
 
     def heartbeat(self, epoch: int) -> HeartbeatReply:
         """Return whether a worker's epoch is fenced, and how many of its free slots it should return."""
-        holder = self.ledger.seen(epoch, time.monotonic())
+        holder = self.ledger.touch(epoch, time.monotonic())
         return HeartbeatReply(fenced=holder.fenced, recall_blocks=self.waiting.recall_blocks())
 
     def judge_silence(self, interval_s: float) -> bool:
@@ -217,7 +217,7 @@ class Pool:
         missing ones are removed from the index, and ``adopt`` raises NotFound, since its slots would not be used.
         """
         now = time.monotonic()
-        self.ledger.seen(request.epoch, now)
+        self.ledger.touch(request.epoch, now)
         hashes = tuple(split_hashes(request.block_hashes))
         if len(request.flow.key) > MAX_FLOW_KEY_BYTES:
             raise InvalidRequest(f"the flow's key has {len(request.flow.key)} bytes; at most {MAX_FLOW_KEY_BYTES}")
@@ -282,7 +282,7 @@ class Pool:
     async def prefetch(self, request: PrefetchRequest) -> PrefetchReply:
         """Fetch as much as possible of a ticket's chain into the pool."""
         epoch, ticket_id, began_s = request.epoch, request.ticket_id, time.monotonic()
-        self.ledger.seen(epoch, began_s)
+        self.ledger.touch(epoch, began_s)
         hashes, sources = split_hashes(request.block_hashes), request.source_node_ids
         if self.survival is not None:
             await self.survival.restore(hashes)
@@ -315,7 +315,7 @@ class Pool:
         Blocks of lower tiers are loaded first, within room and ``timeout_s`` (0: this node's limit). Without such a
         block, or if the caller goes away, there is no ticket (0).
         """
-        self.ledger.seen(epoch, time.monotonic())
+        self.ledger.touch(epoch, time.monotonic())
         if self.survival is not None:
             await self.survival.restore(hashes)
         ticket = self.ledger.pin_chain(epoch, nonce, hashes)
@@ -339,12 +339,12 @@ class Pool:
 
     def pinned_slots(self, epoch: int, ticket_id: int) -> frozenset[int]:
         """Return the slots of a ticket's chain. Raise NotFound if the epoch has no such ticket."""
-        self.ledger.seen(epoch, time.monotonic())
+        self.ledger.touch(epoch, time.monotonic())
         return self.ledger.pinned_slots(epoch, ticket_id)
 
     def release(self, epoch: int, ticket_ids: Sequence[int], nonces: Sequence[int]) -> None:
         """Release an epoch's tickets, by id or by the nonce of an OpenTicket call that waits or was granted."""
-        self.ledger.seen(epoch, time.monotonic())
+        self.ledger.touch(epoch, time.monotonic())
         for nonce in nonces:
             if self.waiting.withdraw((epoch, nonce)):
                 self._fail((epoch, nonce), "the caller no longer waits")
@@ -457,7 +457,7 @@ class Pool:
     def _worker(self, epoch: int) -> None:
         """Record a sign of life of an attached worker. Raise InvalidRequest for other holders: hashes are no secret, so
         a caller that cannot write slots must not commit any."""
-        if self.ledger.seen(epoch, time.monotonic()).role in (SESSION, FETCH, KEPT):
+        if self.ledger.touch(epoch, time.monotonic()).role in (SESSION, FETCH, KEPT):
             raise InvalidRequest("only a worker that has attached may do this")
 
     def changed(self) -> None:

@@ -218,7 +218,7 @@ class NodePrefixPins:
     def _touch_epoch(self, epoch: int) -> float:
         """Record a call under an epoch; return the time. Raises NotFound for a void epoch."""
         now = time.monotonic()
-        self._ledger.seen(epoch, now)
+        self._ledger.touch(epoch, now)
         return now
 
 

@@ -237,7 +237,7 @@ def _component_state(life: Life) -> tuple[Any, ...]:
         ledger = life.component.pool.ledger
         waiting = len(life.component.pool.waiting)
         fenced = sum(holder.fenced for holder in ledger.holders.values())
-        return paused, min(waiting, 2), fenced, min(len(ledger.tickets), 4), ledger.unpromised == 0
+        return paused, min(waiting, 2), fenced, min(len(ledger.tickets), 4), ledger.unreserved == 0
     if life.is_worker:
         epoch = life.component.worker.epoch
         sequences = epoch._steps.scheduler.sequences.values()

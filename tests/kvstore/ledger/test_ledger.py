@@ -290,8 +290,8 @@ def test_only_a_fenced_epoch_drains(ledger: Ledger) -> None:
 
 def test_silence(ledger: Ledger) -> None:
     gateway, loading, worker = (ledger.attach(n, r) for n, r in (("g", SESSION), ("l", "decode"), ("w", "decode")))
-    ledger.seen(gateway, 0.0)
-    ledger.seen(worker, 0.0)
+    ledger.touch(gateway, 0.0)
+    ledger.touch(worker, 0.0)
     assert ledger.overdue(5.0, 5.0) == []
     assert ledger.overdue(5.1, 5.0) == [worker], "neither a gateway nor a worker that never did anything"
     ledger.restart_silence_timers(5.1)
@@ -346,7 +346,7 @@ def test_damage_is_found() -> None:
         "ledger.by_opener.clear()": "opener",
         "ledger.tree.policy.pop()": "eviction policy",
         "worker.fenced = True; ticket.holders = {worker.epoch}": "nobody may lease",
-        "ticket.reserved += 9; ledger.reserved += 9": "promised",
+        "ticket.reserved += 9; ledger.reserved += 9": "slots are reserved",
     }
     for damage, words in damages.items():
         with pytest.raises(IntegrityError, match=words):

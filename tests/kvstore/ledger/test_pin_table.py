@@ -227,7 +227,7 @@ def test_limits() -> None:
     hashes = prompt(1, 2, 3)
     wish = PrefixPinRequest("a", "x", hashes[-1], 3, 10.0)
     with pytest.raises(Overloaded, match="at most 2"):
-        pool.ledger.prefix_pins.pin_prefix(wish, 0.0, hashes, most_blocks=2)
+        pool.ledger.prefix_pins.pin_prefix(wish, 0.0, hashes, max_blocks=2)
     for bad, now in ((wish, 10.0), (PrefixPinRequest("a", "x", hashes[-1], 3, MAX_PREFIX_PIN_S + 1), 0.0)):
         with pytest.raises(InvalidRequest):
             pool.ledger.prefix_pins.pin_prefix(bad, now)

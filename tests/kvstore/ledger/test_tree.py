@@ -72,8 +72,8 @@ def test_chains_and_states_are_found(scenes: list[Random]) -> None:
             assert tree.state_end(block) is (pages[-1] if pages else block)
             assert tree.on_chain(block, last) is (block_hash in [one.hash for one in chain])
             if len(pages) == PAGES:
-                assert tree.state_behind(block, pages[-1], PAGES) == pages
-                assert tree.state_behind(block.parent, pages[-1], PAGES) == []
+                assert tree.state_after(block, pages[-1], PAGES) == pages
+                assert tree.state_after(block.parent, pages[-1], PAGES) == []
 
 
 def test_a_policy_replaces_the_default_with_and_without_pins() -> None:
@@ -92,7 +92,7 @@ def test_nothing_is_on_an_empty_chain() -> None:
     block = tree.add(0, b"a" * 32, None)
     assert not tree.on_chain(block, None)
     assert tree.chain(None) == []
-    assert tree.state_behind(None, None, PAGES) == []
+    assert tree.state_after(None, None, PAGES) == []
 
 
 def test_a_segment_is_named_after_its_first_block() -> None:
