@@ -1,11 +1,11 @@
-"""The gateway: takes requests over gRPC and HTTP, plans where they run, and streams their answers.
+"""The gateway: accepts requests over gRPC and HTTP, plans where they run, and streams their answers.
 
 assemble.py         a gateway's parts, and the flags that enable them; open this first
 gateway.py          Gateway.generate: checks, tokenizes, admits and starts a request
 gateway_server.py   the gateway as a component: ports, heartbeat, draining
-gateway_limits.py   limits and periods without a flag
+gateway_limits.py   limits and periods that no flag sets
 boxed_process.py    a killable process for untrusted jobs
-boxed_worker.py     that process's program; it imports nothing of Pillion
+boxed_worker.py     that process's program, which imports nothing of Pillion
 http_api/           OpenAI's HTTP API
 anthropic/          Anthropic's Messages, at the same port
 responses/          OpenAI's Responses, at the same port
@@ -19,10 +19,10 @@ grammars/           structured output: the grammar of an answer
 prefix_pins/        prompts computed ahead and pinned
 pooling/            embeddings, classification and scoring of texts
 planning/           which workers serve a request, and where its prompt is split
-read_ahead/         prefetch of KV from lower tiers for queued requests
+read_ahead/         fetches of KV from lower tiers for queued requests
 recorder/           bundles of requests that failed or were slow
 request/            the life of one request: state machine, calls to components, replays
-ui/                 the web page: its files, and the data of its live picture
+ui/                 the web page: its files, and its live data
 links/              connections to the registry, KV nodes, prefill and decode workers
 
 A gateway computes no model and holds no KV: it imports neither torch nor a backend.

@@ -1,10 +1,10 @@
 """Assembly of a gateway: its parts, and the flags that enable them.
 
-always                   OpenAI's API, Anthropic's Messages, Responses, prefix pins, embeddings and labels, gRPC
---model, --also-model    models with their tokenizers, templates and formats
+always                   OpenAI's API, Anthropic's Messages, Responses, prefix pins, embeddings and classification, gRPC
+--model, --also-model    models with their tokenizers, chat templates and formats
 --api-keys, --api-key    tenants and their quotas
---enable-lora            names of adapters, and their files
---enable-prefix-caching  reading ahead
+--enable-lora            adapters
+--enable-prefix-caching  read-ahead
 --batch-path             batches        --record-path  bundles of requests        --ui  web page
 """
 
@@ -73,22 +73,19 @@ from pillion.wire.registry import ComponentRecord
 log = logging.getLogger("pillion.gateway")
 
 SERVICE = "pillion.v1.Gateway"
-# Open calls of the public gRPC service, health watches included.
+# Max open calls of the public gRPC service, health watches included.
 MAX_GRPC_CALLS = 8192
-DAY_S = 24 * 3600
 
-# Opens a gateway's ports; the last argument makes the routes of features. Raises OSError for an unusable address.
+# Opens a gateway's ports; the last argument creates the HTTP routes of features. Raises OSError for an unusable
+# address.
 Listen = Callable[[Gateway, GatewayServicer, MoreRoutes], Awaitable[Ports]]
 
 
 async def start_gateway(
     flags: GatewayFlags, *, prepared: PreparedModel | None = None, limits: GatewayLimits | None = None
 ) -> GatewayServer:
-    """Start a gateway. With ``prepared``, --model is not prepared again. ``check_flags`` has passed.
-
-    Raises:
-        ConfigError: an unusable model, or a port in use.
-    """
+    """Start a gateway with checked flags. ``prepared`` is the model of --model, if it is prepared already. Raises
+    ConfigError for an unusable model or a port in use."""
     if not flags.redis_url:
         raise ConfigError("the gateway needs --redis-url")
     has_keys = bool(flags.api_keys or flags.api_key)
@@ -111,8 +108,8 @@ async def serve_models(
     keys: KeyFile | None = None,
     limits: GatewayLimits | None = None,
 ) -> GatewayServer:
-    """Connect a gateway of these models, by served name, to its cluster, then open its ports and start heartbeats.
-    Without ``keys`` it needs no API key. Raise ConfigError as :func:`start_gateway` does."""
+    """Connect a gateway of these models, by served name, to its cluster, then open its ports and start heartbeats. None
+    for ``keys``: clients need no API key. Raises ConfigError as :func:`start_gateway` does."""
     limits = limits or GatewayLimits()
     component_id = flags.component_id or f"gateway-{os.getpid()}-{secrets.token_hex(3)}"
     registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms)
@@ -129,7 +126,7 @@ async def serve_models(
     gateway = Gateway(entries, cluster, options, ring, quotas, adapters, read_ahead, recorder, limits)
     lines = LineCalls()
     batches = _batches(flags.batch_path, limits, gateway, lines) if flags.batch_path else None
-    # Work beside requests, stopped when the gateway drains, and what is freed after the last call; both last first.
+    # Background work, which ends when the gateway drains, and resources, which are freed after the last call.
     background, resources = contextlib.AsyncExitStack(), contextlib.AsyncExitStack()
     if adapters is not None:
         background.push_async_callback(adapters.stop)
@@ -142,21 +139,21 @@ async def serve_models(
         resources.callback(batches.close)
     await asyncio.gather(cluster.start(), *(entry.template.warm_up() for entry in entries.values()))
     vectors = GatewayVectors(gateway)
-    # The mapping has the remaining calls of the service.
+    # The mapping implements the service's other methods.
     servicer = GatewayServicer(  # type: ignore[abstract]
         gateway, {**prefix_calls(gateway), **text_calls(gateway, vectors), **adapter_calls(gateway)}
     )
 
     def more_routes(calls: ModelCalls, core: Sequence[Route]) -> list[Route]:
-        found = [
+        routes = [
             *ui_routes(calls, flags),
             *anthropic_routes(calls, flags),
             *responses_routes(calls, flags),
             *prefix_routes(calls, flags),
             *pooling_routes(calls, vectors),
         ]
-        # Lines of a batch may call the routes before them.
-        return [*found, *batch_routes(calls, batches, lines, (*core, *found)), *adapter_routes(calls)]
+        # Lines of a batch may call these routes, but neither batches nor adapters.
+        return [*routes, *batch_routes(calls, batches, lines, (*core, *routes)), *adapter_routes(calls)]
 
     try:
         ports = await listen(gateway, servicer, more_routes)
@@ -188,7 +185,7 @@ def _options(flags: GatewayFlags, limits: GatewayLimits, entries: Mapping[str, M
     longest = max(entry.limits.max_model_len_tokens for entry in entries.values())
     return GatewayOptions(
         policy=parse_policy(flags.split_policy),
-        # Without chunked prefill a prefill range is one chunk.
+        # Without chunked prefill, a prefill range is a single chunk.
         chunk_tokens=flags.chunk_size if flags.enable_chunked_prefill else max(longest, flags.block_size),
         max_attempts=limits.max_attempts,
         max_inflight_requests=flags.max_inflight_requests,
@@ -199,31 +196,31 @@ def _options(flags: GatewayFlags, limits: GatewayLimits, entries: Mapping[str, M
 
 
 def _batches(path: str, limits: GatewayLimits, gateway: Gateway, lines: LineCalls) -> BatchRunner:
-    """Create the runner of the batches in --batch-path. Raise ConfigError."""
+    """Create the runner of the batches in --batch-path. Raises ConfigError."""
     folder = BatchFolder(
         path,
         max_bytes=limits.batch_bytes,
         file_bytes=limits.batch_file_bytes,
-        keep_s=limits.batch_keep_days * DAY_S,
+        keep_s=limits.batch_keep_days * 24 * 3600,
         tenant_percent=TENANT_PERCENT,
     )
     return BatchRunner(folder, lines.serve, gateway.tenant_named, gateway.meters, limits.max_batch_requests)
 
 
 def _adapters(flags: GatewayFlags, entries: Mapping[str, ModelEntry], cluster: Cluster) -> AdapterNames:
-    """Load the adapters of --lora-modules. Reads files. Raise ConfigError."""
+    """Load the adapters of --lora-modules. Reads files. Raises ConfigError."""
     folders = {name: entry.folder for name, entry in entries.items() if entry.folder is not None}
     aliases = {alias: name for name, entry in entries.items() for alias in entry.aliases if alias not in entries}
     return load_adapters(folders, aliases, flags, cluster.nodes)
 
 
 def _entries(flags: GatewayFlags, prepared: PreparedModel | None) -> dict[str, ModelEntry]:
-    """Return all models of the flags, by served name. Reads files. Raise ConfigError."""
+    """Return all models of the flags, by served name. Reads files. Raises ConfigError."""
     served: list[ServedModelFlags] = [flags, *other_models(flags)]
     models = [prepared if prepared is not None else prepare(flags), *map(prepare, served[1:])]
     entries = {model.name: model_entry(model, chosen) for model, chosen in zip(models, served, strict=True)}
     if len(entries) < len(models):
-        raise ConfigError(f"--also-model: two models are called alike; there are {', '.join(entries)}")
+        raise ConfigError(f"--also-model: two models have the same name; there are {', '.join(entries)}")
     return entries
 
 
@@ -234,7 +231,7 @@ async def _listen(
     identity: tls.Identity | None,
     more_routes: MoreRoutes,
 ) -> Ports:
-    """Open the gateway's ports, all or none. Raise OSError for an unusable address."""
+    """Open all of the gateway's ports, or none. Raises OSError for an unusable address."""
     host = f"[{flags.host}]" if ":" in flags.host else flags.host
     max_connections = connections_per_port(2)
     server = await rpc.start_server(
@@ -261,7 +258,7 @@ async def _listen(
 
 
 def model_entry(model: PreparedModel, flags: AnswerFlags) -> ModelEntry:
-    """Return a gateway's view of a model. Reads files. Raise ConfigError."""
+    """Return a model with its tokenizer, chat template and formats. Reads files. Raises ConfigError."""
     guards = not flags.allow_special_tokens_in_messages
     tokenizer = ModelTokenizer.load(model.folder, flags.chat_template, guards=guards)
     formats = _formats(model, tokenizer, flags)
@@ -292,8 +289,8 @@ def model_entry(model: PreparedModel, flags: AnswerFlags) -> ModelEntry:
 
 
 def _formats(model: PreparedModel, tokenizer: ModelTokenizer, flags: AnswerFlags) -> ModelFormats:
-    """Return a model's formats of reasoning and tool calls. Raise ConfigError."""
-    found = choose_formats(
+    """Return a model's formats of reasoning and tool calls. Raises ConfigError."""
+    formats = choose_formats(
         tokenizer.chat_template,
         tokenizer.codec,
         flags.tool_call_parser,
@@ -301,5 +298,5 @@ def _formats(model: PreparedModel, tokenizer: ModelTokenizer, flags: AnswerFlags
         flags.enable_auto_tool_choice,
     )
     # EOS tokens cannot be part of a grammar.
-    ids = {mark: number for mark, number in found.mark_ids.items() if number not in model.eos_token_ids}
-    return replace(found, mark_ids=ids)
+    ids = {mark: number for mark, number in formats.mark_ids.items() if number not in model.eos_token_ids}
+    return replace(formats, mark_ids=ids)

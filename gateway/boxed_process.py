@@ -1,12 +1,11 @@
 """Runs untrusted jobs one at a time in a separate process that can be killed.
 
-no process --job--> idle --request--> busy --answer--> idle
-                      ^                 |
-                      |                 +-- out of time or memory, or died --> killed, no process
-                      +-- the next job starts a fresh one
+no process --first job--> busy --answer--> idle --next job--> busy
+                            |
+                            +-- out of time or memory, or died --> killed: no process
 
-All clients share the process. A client's disconnect does not kill it at once: the job may go on for the time that a
-fresh process takes to start.
+All clients share the process. A client's disconnect does not kill the process at once: the job may run on for about the
+time in which a new process starts.
 """
 
 from __future__ import annotations
@@ -30,15 +29,13 @@ from pillion.tasks import end_tasks
 
 T = TypeVar("T")
 
-# Environment variables that the process inherits: some Pythons need them to start, and local time needs the last two.
-_ENVIRONMENT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "TZDIR")
-# Grace period of a job whose caller is gone: about the time that a fresh process takes to answer.
+# Grace period of a job whose caller is gone: about the time in which a new process answers.
 ABANDONED_S = 1.0
 _WORKER = Path(__file__).with_name("boxed_worker.py")
 
 
 class BoxFailure(Exception):  # noqa: N818
-    """A job without an answer, and why. ``its_own``: the job itself is at fault, and would fail again."""
+    """A job failed. ``its_own`` is True if the job itself is at fault, so that it would fail again."""
 
     def __init__(self, reason: str, its_own: bool) -> None:
         super().__init__(reason)
@@ -47,9 +44,9 @@ class BoxFailure(Exception):  # noqa: N818
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoxLimits:
-    """Limits of a job: CPU time, wall-clock time (with the process's start), and the process's memory.
+    """Limits of a job: CPU time, wall-clock time including the process's start, and memory of the process.
 
-    At most ``max_waiting`` jobs run or wait; ``what`` names them in messages.
+    At most ``max_waiting`` jobs run or wait; ``what`` completes "MAX_WAITING ..." in the error above it.
     """
 
     cpu_s: float
@@ -60,10 +57,10 @@ class BoxLimits:
 
 
 class BoxedProcess:
-    """A separate process that runs jobs.
+    """A separate process that runs jobs one at a time, started on demand.
 
     Args:
-        handler: a file with a function ``opened(setup)``, which returns the function from a job to its answer.
+        handler: a Python file with a function ``opened(setup)``, which returns a function from a job to its answer.
         setup: the argument of ``opened``.
     """
 
@@ -82,7 +79,7 @@ class BoxedProcess:
         self._waiting = 0
 
     async def run(self, job: Any, size_bytes: int) -> dict[str, Any]:
-        """Return the answer to a job of about ``size_bytes``. Raises BoxFailure, and Overloaded if too many jobs
+        """Run a job of about ``size_bytes``; return its answer. Raises BoxFailure, and Overloaded if too many jobs
         wait."""
         limits = self._limits
         if self._waiting >= limits.max_waiting:
@@ -107,11 +104,11 @@ class BoxedProcess:
         self._waiting -= 1
         self._turn.release()
         if not running.cancelled():
-            # Retrieved here, since there may be no other awaiter.
+            # Retrieve the exception, in case the caller was cancelled.
             running.exception()
 
     async def _run(self, job: Any, size_bytes: int) -> dict[str, Any]:
-        """Run one job in the process, which is killed after a failure."""
+        """Run one job, and kill the process if it fails."""
         answered = False
         try:
             async with asyncio.timeout(self._limits.wall_s):
@@ -124,7 +121,7 @@ class BoxedProcess:
         except (asyncio.IncompleteReadError, ConnectionError):
             assert self._process is not None
             ended = await self._process.wait()
-            # A kill from outside does not show that the job is at fault.
+            # SIGKILL comes from outside, e.g. the OOM killer, so the job may not be at fault.
             reason = f"it took more than {self._limits.cpu_s:g} s of computing or too much memory"
             raise BoxFailure(reason, its_own=ended != -signal.SIGKILL) from None
         finally:
@@ -133,9 +130,10 @@ class BoxedProcess:
         return answer
 
     async def _start(self) -> Process:
-        # -I: installed packages, but not the current folder. Neither descriptors nor keys and addresses in the
-        # environment are inherited.
-        env = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        # -I keeps the current folder off sys.path. The process inherits no descriptors, and of the environment, which
+        # may contain keys, only what some Python builds need to start, and the time zone.
+        inherited = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "TZDIR")
+        env = {name: os.environ[name] for name in inherited if name in os.environ}
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-I", str(_WORKER), stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=env, close_fds=True
         )
@@ -144,7 +142,7 @@ class BoxedProcess:
         return process
 
     async def aclose(self) -> None:
-        """End the process and its job; the next job starts another one."""
+        """End the process and its job; a further job starts a new process."""
         await end_tasks(self._running)
         await self._kill()
 

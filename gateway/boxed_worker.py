@@ -1,9 +1,9 @@
 """Program of :mod:`pillion.gateway.boxed_process`'s process, run as a file and never imported.
 
 Nothing inside a Python process can stop a thread that computes ``10 ** 10 ** 9``. So the operating system does: a timer
-whose signal ends this process, and a limit on its memory. The process reads and writes JSON on its standard streams,
-each text after its length in four bytes; the first one is the setup with the handler's file, and jobs follow. This
-program needs only the standard library; the handler may need more.
+whose signal ends this process, and a limit on its memory. The process reads and writes JSON messages on its standard
+streams, each after its length in four bytes, big-endian. The first message is the setup, which names the handler's
+file; jobs follow. This program needs only the standard library; the handler may need more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _read() -> bytes:
 
 def _write(message: dict[str, Any]) -> None:
     try:
-        # Without escapes, which the gateway would decode on its event loop.
+        # Without escapes, which take longer to decode on the gateway's event loop.
         data = json.dumps(message, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         data = json.dumps({"broken": "its output is not valid Unicode"}).encode()
@@ -35,7 +35,8 @@ def _write(message: dict[str, Any]) -> None:
     sys.stdout.buffer.flush()
 
 
-def _handler(setup: dict[str, Any]) -> Callable[[Any], dict[str, Any]]:
+def _load_handler(setup: dict[str, Any]) -> Callable[[Any], dict[str, Any]]:
+    """Load the handler's file; return its function from a job to its answer."""
     spec = importlib.util.spec_from_file_location("boxed_handler", setup["handler"])
     assert spec is not None
     assert spec.loader is not None
@@ -51,10 +52,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setup = json.loads(_read())
     with contextlib.suppress(ValueError, OSError):
-        # macOS refuses to set this limit; there, the timer bounds memory.
+        # macOS refuses this limit; there, only the timer bounds the memory.
         resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    handle = _handler(setup)
+    handle = _load_handler(setup)
     while True:
         job = _read()
         # The signal's default action ends the process in the kernel, whatever code runs.

@@ -1,4 +1,5 @@
-"""The gateway behind its two ports: checks, tokenizes, admits and runs requests. Independent of client protocols.
+"""The gateway behind the HTTP and gRPC ports: checks, tokenizes, admits and runs requests. Independent of client
+protocols.
 
 generate: check fields -> enter (limits) -> quota of requests -> tokenize -> weigh (prompt tokens) -> quota of tokens
   -> turn -> RequestRunner.start
@@ -118,27 +119,26 @@ from pillion.wire.registry import DOWN, ComponentRecord
 
 T = TypeVar("T")
 # Returns the token counts of a prompt after which other prompts may diverge from it.
-PlacesOf = Callable[[tuple[int, ...]], Awaitable[tuple[int, ...]]]
+BranchPointsOf = Callable[[tuple[int, ...]], Awaitable[tuple[int, ...]]]
 
 # Texts up to this length are encoded on the event loop, in under a millisecond.
 SHORT_TEXT_CHARS = 1024
-# Overhead of encoding one bad word, in the bytes by which off-loop jobs are charged.
+# Bytes charged per bad word, besides its length, for encoding it off the loop.
 BAD_WORD_OVERHEAD_BYTES = 64
 
-STOPPING = "this gateway is stopping"
-# Wait until all machines have a new adapter's files.
+# Max wait until all machines have a new adapter's files.
 SPREAD_TIMEOUT_S = 30.0
-# Queued jobs per tenant for a process that all tenants share, e.g. of chat templates: one that runs, and one that is
-# ready when it ends.
-TENANT_BOXED_AT_ONCE = 2
+# Jobs per tenant in the queue of a shared sandbox process, e.g. for chat templates: one running and one ready.
+TENANT_SANDBOX_JOBS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEntry:
-    """A model that this gateway tokenizes for.
+    """A model or adapter that clients can name, with what the gateway needs to tokenize for it.
 
     ``aliases`` are additional names that clients may use; ``sampling`` has the defaults of unset fields; ``grammars``
-    is None where answers are any text; ``folder`` has config.json; ``adapter`` is the one that the name selects.
+    is None if structured outputs are ignored; ``folder`` contains config.json; ``adapter`` is None for the model
+    itself.
     """
 
     limits: ModelLimits
@@ -156,7 +156,7 @@ class ModelEntry:
 
     @property
     def name(self) -> str:
-        """Name in answers: the adapter's, else the model's."""
+        """Name in answers: the adapter's if there is one, else the model's."""
         return self.limits.name if self.adapter is None else self.adapter.name
 
 
@@ -165,11 +165,11 @@ class Gateway:
 
     Args:
         models: by served name.
-        ring: API keys; None serves everybody.
-        quotas: of tenants; by default counted by this gateway alone.
+        ring: API keys; None serves every client without a key.
+        quotas: quotas of tenants; by default counted by this gateway alone.
         adapters: names of adapters; None without --enable-lora.
-        read_ahead: asks KV nodes to read ahead for queued requests.
-        recorder: records bundles of requests.
+        read_ahead: has KV nodes fetch blocks from lower tiers for queued requests; None for no read-ahead.
+        recorder: records requests, for bundles; None without --record-path.
     """
 
     def __init__(
@@ -198,8 +198,8 @@ class Gateway:
             options.max_inflight_requests, options.max_inflight_tokens, self._slots, cluster.decode_fleet
         )
         self._pool = TokenizerPool()
-        self._boxes = TenantSlots(TENANT_BOXED_AT_ONCE)
-        # By tenant: bytes of requests that a thread processes or that wait for one.
+        self._sandbox_slots = TenantSlots(TENANT_SANDBOX_JOBS)
+        # By tenant: bytes of requests that are processed on a thread or wait for one.
         self._waiting_bytes: Counter[str] = Counter()
         self._draining = False
         self._arrivals = secrets.randbelow(1024)
@@ -216,13 +216,13 @@ class Gateway:
         if recorder is not None:
             self.meters.watch(recorder.readings)
         self.refusals = Refusals()
-        # Tokens of all ended requests.
+        # Tokens of all requests that have ended.
         self.totals = Usage(0, 0, 0)
         self.tenants = TenantSums()
         self.meters.watch(self.tenants.readings)
 
     def tenant_of(self, authorization: str) -> Tenant:
-        """Return the tenant of an Authorization header; count a refusal. Raise Unauthenticated."""
+        """Return the tenant of an Authorization header; count a refusal. Raises Unauthenticated."""
         try:
             return self.find_tenant(authorization)
         except Unauthenticated as error:
@@ -230,7 +230,7 @@ class Gateway:
             raise
 
     def find_tenant(self, authorization: str) -> Tenant:
-        """Return the tenant of a call without counting a refusal. Raise Unauthenticated."""
+        """Return the tenant of a call without counting a refusal. Raises Unauthenticated."""
         return OPEN if self._ring is None else self._ring.tenant_of(authorization)
 
     def tenant_named(self, name: str) -> Tenant | None:
@@ -254,7 +254,7 @@ class Gateway:
         self._ring = ring
         self.quotas.retain(ring.tenants)
         self.admission.retain(ring.tenants)
-        self._boxes.retain(ring.tenants)
+        self._sandbox_slots.retain(ring.tenants)
         self._pool.retain(ring.tenants)
 
     async def generate(
@@ -267,7 +267,7 @@ class Gateway:
         entry: ModelEntry | None = None,
         counted: CountedCall | None = None,
         pooling: PoolingParams | None = None,
-        places: PlacesOf | None = None,
+        branch_points: BranchPointsOf | None = None,
         streamed: bool = True,
         recorded: bool = False,
         plan: ForcedPlan | None = None,
@@ -279,20 +279,19 @@ class Gateway:
             tenant: sender, from :meth:`tenant_of`; None only if no keys are needed.
             timeout_s: the client's timeout, None for no limit.
             parent: the client's trace context.
-            entry: model that the request's name meant when its call came; by default resolved now.
-            counted: the call that :meth:`counted` has counted; None counts the request here.
+            entry: the requested model, if its name was resolved when the client's call arrived; None resolves it now.
+            counted: quota already charged by :meth:`counted`; None charges the request here.
             pooling: how the text becomes a vector; None for a request that generates.
-            places: called with the prompt of a model with states; returns the token counts after which other prompts
-                are expected to diverge.
-            streamed: for the trace: the client asked for a stream.
-            recorded: the client asked for a bundle.
-            plan: an operator's forced plan; None leaves the planner free.
+            branch_points: called with the prompt of a model with states.
+            streamed: True if the client requested a stream; for the trace.
+            recorded: True if the client requested a bundle.
+            plan: an operator's constraints on the plan; None for none.
 
         Raises:
             NotFound: no such model. InvalidRequest: names every wrong field. Unauthenticated: no ``tenant``.
             Overloaded: a limit or quota is reached, or the wait exceeds ``timeout_s``. DeadlineExceeded: no time left.
         """
-        tenant = self._known(tenant)
+        tenant = self._require_tenant(tenant)
         arrived = time.monotonic()
         deadline = None if timeout_s is None else arrived + timeout_s
         span = begin_span(request, parent, streamed=streamed)
@@ -303,16 +302,18 @@ class Gateway:
             await self._check(request, model, tenant)
             field = "sampling.best_of" if request.sampling.best_of else "sampling.n"
             order = queue_order(tenant.capped(request.priority), arrived)
-            permit = self.admission.enter(tenant, _generated(request.sampling), field, order)
+            permit = self.admission.enter(tenant, _answers_to_generate(request.sampling), field, order)
             # Quota after limits, so that a request over a limit uses none.
             if counted is None and quota is not None:
                 quota.take(1, arrived)
-            admitted, answers = await self._prepare(request, model, permit, arrived, deadline, pooling, places, span)
+            admitted, answers = await self._prepare(
+                request, model, permit, arrived, deadline, pooling, branch_points, span
+            )
             if plan is not None:
                 policy = plan.policy or self._options.policy
                 admitted = replace(admitted, options=replace(self._options, policy=policy, node_id=plan.node_id))
             with telemetry.child("admission", span):
-                story = await self._turn(permit, admitted, quota, recorded)
+                story = await self._wait_turn(permit, admitted, quota, recorded)
             return self._start(model.name, admitted, answers, permit, quota, span, story)
         except BaseException as error:
             self._leave(tenant, permit, quota if counted is None else None, error)
@@ -327,11 +328,11 @@ class Gateway:
         arrived: float,
         deadline: float | None,
         pooling: PoolingParams | None,
-        places: PlacesOf | None,
+        branch_points: BranchPointsOf | None,
         span: trace.Span,
     ) -> tuple[AdmittedRequest, list[AnswerText]]:
-        """Tokenize an entered request's prompt, check what depends on it, and return the request for the workers and
-        the empty texts of its answers. Raise what :meth:`generate` does."""
+        """Tokenize a request's prompt, check what depends on it, and return the request for the workers and the texts
+        of its answers: empty, or those of a resumed stream. Raises what :meth:`generate` does."""
         tenant, options, resume = permit.tenant, self._options, request.resume
         with telemetry.child("tokenize", span) as tokenizing:
             prompt, text = await self._tokenize(request, model, tenant)
@@ -352,7 +353,7 @@ class Gateway:
         admitted = AdmittedRequest(
             asked=request,
             request_id=request_label(request.request_id),
-            # Streams of older gateways have no answer id: their tool calls are named by the request's id.
+            # Streams of older gateways have no answer id: their tool calls have the request's id.
             answer_id=new_answer_id() if resume is None else resume.origin.answer_id or request.request_id,
             model=model.limits.name,
             fingerprint=model.fingerprint,
@@ -375,15 +376,15 @@ class Gateway:
             flow=flow_of(tenant, model.fingerprint),
         )
         if request.sampling.bad_words:
-            admitted = await self._with_words(admitted, model, tenant)
-        if places is not None and self.cluster.keeps_states(admitted.model):
-            admitted = replace(admitted, kept_tokens=await places(prompt))
+            admitted = await self._with_bad_words(admitted, model, tenant)
+        if branch_points is not None and self.cluster.keeps_states(admitted.model):
+            admitted = replace(admitted, kept_tokens=await branch_points(prompt))
         return admitted, await self._answers(model, admitted, output_format, tenant)
 
     def _leave(
         self, tenant: Tenant, permit: AdmissionPermit | None, quota: CountedCall | None, error: BaseException
     ) -> None:
-        """Remove a request that has not started, even if its caller was cancelled. ``quota`` is what it used itself."""
+        """Remove a request that failed before its start. ``quota`` is what it charged itself, None for nothing."""
         if quota is not None:
             quota.end(time.monotonic(), error)
         if permit is not None:
@@ -391,13 +392,13 @@ class Gateway:
         self._count_refused(tenant, error)
 
     def _count_refused(self, tenant: Tenant, error: BaseException) -> None:
-        # A refused request of a batch is retried by the batch, so no client is refused.
+        # A batch retries its refused requests, so no client sees the refusal.
         if isinstance(error, PillionError) and not (tenant.background and isinstance(error, Overloaded)):
             count_refused(self.meters, error)
 
     async def check(self, request: GenerateRequest, tenant: Tenant | None) -> None:
-        """Check all fields of a request except the length of its text. Raise NotFound, and InvalidRequest with every
-        wrong field."""
+        """Check all fields of a request except the length of its text. Raises NotFound, and InvalidRequest that lists
+        every wrong field."""
         await self._check(request, await self.find_entry(request.model, tenant), tenant)
 
     async def _check(self, request: GenerateRequest, model: ModelEntry, tenant: Tenant | None) -> None:
@@ -405,18 +406,19 @@ class Gateway:
         await self.off_loop(tenant, weight(request), check_request, request, model.limits)
 
     async def off_loop(self, tenant: Tenant | None, size_bytes: int, job: Callable[..., T], *arguments: Any) -> T:
-        """Run ``job(*arguments)``, which processes ``size_bytes``: above LOOP_BYTES on a thread, in the tenant's turn,
-        else at once. Raise what the job raises, and Overloaded if too many bytes wait."""
+        """Run ``job(*arguments)``, which processes ``size_bytes``: above LOOP_BYTES on a thread, else on the event
+        loop. Raises what the job raises, and Overloaded if too many bytes wait for threads."""
         if size_bytes <= LOOP_BYTES:
             return job(*arguments)
-        return await self._in_turn(self._known(tenant), size_bytes, job, *arguments)
+        return await self._on_thread_limited(self._require_tenant(tenant), size_bytes, job, *arguments)
 
-    async def _in_turn(self, tenant: Tenant, size_bytes: int, job: Callable[..., T], *arguments: Any) -> T:
-        """Run a job as :meth:`on_thread` does, within the tenant's share of MAX_WAITING_BYTES."""
+    async def _on_thread_limited(self, tenant: Tenant, size_bytes: int, job: Callable[..., T], *arguments: Any) -> T:
+        """Run a job as :meth:`on_thread` does, within the tenant's share of MAX_WAITING_BYTES. Raises Overloaded above
+        it."""
         waiting, own = self._waiting_bytes.total(), self._waiting_bytes[tenant.name]
-        most = share_of(tenant, MAX_WAITING_BYTES, waiting - own)
-        if own + size_bytes > most:
-            raise Overloaded(f"more than {most} bytes of requests wait to be read", RETRY_AFTER_MS)
+        limit = share_of(tenant, MAX_WAITING_BYTES, waiting - own)
+        if own + size_bytes > limit:
+            raise Overloaded(f"more than {limit} bytes of requests wait to be read", RETRY_AFTER_MS)
         self._waiting_bytes[tenant.name] += size_bytes
         try:
             return await self.on_thread(tenant, size_bytes, job, *arguments)
@@ -430,80 +432,84 @@ class Gateway:
         return max(entry.limits.max_model_len_tokens for entry in self._models.values())
 
     async def find_entry(self, name: str, tenant: Tenant | None = None) -> ModelEntry:
-        """Return what :meth:`entry` does, even for an adapter that another gateway has just loaded."""
+        """Return the model or adapter of :meth:`entry`, after asking Redis for a name that is unknown here: another
+        gateway may have just loaded the adapter. Raises NotFound and InvalidRequest."""
         if self.adapters is not None and name not in self._by_name:
             await self.adapters.look(name)
         return self.entry(name, tenant)
 
     def entry(self, name: str, tenant: Tenant | None = None) -> ModelEntry:
-        """Return the model or adapter that ``name`` means for a tenant (None: the gateway itself); "" means the only
-        model. Raise NotFound and InvalidRequest."""
-        found = self._named(name)
-        return found if found is not None and self._may_use(tenant, found) else self._only(name, tenant)
+        """Return the model or adapter of this name, if the tenant (None: the gateway itself) may use it; for "", the
+        only model that it may use. Raises NotFound and InvalidRequest."""
+        entry = self._find_entry(name)
+        return entry if entry is not None and self._may_use(tenant, entry) else self._only_model(name, tenant)
 
-    def _only(self, name: str, tenant: Tenant | None) -> ModelEntry:
-        """Return the only model that a tenant may use, for the name "". Raise NotFound and InvalidRequest."""
+    def _only_model(self, name: str, tenant: Tenant | None) -> ModelEntry:
+        """Return the only model that a tenant may use if ``name`` is "". Raises InvalidRequest if there are several,
+        and NotFound for any other name."""
         known = [one for one, entry in self._models.items() if self._may_use(tenant, entry)]
         if not known and tenant is not None:
-            known = [one for one in tenant.models if self._named(one) is not None]
+            known = [one for one in tenant.models if self._find_entry(one) is not None]
         adapters = [one.name for one in self._adapters() if tenant is None or tenant.may_use(one.name)]
-        entries = [entry for one in known if (entry := self._named(one)) is not None]
+        entries = [entry for one in known if (entry := self._find_entry(one)) is not None]
         aliases = [alias for entry in entries for alias in self._aliases(entry)]
-        found = self._named(check_model(name, known, adapters, aliases))
-        assert found is not None
-        return found
+        chosen = self._find_entry(check_model(name, known, adapters, aliases))
+        assert chosen is not None
+        return chosen
 
     def _may_use(self, tenant: Tenant | None, entry: ModelEntry) -> bool:
-        """Return whether a tenant (None: the gateway itself) may use a model or adapter. The keys file may use an
-        alias."""
+        """Return whether a tenant (None: the gateway itself) may use a model or adapter. Its models in the keys file
+        may be given by aliases."""
         if tenant is None or tenant.may_use(entry.name):
             return True
         return entry.adapter is None and any(map(tenant.may_use, self._aliases(entry)))
 
     def _aliases(self, entry: ModelEntry) -> list[str]:
-        """Return the aliases that mean this model; another model's served name takes precedence."""
+        """Return the model's aliases, except those that are another model's served name, which takes precedence."""
         return [alias for alias in entry.aliases if self._by_name.get(alias) is entry]
 
-    def _named(self, name: str) -> ModelEntry | None:
+    def _find_entry(self, name: str) -> ModelEntry | None:
+        """Return the model or adapter of this name; None if there is none."""
         entry = self._by_name.get(name)
         if entry is None and self.adapters is not None and (adapter := self.adapters.find(name)) is not None:
             return replace(self._models[adapter.parent], adapter=adapter)
         return entry
 
     def _adapters(self) -> Sequence[NamedAdapter]:
-        """Return the adapters of models served here, by name."""
+        """Return the adapters of the models served here, sorted by name."""
         return () if self.adapters is None else self.adapters.all()
 
     async def tokenize(
         self, request: GenerateRequest, tenant: Tenant | None = None, *, bare: bool = False
     ) -> tuple[int, ...]:
-        """Return the ids of a prompt as it would be computed; ``bare`` omits added special tokens. Counts as a request.
-        Raise InvalidRequest and Overloaded."""
-        model, tenant = await self.find_entry(request.model, tenant), self._known(tenant)
+        """Return the ids of a request's prompt as workers would get it; ``bare`` omits added special tokens. Counts as
+        a request. Raises InvalidRequest and Overloaded."""
+        model, tenant = await self.find_entry(request.model, tenant), self._require_tenant(tenant)
         await self._check(request, model, tenant)
         async with self._counted(tenant):
             return (await self._tokenize(request, model, tenant, bare=bare))[0]
 
     async def prompt_ids(self, request: GenerateRequest, entry: ModelEntry, tenant: Tenant) -> tuple[int, ...]:
-        """Return the ids of a prompt of a checked and counted request. Raise InvalidRequest and Overloaded."""
+        """Return the ids of the prompt of a request that is already checked and counted. Raises InvalidRequest and
+        Overloaded."""
         return (await self._tokenize(request, entry, tenant))[0]
 
     async def on_thread(self, tenant: Tenant, size_bytes: int, job: Callable[..., T], *arguments: Any) -> T:
-        """Run ``job(*arguments)``, which processes ``size_bytes``, on a thread in the tenant's turn. Raise what the job
-        raises, and Overloaded."""
+        """Run ``job(*arguments)``, which processes ``size_bytes``, on a thread, scheduled fairly between tenants.
+        Raises what the job raises, and Overloaded."""
         return await self._pool.run(job, *arguments, tenant=tenant, size_bytes=size_bytes)
 
     async def detokenize(self, name: str, token_ids: tuple[int, ...], tenant: Tenant | None = None) -> str:
-        """Return the text of ids, without special tokens. Counts as a request. Raise InvalidRequest, which names
-        ``tokens``, and Overloaded."""
-        tenant = self._known(tenant)
+        """Return the text of token ids, without special tokens. Counts as a request. Raises InvalidRequest, which names
+        the field "tokens", and Overloaded."""
+        tenant = self._require_tenant(tenant)
         check_ids("tokens", token_ids, self.entry(name, tenant).limits)
         async with self._counted(tenant):
             return await self.text_of(name, token_ids, tenant)
 
     @contextlib.asynccontextmanager
     async def _counted(self, tenant: Tenant) -> AsyncIterator[None]:
-        """Count a call that tokenizes but computes no prompt, in admission and as a request. Raise Overloaded."""
+        """Count a call that tokenizes but computes no prompt, in admission and as a request. Raises Overloaded."""
         permit = self.admission.enter(tenant)
         try:
             async with self.counted(tenant, [""], None):
@@ -515,22 +521,23 @@ class Gateway:
     async def counted(
         self, tenant: Tenant | None, names: Sequence[str], tokens: int | None
     ) -> AsyncIterator[CountedCall]:
-        """Count a call as a whole before any of its prompts runs; refund the unused part if the block raises.
+        """Charge the quotas with all prompts of a call before any of them runs; refund the unused part if the block
+        raises.
 
         Args:
             tenant: the sender.
-            names: field of each prompt; each counts as a request.
+            names: field of each prompt; each prompt counts as a request.
             tokens: tokens of all prompts; None if none is computed.
 
         Raises:
-            Overloaded: a quota is reached. InvalidRequest: more prompts than the quota of a minute; names the first one
-            above it.
+            Overloaded: a quota is reached. InvalidRequest: more prompts than the quota per minute; names the field of
+            the first prompt above it.
         """
-        tenant, now = self._known(tenant), time.monotonic()
-        most = tenant.requests_per_minute
-        if most and len(names) > most:
-            text = f"the call has {len(names)} prompts; requests_per_minute of tenant {tenant.name!r} is {most}"
-            raise InvalidRequest.of(FieldViolation(names[most], f"{text}, and each prompt counts"))
+        tenant, now = self._require_tenant(tenant), time.monotonic()
+        limit = tenant.requests_per_minute
+        if limit and len(names) > limit:
+            text = f"the call has {len(names)} prompts; requests_per_minute of tenant {tenant.name!r} is {limit}"
+            raise InvalidRequest.of(FieldViolation(names[limit], f"{text}, and each prompt counts"))
         quota = CountedCall(self.quotas, tenant)
         try:
             quota.take(len(names), now)
@@ -545,46 +552,46 @@ class Gateway:
             raise
 
     async def text_of(self, name: str, token_ids: tuple[int, ...], tenant: Tenant) -> str:
-        """Return the text of ids, for a counted request."""
+        """Return the text of token ids, without special tokens, for a request that is already counted."""
         size_bytes = TOKEN_BYTES * len(token_ids)
         return await self.on_thread(tenant, size_bytes, self.entry(name).tokenizer.decode, token_ids)
 
     def models(self, tenant: Tenant | None = None) -> tuple[ModelInfo, ...]:
-        """Return the models that live workers serve, each with its aliases, then their adapters, as far as a tenant may
-        use them. Aliases that are paths are private to the operator."""
+        """Return the models that live workers serve, each followed by its aliases, then their adapters, all as far as
+        the tenant may use them. Aliases that are paths are omitted, since they are private to the operator."""
         served = {name: entry for name, entry in sorted(self._models.items()) if not self.missing(name)}
         entries = list(served.values())
         for adapter in self._adapters():
             if adapter.parent in served:
                 entries.append(replace(served[adapter.parent], adapter=adapter))
-        found: list[ModelInfo] = []
+        infos: list[ModelInfo] = []
         for entry in entries:
             if self._may_use(tenant, entry):
-                found.append(_described(entry))
-                found += [
-                    replace(found[-1], name=alias, alias_of=entry.name)
+                infos.append(_model_info(entry))
+                infos += [
+                    replace(infos[-1], name=alias, alias_of=entry.name)
                     for alias in self._aliases(entry)
                     if not alias.startswith(("/", ".", "~"))
                 ]
-        return tuple(found)
+        return tuple(infos)
 
     async def load_adapter(
         self, tenant: Tenant | None, name: str, path: str, *, in_place: bool = False, model: str = ""
     ) -> ModelInfo:
-        """Name the adapter in a folder (AdapterNames.load). Raise PermissionDenied for tenants other than operators,
-        and without --enable-lora."""
-        adapters = self._changeable(tenant)
+        """Load the adapter in the folder ``path`` under a name (AdapterNames.load). Raises PermissionDenied for tenants
+        other than operators, and without --enable-lora."""
+        adapters = self._names_for_operator(tenant)
         adapter = await adapters.load(name, path, in_place=in_place, model=model)
-        # Late machines get the files in the background.
+        # Machines that take longer get the files in the background.
         await at_most(SPREAD_TIMEOUT_S, adapters.spread())
-        return _described(replace(self._models[adapter.parent], adapter=adapter))
+        return _model_info(replace(self._models[adapter.parent], adapter=adapter))
 
     async def unload_adapter(self, tenant: Tenant | None, name: str) -> None:
-        """Remove an adapter's name (AdapterNames.unload). Raise PermissionDenied as :meth:`load_adapter` does."""
-        await self._changeable(tenant).unload(name)
+        """Remove an adapter's name (AdapterNames.unload). Raises PermissionDenied as :meth:`load_adapter` does."""
+        await self._names_for_operator(tenant).unload(name)
 
-    def _changeable(self, tenant: Tenant | None) -> AdapterNames:
-        """Return the adapters' names for a tenant that may change them. Raise PermissionDenied."""
+    def _names_for_operator(self, tenant: Tenant | None) -> AdapterNames:
+        """Return the names of adapters, for a tenant that may change them. Raises PermissionDenied."""
         self.operators_only(tenant)
         if self.adapters is None:
             raise PermissionDenied("this gateway serves no adapters: --enable-lora changes that")
@@ -601,14 +608,14 @@ class Gateway:
         return ""
 
     def not_ready(self) -> str:
-        """Return why no request could be served now, or ""."""
+        """Return why no model could be served now, or ""."""
         if self._draining:
-            return STOPPING
+            return "this gateway is stopping"
         missing = [self.missing(name) for name in self._models]
         return "" if "" in missing else "; ".join(missing)
 
     def metrics(self, tenant: Tenant | None = None) -> Values:
-        """Return this gateway's metrics. Raise PermissionDenied for tenants other than operators."""
+        """Return this gateway's metrics. Raises PermissionDenied for tenants other than operators."""
         self.operators_only(tenant)
         return self.meters.collect()
 
@@ -618,8 +625,8 @@ class Gateway:
             yield from model_readings(name, *self.admission.counts(name), queued, usage)
 
     def status(self, tenant: Tenant | None = None) -> ClusterStatus:
-        """Return the cluster for ``pillion status``, with totals of all gateways. Raise PermissionDenied for tenants
-        other than operators."""
+        """Return the cluster's status, with the totals of all gateways. Raises PermissionDenied for tenants other than
+        operators."""
         self.operators_only(tenant)
         others, view = self.cluster.other_gateways(), self.cluster.view
         totals: list[Usage | ComponentRecord] = [self.totals, *others]
@@ -644,13 +651,14 @@ class Gateway:
         self._draining = True
 
     async def warm_up(self) -> None:
-        """Compile grammars' prerequisites in the background, before the first request that needs them."""
+        """Start the grammar checkers, before the first request that needs one."""
         for entry in self._models.values():
             if entry.grammars is not None:
                 await entry.grammars.warm_up()
 
     async def aclose(self) -> None:
-        """Stop tokenizing, and report quotas a last time. Readers of answers cancel them themselves."""
+        """Stop threads and sandbox processes, and report quotas a last time. Running requests are not cancelled: their
+        readers do that."""
         self._pool.close()
         await self.quotas.aclose()
         if self.adapters is not None:
@@ -660,26 +668,28 @@ class Gateway:
             if entry.grammars is not None:
                 await entry.grammars.aclose()
 
-    def _known(self, tenant: Tenant | None) -> Tenant:
+    def _require_tenant(self, tenant: Tenant | None) -> Tenant:
+        """Return the tenant, OPEN for None if no keys are needed. Raises Unauthenticated if they are."""
         if tenant is None and self._ring is not None:
             raise Unauthenticated("an API key is needed")
         return tenant or OPEN
 
     def operators_only(self, tenant: Tenant | None) -> None:
         """Raise PermissionDenied for tenants other than operators, and Unauthenticated for None."""
-        if not self._known(tenant).operator:
+        if not self._require_tenant(tenant).operator:
             raise PermissionDenied(
                 "only a tenant with operator = true may do this: pillion keys add FILE --tenant NAME --operator"
             )
 
     def _slots(self, model: str) -> int:
-        """Return how many answers the model's workers get at once; 0 while unknown."""
+        """Return the max answers that the model's workers run at once; 0 while unknown."""
         return self._options.max_running_requests or self.cluster.request_slots(model)
 
     async def _tokenize(
         self, request: GenerateRequest, model: ModelEntry, tenant: Tenant, *, bare: bool = False
     ) -> tuple[tuple[int, ...], str]:
-        """Return the prompt's ids and text; text is "" for a prompt of ids."""
+        """Return the ids of a request's prompt, truncated if requested, and its text, "" for a prompt of ids. Raises
+        InvalidRequest and Overloaded."""
         prompt, field, tokenizer = request.token_ids, prompt_field(request), model.tokenizer
         truncates = request.sampling.truncate_prompt_tokens is not None
         kept = kept_tokens(request.sampling, model.limits) if truncates else None
@@ -688,20 +698,20 @@ class Gateway:
             encode: Callable[[str, int], tuple[int, ...]] = tokenizer.encode_bare if bare else tokenizer.encode_text
             if request.messages:
                 tools = request.tools.tools if request.tools.asks_for_calls else ()
-                async with self._boxes.of(tenant):
+                async with self._sandbox_slots.of(tenant):
                     text = await model.template.render(request.messages, request.chat, tools)
                 encode = tokenizer.encode_chat
-            most = model.limits.max_prompt_tokens
+            max_tokens = model.limits.max_prompt_tokens
             if kept is not None:
-                most = max(most, MAX_CUT_TOKENS)
+                max_tokens = max(max_tokens, MAX_CUT_TOKENS)
             try:
                 if len(text) <= SHORT_TEXT_CHARS:
-                    prompt, largest = _encoded(encode, text, most)
+                    prompt, largest = _encode(encode, text, max_tokens)
                 else:
-                    prompt, largest = await self.on_thread(tenant, len(text), _encoded, encode, text, most)
+                    prompt, largest = await self.on_thread(tenant, len(text), _encode, encode, text, max_tokens)
             except TextTooLong as error:
-                most = model.limits.max_model_len_tokens
-                raise too_long(error.tokens, field, most, exact=error.exact) from None
+                context_tokens = model.limits.max_model_len_tokens
+                raise too_long(error.tokens, field, context_tokens, exact=error.exact) from None
             if largest >= model.limits.vocab_size:
                 raise not_embedded(request, tokenizer.codec.id_to_token(largest) or str(largest), model.limits)
             if request.messages:
@@ -711,46 +721,46 @@ class Gateway:
         check_length(len(prompt), field, model.limits)
         return prompt, text
 
-    async def _with_words(self, admitted: AdmittedRequest, model: ModelEntry, tenant: Tenant) -> AdmittedRequest:
-        """Return the request with the token sequences of its bad words. Raise Overloaded."""
+    async def _with_bad_words(self, admitted: AdmittedRequest, model: ModelEntry, tenant: Tenant) -> AdmittedRequest:
+        """Return the request with the token sequences of its bad words. Raises Overloaded."""
         words, vocab_size = admitted.asked.sampling.bad_words, model.limits.vocab_size
         size_bytes, job = sum(BAD_WORD_OVERHEAD_BYTES + len(word) for word in words), model.tokenizer.bad_sequences
-        found = await self.off_loop(tenant, size_bytes, job, words, vocab_size)
-        return replace(admitted, sampling=replace(admitted.sampling, bad_words_token_ids=found))
+        sequences = await self.off_loop(tenant, size_bytes, job, words, vocab_size)
+        return replace(admitted, sampling=replace(admitted.sampling, bad_words_token_ids=sequences))
 
     async def _grammar(
         self, request: GenerateRequest, model: ModelEntry, output_format: OutputFormat | None, tenant: Tenant
     ) -> RequestGrammar:
-        """Return the grammar of all answers. Raise InvalidRequest, Overloaded and Unavailable."""
+        """Return the grammar of all answers. Raises InvalidRequest, Overloaded and Unavailable."""
         if model.grammars is None or (request.sampling.structured_outputs is None and output_format is None):
             return NO_GRAMMAR
-        turns = TenantTurns(partial(self.off_loop, tenant), partial(self._boxes.of, tenant))
+        turns = TenantTurns(partial(self.off_loop, tenant), partial(self._sandbox_slots.of, tenant))
         began = time.monotonic()
         grammar = await model.grammars.grammar(request, output_format, turns)
         return grammar._replace(made_s=time.monotonic() - began)
 
-    async def _turn(
+    async def _wait_turn(
         self, permit: AdmissionPermit, admitted: AdmittedRequest, quota: CountedCall | None, recorded: bool
     ) -> Story | None:
-        """Confirm the quota with the prompt's tokens, unless its call has, and wait until the request may go to the
-        workers. Return its story if there is a recorder. Raise Overloaded and DeadlineExceeded."""
+        """Charge the prompt's tokens to the quota, unless the caller has, and wait for the request's turn. Return its
+        story if there is a recorder. Raises Overloaded and DeadlineExceeded."""
         stop = contextlib.ExitStack()
         if quota is not None and not quota.confirmed:
             await quota.confirm(permit.tokens, time.monotonic())
         story = None if self._recorder is None else self._recorder.begin(admitted, permit, recorded)
 
-        def waits() -> None:
+        def on_wait() -> None:
             if self._read_ahead is not None:
                 stop.callback(self._read_ahead.waits(admitted))
             if story is not None:
                 story.waits(time.monotonic(), *self.admission.line(admitted.model))
 
         with stop:
-            # A resumed stream is not refused for the rest of its answer.
+            # A resumed stream is not refused because its remaining answer may exceed the deadline.
             new = admitted.pooling is None and admitted.resume is None
             allowed = admitted.max_tokens if new else 0
             try:
-                await self.admission.turn(permit, admitted.model, admitted.deadline, allowed, waits)
+                await self.admission.turn(permit, admitted.model, admitted.deadline, allowed, on_wait)
             except BaseException as error:
                 if story is not None:
                     gone = Cancelled("the client went away while the request waited")
@@ -763,15 +773,15 @@ class Gateway:
         return story
 
     def _longest(self, request: GenerateRequest, model: ModelEntry, prompt: tuple[int, ...]) -> int:
-        """Return the max tokens of prompt and answer that model and pools allow. Raise InvalidRequest."""
-        name, asked, most = model.limits.name, request.sampling.max_tokens, model.limits.max_model_len_tokens
+        """Return the max tokens of prompt and answer that model and pools allow. Raises InvalidRequest."""
+        name, asked, context = model.limits.name, request.sampling.max_tokens, model.limits.max_model_len_tokens
         pools = self.cluster.pools_tokens(name)
         # Skip the check against the largest pool while any pool's size is unknown.
         largest = max(pools, default=None) if all(pools) else None
-        longest = check_pool(len(prompt), prompt_field(request), most, largest)
-        common = min(filter(None, pools), default=most)
-        # A request that fits every node can continue on any of them after a loss.
-        return min(longest, common) if asked is None and len(prompt) < common else longest
+        longest = check_pool(len(prompt), prompt_field(request), context, largest)
+        smallest = min(filter(None, pools), default=context)
+        # A request that fits into every node's pool can continue on any node after a loss.
+        return min(longest, smallest) if asked is None and len(prompt) < smallest else longest
 
     async def _answers(
         self,
@@ -780,7 +790,7 @@ class Gateway:
         output_format: OutputFormat | None,
         tenant: Tenant,
     ) -> list[AnswerText]:
-        """Return the text of each answer, up to date with a resumed stream. Raise InvalidRequest, Conflict, and
+        """Return the text of each answer: empty, or that of a resumed stream. Raises InvalidRequest, Conflict and
         Overloaded."""
         asked, sampling = admitted.asked.sampling, admitted.sampling
         stop_ids, min_tokens = frozenset(sampling.stop_token_ids), sampling.min_tokens or 0
@@ -792,7 +802,7 @@ class Gateway:
             detokenizer = model.tokenizer.detokenizer(shows_specials=asked.skip_special_tokens is False)
             return model.formats.new_text(output_format, detokenizer, stops, admitted.answer_id, index)
 
-        answers = [new_answer(index) for index in range(_generated(asked))]
+        answers = [new_answer(index) for index in range(_answers_to_generate(asked))]
         if admitted.resume is not None:
             check_origin(admitted.resume, admitted.digest(), len(admitted.prompt), admitted.asked.model or model.name)
             for answer, so_far in zip(answers, admitted.resume.answers, strict=True):
@@ -801,8 +811,8 @@ class Gateway:
         return answers
 
     async def _catch_up(self, answer: AnswerText, so_far: AnswerSoFar, tenant: Tenant) -> None:
-        """Recreate the text that a client already has, for the withheld part and the reasoning state. It may be long,
-        so a thread does it, in the tenant's turn."""
+        """Push the tokens of a resumed answer, which restores its withheld text and parser state. Runs on a thread,
+        since the answer may be long."""
         size_bytes = TOKEN_BYTES * len(so_far.token_ids)
         await self.on_thread(tenant, size_bytes, answer.push, so_far.token_ids)
 
@@ -816,6 +826,7 @@ class Gateway:
         span: trace.Span,
         story: Story | None,
     ) -> RequestRunner:
+        """Create and start the runner; when it ends, charge its tokens and release its permit."""
         operation = operation_of(admitted)
         if span.is_recording():
             describe_span(span, admitted, operation, name)
@@ -826,9 +837,9 @@ class Gateway:
 
         def ended(usage: Usage) -> None:
             generated = usage.completion_tokens - admitted.resumed_tokens
-            # Unserved prompts and refused requests cost nothing. Tokens of a lost gateway are charged here: answers are
-            # charged at their end.
-            if quota is not None and runner.failed_unserved and generated <= 0:
+            # Requests that fail before any token cost nothing. Completion tokens, including those that a lost gateway
+            # sent, are charged at the answer's end.
+            if quota is not None and runner.failed and generated <= 0:
                 quota.begun_tokens -= permit.tokens
                 quota.refund(int(runner.refused), permit.tokens, time.monotonic())
             elif quota is not None:
@@ -847,13 +858,13 @@ class Gateway:
         return runner
 
 
-def _encoded(encode: Callable[[str, int], tuple[int, ...]], text: str, most_tokens: int) -> tuple[tuple[int, ...], int]:
-    """Return a text's ids, and the largest of them."""
-    ids = encode(text, most_tokens)
+def _encode(encode: Callable[[str, int], tuple[int, ...]], text: str, max_tokens: int) -> tuple[tuple[int, ...], int]:
+    """Return a text's ids, and the largest id. Raises TextTooLong for many more than ``max_tokens``."""
+    ids = encode(text, max_tokens)
     return ids, max(ids, default=0)
 
 
-def _described(entry: ModelEntry) -> ModelInfo:
+def _model_info(entry: ModelEntry) -> ModelInfo:
     adapter = entry.adapter
     return ModelInfo(
         entry.name,
@@ -868,6 +879,6 @@ def _described(entry: ModelEntry) -> ModelInfo:
     )
 
 
-def _generated(sampling: SamplingParams) -> int:
-    """Returns how many answers are generated; the best ``n`` of them are given to the client."""
+def _answers_to_generate(sampling: SamplingParams) -> int:
+    """Return the number of answers to generate; the client gets the best ``n``."""
     return sampling.best_of or sampling.n or 1

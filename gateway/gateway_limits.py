@@ -11,19 +11,20 @@ class GatewayLimits:
 
     Attributes:
         max_attempts: consecutive attempts of a request without a token before it fails.
-        max_running_requests: concurrent requests of a model's workers; the first one of each tenant is admitted above
-            it. 0: --max-num-seqs of all of its decode workers plus a quarter, at least 16, so that no place is empty.
+        max_running_requests: concurrent requests per model at its workers; each tenant's first request may exceed it.
+            0: --max-num-seqs of all decode workers plus a quarter, at least 16 more, so that no sequence slot is empty.
         max_read_ahead: waiting requests whose KV is fetched from lower tiers at the same time.
         keep_alive_s: idle time of an HTTP connection; above the 60 s of common load balancers.
         stream_ping_ms: period of comments (pings in Messages) in a stream before its first token, so that proxies keep
             the connection; 0 sends none.
-        batch_bytes: size of the folder of --batch-path.
-        batch_file_bytes: size of an uploaded file.
+        batch_bytes: max size of the folder of --batch-path.
+        batch_file_bytes: max size of an uploaded file.
         batch_keep_days: age at which files and ended batches are removed.
         max_batch_requests: concurrent requests of batches.
-        record_bytes: total size of bundles; 0 is the default of the place, see :mod:`pillion.gateway.recorder`.
+        record_bytes: max total size of bundles; 0 is the default of a folder or Redis
+            (:mod:`pillion.gateway.recorder`).
         record_days: age at which bundles are removed.
-        record_slow_ms: wait for a token from which a request is recorded as slow; 0 records none.
+        record_slow_ms: wait for a token above which a request is recorded as slow; 0 records no slow requests.
     """
 
     max_attempts: int = 4

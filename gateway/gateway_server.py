@@ -1,10 +1,10 @@
 """The gateway as a component: both ports, the links, and its heartbeat.
 
-keys and certificates read -> models prepared -> tokenizers loaded -> links up -> gRPC port -> HTTP port -> heartbeats
-while it runs: keys and certificates are read again when their files change; --probe-listen says whether it is ready
-stop(grace_s):  out of the registry, health NOT_SERVING
-             -> both ports take no connections; those that are open end after their requests under way (GOAWAY, close)
-             -> streams under way end by themselves, or grace_s is over -> what is left is cut -> tokenizers, links
+start: read keys and certificates -> prepare models -> load tokenizers -> connect -> gRPC port -> HTTP port ->
+heartbeats while it runs: keys and certificates are reloaded when their files change; --probe-listen reports whether it
+is ready stop(grace_s): leave the registry, health NOT_SERVING
+            -> accept no connections; open ones end after their running requests (GOAWAY, close)
+            -> wait for running streams, at most grace_s -> cut the remaining ones -> close tokenizers and links
 """
 
 from __future__ import annotations
@@ -33,16 +33,13 @@ log = logging.getLogger("pillion.gateway")
 
 DRAIN_POLL_S = 0.02
 READY_POLL_S = 0.1
-PREFILL = "prefill"
 # Time to send the last messages of ended streams, before health watches are cut.
 LAST_MESSAGES_S = 0.5
-# Delay of the first grammars, which would slow down the start.
-WARM_UP_AFTER_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """A gateway's servers: both public ports, and --probe-listen."""
+    """A gateway's servers: both public ports, and that of --probe-listen."""
 
     grpc: rpc.RunningServer
     http: HttpServer
@@ -52,7 +49,7 @@ class Ports:
 class GatewayServer:
     """A running gateway. ``address`` and ``grpc_address`` are the gRPC port's, ``http_address`` is the HTTP port's.
 
-    ``background`` stops the work beside requests when the gateway drains; ``resources`` are freed after the last call.
+    ``background`` ends background work when the gateway drains; ``resources`` are freed after the last call.
     """
 
     def __init__(
@@ -84,9 +81,9 @@ class GatewayServer:
             asyncio.create_task(_warm_up(gateway), name="first grammars"),
         ]
         if keys is not None:
-            self._tasks.append(asyncio.create_task(_follow(keys, gateway), name="API keys"))
+            self._tasks.append(asyncio.create_task(_reload_keys(keys, gateway), name="API keys"))
         if ports.probe is not None:
-            self._tasks.append(asyncio.create_task(_tell_ready(ports.probe, gateway), name="readiness"))
+            self._tasks.append(asyncio.create_task(_report_ready(ports.probe, gateway), name="readiness"))
 
     async def stop(self, grace_s: float = 2.0) -> None:
         """Drain the gateway: streams may finish for ``grace_s`` seconds, then they are cut and freed."""
@@ -97,8 +94,8 @@ class GatewayServer:
             log.debug("could not leave the registry: %s", error.message)
         self.gateway.drain()
         await asyncio.gather(*(server.not_serving() for server in (self._server, self._probe) if server is not None))
-        # Makes clients open a new connection, to another process on this port or another replica. A request refused on
-        # the old connection would be retried on it.
+        # Close connections, so that clients connect to another process on this port or another replica. They would
+        # retry a request refused on the old connection on the same connection.
         self._server.close()
         closing = asyncio.create_task(self.http.stop(grace_s))
         await self._background.aclose()
@@ -106,19 +103,19 @@ class GatewayServer:
         await self._server.stop(min(grace_s, LAST_MESSAGES_S))
         await closing
         if self._probe is not None:
-            # Until here the probe's port shows that the process drains and does not hang.
+            # Kept until now, to show that the process drains and does not hang.
             await self._probe.stop(0)
         await self._resources.aclose()
         await self.gateway.aclose()
         await self.cluster.aclose()
 
     async def wait_failed(self) -> str:
-        """Return why the gateway cannot go on, once its HTTP server has ended by itself."""
+        """Wait for a failure that ends the gateway, that of its HTTP server; return the reason."""
         await asyncio.wait({self.http.task})
         return "the HTTP server ended"
 
     async def _drained(self, grace_s: float) -> None:
-        """Wait until no stream runs, ``grace_s`` seconds at most."""
+        """Wait until no stream runs, at most ``grace_s`` seconds."""
         until_s = time.monotonic() + grace_s
         while (self._servicer.streams or self.gateway.active_requests) and time.monotonic() < until_s:  # noqa: ASYNC110
             await asyncio.sleep(DRAIN_POLL_S)
@@ -134,42 +131,43 @@ class GatewayServer:
                 cached_tokens=totals.cached_tokens,
                 completion_tokens=totals.completion_tokens,
             )
-            taken = not self._registry.refusal
+            accepted = not self._registry.refusal
             try:
                 await self._registry.heartbeat(now)
-                if not taken:
-                    log.warning("the registry takes heartbeats again")
+                if not accepted:
+                    log.warning("the registry accepts heartbeats again")
             except PillionError as error:
-                if taken:
+                if accepted:
                     log.warning(
-                        "the registry takes no heartbeats; this gateway goes on with the components that it is"
-                        " connected to and finds no new ones: %s",
+                        "the registry accepts no heartbeats; this gateway continues with the components that it is"
+                        " connected to, and finds no new ones: %s",
                         error.message,
                     )
-            except Exception as error:  # noqa: BLE001  (a gateway without heartbeats is taken for dead)
+            except Exception as error:  # noqa: BLE001  (without heartbeats, the gateway counts as dead)
                 defects.note(error)
             await asyncio.sleep(heartbeat_s)
 
 
-async def _tell_ready(probe: rpc.RunningServer, gateway: Gateway) -> None:
-    """Update the health at --probe-listen: whether a request would be served now, and by name, whether each prefill
-    worker is known."""
-    told = frozenset[str]()
+async def _report_ready(probe: rpc.RunningServer, gateway: Gateway) -> None:
+    """Update the health services at --probe-listen: the unnamed one serves if a request would be served now, and one
+    per prefill worker, by component id, if this gateway can call the worker."""
+    reported = frozenset[str]()
     while True:
         await probe.set_serving(not gateway.not_ready())
-        before, told = told, gateway.cluster.known(PREFILL)
-        for names, serving in ((before - told, False), (told - before, True)):
+        before, reported = reported, gateway.cluster.answering("prefill")
+        for names, serving in ((before - reported, False), (reported - before, True)):
             if names:
                 await probe.set_serving(serving, tuple(names))
         await asyncio.sleep(READY_POLL_S)
 
 
 async def _warm_up(gateway: Gateway) -> None:
-    await asyncio.sleep(WARM_UP_AFTER_S)
+    # Later than the start, which it would slow down.
+    await asyncio.sleep(0.5)
     await gateway.warm_up()
 
 
-async def _follow(keys: KeyFile, gateway: Gateway) -> None:
+async def _reload_keys(keys: KeyFile, gateway: Gateway) -> None:
     """Reload the API keys when their file changes."""
     while True:
         await asyncio.sleep(WATCH_INTERVAL_S)
@@ -177,5 +175,5 @@ async def _follow(keys: KeyFile, gateway: Gateway) -> None:
             if await asyncio.to_thread(keys.refresh):
                 gateway.replace_keys(keys.ring)
         except Exception:
-            # A defect must not end later reloads: a revoked key would stay valid.
+            # After a bug in a reload, keep reloading: otherwise revoked keys would stay valid.
             log.exception("the keys could not be read again")

@@ -1,4 +1,4 @@
-"""Admission of requests: API keys, concurrency limits, quotas, and the queues. Open admission.py first.
+"""Admission of requests: API keys, concurrency limits, quotas and queues. Open admission.py first.
 
 Nothing here plans or runs a request.
 """

@@ -2,14 +2,14 @@
 
     enter: limit on requests --> weigh: limit on prompt tokens --> turn: a slot at the workers --> leave
        |                             |                                 | waits, fairly between tenants
-       '-- over a limit: Overloaded, -'                                '-- deadline too short for wait and answer:
-           or a waiting request gives way                                  Overloaded
+       '-- limit reached: Overloaded, '                                '-- deadline too short for wait and answer:
+           or a waiting request is preempted                               Overloaded
 
-The gateway and each tenant have limits. They count waiting requests, so they bound the queues too. When one is met, a
-waiting request may give way to the newcomer (:mod:`pillion.gateway.admission.giving_way`).
+The gateway and each tenant have limits. They include waiting requests, so they bound the queues too. When one is
+reached, a waiting request may be preempted by the new one (:mod:`pillion.gateway.admission.giving_way`).
 
-Background requests (batches) yield to all others: they use at most BACKGROUND_SHARE of any limit and of a model's
-slots, and are scheduled only while no others wait, or once they have waited for the time in their queue order.
+Background requests (batches) use at most BACKGROUND_SHARE of any limit and of a model's slots. They are scheduled only
+while no other requests wait, or once they have waited for the time in their queue order.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ RETRY_AFTER_MS = 1000
 
 
 class Admission:
-    """Limits over all models, and a queue per model, since workers serve one model each.
+    """Limits over all models, and a queue per model, since each worker serves one model.
 
-    Every ``enter`` that returns is followed by one ``leave``, however the request ends.
+    The caller follows every ``enter`` that returns by one ``leave``, however the request ends.
 
     Args:
         max_requests, max_tokens: limits on requests and prompt tokens in the gateway.
@@ -90,11 +90,11 @@ class Admission:
             tenant: the sender.
             answers: number of answers to generate.
             field: the request's field with that number, for errors.
-            order: its place in any queue (:func:`pillion.rules.priority.queue_order`). Without one it never gives way,
-                nor does another request of its tenant give way to it.
+            order: sort key in queues (:func:`pillion.rules.priority.queue_order`). With the default, the request is
+                never preempted, and preempts no request of its own tenant.
 
         Raises:
-            Overloaded: a limit is met, and no request gives way.
+            Overloaded: a limit is reached, and no request can be preempted.
             InvalidRequest: more answers than could ever be admitted.
         """
         alone = self._requests.limit(tenant)
@@ -109,13 +109,14 @@ class Admission:
         return permit
 
     def most_at_once(self, tenant: Tenant, tokens: int) -> int:
-        """Return the number of requests with ``tokens`` tokens that a tenant could have in an otherwise empty gateway;
-        at least 1."""
+        """Return the max concurrent requests with ``tokens`` tokens of a tenant in an otherwise empty gateway, at
+        least 1."""
         return max(1, min(self._requests.limit(tenant), self._tokens.limit(tenant) // max(tokens, 1)))
 
     def weigh(self, permit: AdmissionPermit, tokens: int, scores: int = 0) -> None:
-        """Admit a request's prompt, with ``scores`` log probabilities of it, which count like tokens. A single prompt
-        is always admitted, however long. Raises Overloaded, also if the request has given way."""
+        """Admit a request's prompt and the ``scores`` requested log probabilities of it, each of which counts like a
+        token. The only prompt in the gateway is always admitted. Raises Overloaded, also if the request was
+        preempted."""
         if permit.given_up is not None:
             raise permit.given_up
         weight = tokens + scores
@@ -132,7 +133,7 @@ class Admission:
         allowed_tokens: int = 0,
         waits: Callable[[], None] = lambda: None,
     ) -> None:
-        """Wait until the request may go to the model's workers.
+        """Wait until the request may be sent to the model's workers.
 
         Args:
             permit: the request.
@@ -142,8 +143,8 @@ class Admission:
             waits: called if the request has to wait.
 
         Raises:
-            Overloaded: the expected wait and answer exceed the deadline, now or when its turn comes; or the request has
-                given way.
+            Overloaded: the expected wait and answer exceed the deadline, now or at its turn; or the request was
+                preempted.
             DeadlineExceeded: the deadline passed during the wait.
         """
         if permit.given_up is not None:
@@ -173,46 +174,46 @@ class Admission:
             permit.queue.leave(permit, generated_tokens)
 
     def retain(self, names: Collection[str]) -> None:
-        """Drop the counters of tenants that are neither in ``names`` nor waiting."""
+        """Drop the counters of tenants that are not in ``names``, except those with waiting requests."""
         for queue in self._queues.values():
             queue.turns.waiting.retain(names)
             queue.turns.background.retain(names)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if counts are inconsistent, or a running request may give way."""
+        """Raise AssertionError if counts are inconsistent, or a running request could be preempted."""
         for bound in (self._requests, self._tokens):
             bound.check_integrity()
-        held, weights = Counter[str](), Counter[str]()
+        answers, weights = Counter[str](), Counter[str]()
         for permit in self._yielding:
-            assert permit.inside, "a request may give way that has left"
-            assert permit.queue is None, "a request may give way that has had its turn"
-            held[permit.tenant.name] += permit.answers
+            assert permit.inside, "a request that has left could be preempted"
+            assert permit.queue is None, "a running request could be preempted"
+            answers[permit.tenant.name] += permit.answers
             weights[permit.tenant.name] += permit.weight
-        assert held <= self._requests.of, f"{dict(held)} may give way of {dict(self._requests.of)} requests"
-        assert weights <= self._tokens.of, f"{dict(weights)} may give way of {dict(self._tokens.of)} tokens"
+        assert answers <= self._requests.of, f"{dict(answers)} could be preempted of {dict(self._requests.of)} requests"
+        assert weights <= self._tokens.of, f"{dict(weights)} could be preempted of {dict(self._tokens.of)} tokens"
         for queue in self._queues.values():
             queue.turns.check_integrity()
 
     def _make_room(self, bound: ConcurrencyLimit, permit: AdmissionPermit, amount: int) -> None:
-        """Make other requests give way if a limit is met. Raises Overloaded if none can."""
+        """Preempt other requests if a limit is reached. Raises Overloaded if that does not suffice."""
         if bound.met(permit.tenant, amount) is not None:
-            self._have_give_way(bound, permit, amount)
+            self._preempt(bound, permit, amount)
 
-    def _have_give_way(self, bound: ConcurrencyLimit, permit: AdmissionPermit, amount: int) -> None:
+    def _preempt(self, bound: ConcurrencyLimit, permit: AdmissionPermit, amount: int) -> None:
         chosen = choose(self._yielding, bound, permit, amount)
         if isinstance(chosen, BoundMet):
             raise bound.refusal(chosen, chosen.text, self._retry_after_ms(bound, chosen))
         for one in chosen:
             name = one.tenant.name
             met = BoundMet(name if name == permit.tenant.name else "", False, quota_units(one, bound), "")
-            text = f"{bound.name} is met, and a request with precedence took its place"
+            text = f"{bound.name} is reached, and a request with precedence took its place"
             one.given_up = bound.refusal(met, text, self._retry_after_ms(bound, met))
             self._release(one)
             for queue in self._queues.values():
                 queue.give_up(one)
 
     def _release(self, permit: AdmissionPermit) -> None:
-        """Release a request's share of the limits, once."""
+        """Release what a request uses of the limits. Idempotent."""
         if permit.inside:
             permit.inside = False
             self._yielding.remove(permit)
@@ -221,8 +222,8 @@ class Admission:
                 self._tokens.release(permit.tenant.name, permit.weight)
 
     def _retry_after_ms(self, bound: ConcurrencyLimit, met: BoundMet) -> int:
-        """Estimate the time until enough of a limit is free: requests leave at the recent rate, a tenant's in
-        proportion to its share."""
+        """Estimate the time until enough of a limit is free, if requests leave at the recent rate, and a tenant's
+        requests in proportion to its usage."""
         answers = met.lacking * self.requests / max(1, bound.total)
         if met.tenant:
             answers *= bound.total / max(1, bound.of[met.tenant])
@@ -230,13 +231,15 @@ class Admission:
 
 
 class _ModelQueue:
-    """The queue of one model's requests, each awaited by its task. ``began`` is called with each request that gets its
-    slots."""
+    """The queue of one model's requests, each awaited by its task. ``on_granted`` is called with each request that is
+    granted slots."""
 
-    def __init__(self, turns: ModelTurns, clock: Callable[[], float], began: Callable[[AdmissionPermit], None]) -> None:
+    def __init__(
+        self, turns: ModelTurns, clock: Callable[[], float], on_granted: Callable[[AdmissionPermit], None]
+    ) -> None:
         self.turns = turns
         self._clock = clock
-        self._began = began
+        self._on_granted = on_granted
         self._futures: dict[int, asyncio.Future[None]] = {}
 
     async def turn(self, permit: AdmissionPermit, waits: Callable[[], None]) -> None:
@@ -261,7 +264,7 @@ class _ModelQueue:
             raise permit.given_up
 
     def give_up(self, permit: AdmissionPermit) -> None:
-        """End the wait of a request that has given way, if it waits here."""
+        """End the wait of a preempted request, if it waits here."""
         self.turns.give_up(permit)
         future = self._futures.get(permit.number)
         if future is not None and not future.done():
@@ -274,14 +277,14 @@ class _ModelQueue:
         self.turns.left(permit, self._clock())
 
     def _grant(self) -> None:
-        # A done future was cancelled, and its task has not run since.
+        # A future that is done was cancelled, and its task has not run since.
         for permit in self.turns.grant(self, self._clock(), lambda number: self._futures[number].done()):
-            self._began(permit)
+            self._on_granted(permit)
             self._futures[permit.number].set_result(None)
 
 
 class TenantSlots:
-    """``each`` slots per tenant in a queue that all tenants share, so that one tenant's jobs cannot fill it."""
+    """``each`` slots per tenant in a queue that tenants share, so that one tenant's jobs cannot fill the queue."""
 
     def __init__(self, each: int) -> None:
         self._each = each

@@ -1,9 +1,9 @@
 """API keys: a TOML file of tenants and hashed keys, and the tenant of a call.
 
-    file --read and validated--> keyring --changed on disk (pillion.net.watched)--> the new keyring
-             | invalid at start: ConfigError        | invalid: a warning, the old one stays
+    file --read and validated--> keyring --file changed (pillion.net.watched)--> new keyring
+             | invalid at start: ConfigError     | invalid: a warning, and the old keyring stays
 
-A tenant is a table, a key an entry that names one; `pillion keys add` writes both:
+A tenant is a table, and a key is an entry that names its tenant; `pillion keys add` writes both:
 
     [tenant.acme]
     weight = 2
@@ -14,9 +14,9 @@ A tenant is a table, a key an entry that names one; `pillion keys add` writes bo
     tenant = "acme"
     hash = "sha256:9f86d0..."
 
-Only hashes are stored. They are plain SHA-256, because keys are 256 random bits: nothing to guess, so a slow hash
-(scrypt) would only slow down every call, and make wrong keys a denial of service. For the same reason a user-chosen key
-must be long. A key is compared with all entries, each in constant time, without stopping at a match.
+Only hashes are stored. They are plain SHA-256: keys are 256 random bits, which cannot be guessed, so a slow hash
+(scrypt) would only slow down every call and make wrong keys a denial of service. Therefore a user-chosen key must be
+long. A key is compared with all entries, each in constant time, without stopping at a match.
 """
 
 from __future__ import annotations
@@ -39,16 +39,14 @@ from pillion.rules.priority import MAX_PRIORITY, MAX_WEIGHT
 
 log = logging.getLogger("pillion.gateway")
 
-KEY_PREFIX = "plk-"
-KEY_RANDOM_BYTES = 32
-# A user-chosen key is easier to guess than its length suggests; a generated key has 47 characters.
+# For user-chosen keys, which are easier to guess than their length suggests; a generated key has 47 characters.
 MIN_KEY_CHARS = 32
+# Tenant of the keys of --api-key.
 PLAIN_TENANT = "api-key"
 MAX_FILE_BYTES = 2**20
 MAX_KEYS = 1024
 MAX_TENANTS = 1024
 MAX_MODELS = 1024
-MAX_BOUND = 10**12
 
 _HASH = "sha256:"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -63,7 +61,7 @@ _COUNTS = (
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """An entry of the keys file: a label, the tenant, and the SHA-256 of the key (32 bytes)."""
+    """An API key as in the keys file: a label, the tenant's name, and the key's SHA-256 (32 bytes)."""
 
     id: str
     tenant: str
@@ -78,7 +76,8 @@ class Keyring:
         self.keys = keys
 
     def tenant_of(self, authorization: str) -> Tenant:
-        """Return the tenant of ``Authorization: Bearer KEY``. Raises Unauthenticated, never with the key."""
+        """Return the tenant of an Authorization header, ``Bearer KEY``. Raises Unauthenticated; the message never
+        contains the key."""
         scheme, _, credentials = authorization.strip().partition(" ")
         if scheme.lower() != "bearer" or not credentials.strip():
             raise Unauthenticated(
@@ -86,23 +85,23 @@ class Keyring:
             )
         key = credentials.strip()
         digest = hashlib.sha256(key[:MAX_API_KEY_CHARS].encode("utf-8", "surrogatepass")).digest()
-        found: Key | None = None
+        matched: Key | None = None
         for entry in self.keys:
             if hmac.compare_digest(entry.digest, digest):
-                found = entry
-        if found is None or len(key) > MAX_API_KEY_CHARS:
+                matched = entry
+        if matched is None or len(key) > MAX_API_KEY_CHARS:
             raise Unauthenticated("Incorrect API key provided: unknown key")
-        return self.tenants[found.tenant]
+        return self.tenants[matched.tenant]
 
 
 class KeyFile:
-    """Keyring of a keys file, reloaded when it changes, and of --api-key. Raises ConfigError if the file is invalid at
-    the start.
+    """Keyring of a keys file, which is reloaded when it changes, and of --api-key. The constructor raises ConfigError
+    for an invalid file.
 
     Args:
         path: the keys file; "" for none.
-        plain: keys of --api-key. Their tenant is PLAIN_TENANT, with the quotas of that name in the file; the file wins
-            for a key in both.
+        plain: keys of --api-key. Their tenant is PLAIN_TENANT, with its quotas in the file, if any. The file takes
+            precedence for a key in both.
     """
 
     def __init__(self, path: str, plain: Sequence[str] = ()) -> None:
@@ -116,7 +115,7 @@ class KeyFile:
         ring = read_keys(self._path) if self._path else Keyring({}, ())
         if not self._plain:
             return ring
-        # A keyring returns a key's last entry, so the file wins over the flag.
+        # A keyring returns a key's last entry, so the file takes precedence.
         return Keyring({PLAIN_TENANT: Tenant(name=PLAIN_TENANT)} | ring.tenants, self._plain + ring.keys)
 
     def refresh(self) -> bool:
@@ -132,12 +131,12 @@ class KeyFile:
 
 def new_key() -> str:
     """Generate a random key."""
-    return KEY_PREFIX + secrets.token_urlsafe(KEY_RANDOM_BYTES)
+    return "plk-" + secrets.token_urlsafe(32)
 
 
 def hash_of(key: str) -> str:
-    """Return an API key's hash in the keys file's form. Raises ConfigError if the key is too short to be a secret, or
-    not ASCII."""
+    """Return an API key's hash as written in the keys file. Raises ConfigError for a key that is too short or too long,
+    or not printable ASCII without spaces."""
     if not (key.isascii() and key.isprintable()) or " " in key:
         raise ConfigError("an API key is printable ASCII without spaces")
     if not MIN_KEY_CHARS <= len(key) <= MAX_API_KEY_CHARS:
@@ -146,7 +145,7 @@ def hash_of(key: str) -> str:
 
 
 def read_keys(path: str) -> Keyring:
-    """Read a keys file. Raises ConfigError with a message of one line."""
+    """Read a keys file. Raises ConfigError, with a single-line message."""
     try:
         with open(path, "rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
@@ -174,7 +173,7 @@ def parse_keys(parsed: Mapping[str, Any]) -> Keyring:
     tenants = {name: _tenant(name, table) for name, table in tables.items()}
     keys = tuple(_key(number, entry, tenants) for number, entry in enumerate(entries, 1))
     if not tenants:
-        # Probably a write that ran out of disk space. To lock everybody out, remove the keys and leave a tenant.
+        # Probably a write that ran out of disk space. To reject every client, remove the keys and leave a tenant.
         raise ConfigError("it has no tenant")
     if len({key.digest for key in keys}) < len(keys):
         raise ConfigError("two entries have the same key")
@@ -212,7 +211,7 @@ def _check_field(where: str, field: str, value: Any) -> None:
         good = is_number and 0 < value <= MAX_WEIGHT
         wanted = f"a number above 0, up to {MAX_WEIGHT:g}"
     elif field in _COUNTS:
-        good, wanted = is_number and isinstance(value, int) and 0 <= value <= MAX_BOUND, "a whole number, 0 for none"
+        good, wanted = is_number and isinstance(value, int) and 0 <= value <= 10**12, "a whole number, 0 for none"
     else:
         good = is_number and isinstance(value, int) and -MAX_PRIORITY <= value <= MAX_PRIORITY
         wanted = f"a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}"

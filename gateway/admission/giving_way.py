@@ -1,16 +1,16 @@
-"""Chooses the requests that give way when a limit of the gateway or of a tenant is met. Sans-IO (I9).
+"""Chooses the waiting requests to preempt when a limit of the gateway or of a tenant is reached. Sans-IO (I9).
 
-    newcomer --a limit is met--> is there a waiting request that may give way? --no--> the newcomer is refused
-                                                    | yes: it is refused, and the newcomer is admitted
+    new request --a limit is reached--> can a waiting request be preempted? --no--> the new request is refused
+                                                    | yes: it is refused, and the new request is admitted
 
-Only a request without slots gives way, to a newcomer that is not in the background:
+Only requests without slots are preempted, by a new request that is not a background request:
 
-1. a background request, if there is one;
-2. one of the tenant with the largest usage over weight, if the newcomer's tenant would stay below it with the newcomer;
-3. one of the newcomer's tenant, if the newcomer is more urgent.
+1. a background request, if there is any;
+2. a request of the tenant with the largest usage over weight, if the new request's tenant stays below it;
+3. a request of the same tenant, if the new request is more urgent.
 
-Among a tenant's requests it is the least urgent one, of these the newest. For a tenant's own limit, only that tenant's
-requests give way.
+Among a tenant's requests, the least urgent one is preempted, and among equally urgent ones the newest. For a tenant's
+own limit, only that tenant's requests are preempted.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pillion.gateway.admission.turns import AdmissionPermit, YieldingRequests
 
 
 def quota_units(permit: AdmissionPermit, bound: ConcurrencyLimit) -> int:
-    """Return the quota units used by this request."""
+    """Return the units of a limit that a request uses."""
     return permit.weight if bound.of_prompts else permit.answers
 
 
 def choose(
     yielding: YieldingRequests, bound: ConcurrencyLimit, permit: AdmissionPermit, amount: int
 ) -> list[AdmissionPermit] | BoundMet:
-    """Return the requests that give way to admit ``permit`` with ``amount`` units, or the limit if they do not
+    """Return the requests to preempt so that ``permit`` is admitted with ``amount`` units, or the limit if they do not
     suffice."""
     freed: Counter[str] = Counter()
     chosen: list[AdmissionPermit] = []
@@ -38,12 +38,12 @@ def choose(
     while (met := bound.met(permit.tenant, amount, freed)) is not None:
         if permit.tenant.background:
             return met
-        found = _next(bound, permit, amount, met, freed, [one for one in last.values() if one is not None])
-        if found is None:
+        victim = _next(bound, permit, amount, met, freed, [one for one in last.values() if one is not None])
+        if victim is None:
             return met
-        chosen.append(found)
-        freed[found.tenant.name] += quota_units(found, bound)
-        key = found.tenant.name, found.tenant.background
+        chosen.append(victim)
+        freed[victim.tenant.name] += quota_units(victim, bound)
+        key = victim.tenant.name, victim.tenant.background
         last[key] = next(ends[key], None)
     return chosen
 
@@ -56,8 +56,8 @@ def _next(
     freed: Counter[str],
     last: list[AdmissionPermit],
 ) -> AdmissionPermit | None:
-    """Choose the next to give way among the ``last`` requests of each tenant, after ``freed`` units; None if there is
-    none."""
+    """Return the next request to preempt, of the ``last`` requests of each tenant, if ``freed`` units per tenant are
+    freed already; None if none may be preempted."""
     tenant = permit.tenant
     if met.own:
         last = [one for one in last if one.tenant.name == tenant.name]
@@ -65,9 +65,9 @@ def _next(
     def level(one: AdmissionPermit) -> float:
         return (bound.of[one.tenant.name] - freed[one.tenant.name]) / one.tenant.weight
 
-    hidden = [one for one in last if one.tenant.background]
-    if hidden:
-        return max(hidden, key=level)
+    background = [one for one in last if one.tenant.background]
+    if background:
+        return max(background, key=level)
     highest = max(last, key=level, default=None)
     if highest is not None and (bound.of[tenant.name] - freed[tenant.name] + amount) / tenant.weight < level(highest):
         return highest

@@ -1,19 +1,20 @@
-"""Tenants' quotas of requests and tokens per minute: token buckets in this gateway, and in Redis, where available, for
+"""Tenants' quotas of requests and tokens per minute: local token buckets in this gateway, and shared ones in Redis for
 all gateways of a cluster. Callers pass the time.
 
-A bucket has the size of one minute's quota and fills evenly. The tokens of an answer are charged when the request ends
-and may leave a debt, which must be refilled before the next request is admitted.
+A bucket has the size of one minute's quota and fills evenly. An answer's tokens are charged when the request ends, and
+may leave a debt, which must be refilled before the next request is admitted.
 
-    request --local count--> refused here, or tokenized --one script in Redis--> refused there, or served
+    request --local bucket--> refused, or tokenized --shared bucket, one script--> refused, or served
                                                               | no answer in 100 ms
-                                                              '--> the local count has decided
-    answer's tokens --> local count, and reported to Redis with the tenant's next call or REPORT_MS later
-    refused after it was counted --> refunded here, and in Redis if counted there
+                                                              '--> served
+    answer's tokens --> charged to the local bucket, and to Redis with the tenant's next call or after REPORT_MS
+    refused after it was charged --> refunded to the local bucket, and to Redis if charged there
 
-A call with several prompts is counted as a whole before any of them runs.
+A call with several prompts is charged as a whole before any of them runs.
 
-The local count has only what this gateway served, so never less left than Redis: Redis would refuse whatever it
-refuses. What a failed call carried is not sent again, as Redis may have counted it; after a minute it is irrelevant.
+A local bucket lacks only what this gateway served, so it is never emptier than the shared one: Redis would refuse
+whatever it refuses. Charges of a failed call to Redis are not repeated, since Redis may have counted them; after a
+minute they are irrelevant.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from pillion.kvstore.index.shared_buckets import BucketDemand, SharedBuckets
 
 log = logging.getLogger("pillion.gateway")
 
-# Delay before answers' tokens are reported, so that one call reports many answers.
+# Delay of reports of answers' tokens to Redis, so that one call reports many answers.
 REPORT_MS = 100
 
 
 class Quotas:
-    """Quotas of all tenants, with buckets made on demand. ``shared`` buckets are in Redis; without them this gateway
-    counts alone. Times are monotonic seconds."""
+    """Quotas of all tenants. ``shared`` are the buckets in Redis; None if this gateway counts alone. Times are
+    monotonic seconds."""
 
     def __init__(self, shared: SharedBuckets | None = None) -> None:
         self._buckets: dict[tuple[str, str], Bucket] = {}
@@ -56,10 +57,10 @@ class Quotas:
         self._take(tenant, "tokens_per_minute", tokens, now_s)
 
     async def confirm(self, tenant: Tenant, tokens: int | None, now_s: float, count: int = 1) -> None:
-        """Charge the tokens of prompts (None if none is computed) to a tenant's quotas, and ``count`` requests, which
-        :meth:`take_request` has charged here, to the shared quota.
+        """Charge prompts' ``tokens`` (None if no prompt is computed) to a tenant's local and shared quotas, and
+        ``count`` requests, which :meth:`take_request` has charged locally, to the shared quota.
 
-        Raises Overloaded, and refunds all of it. If cancelled, everything stays charged.
+        Raises Overloaded, with all of these charges refunded. If cancelled, everything stays charged.
         """
         try:
             if tokens is not None:
@@ -67,7 +68,7 @@ class Quotas:
         except Overloaded:
             self.refund_here(tenant, count, 0, now_s)
             raise
-        short = await self._ask(tenant, count, tokens)
+        short = await self._charge_shared(tenant, count, tokens)
         if short is not None:
             self.refund_here(tenant, count, tokens or 0, now_s)
             raise used_up(tenant, *short)
@@ -80,8 +81,8 @@ class Quotas:
                 bucket.take(-amount, now_s)
 
     def spend(self, tenant: Tenant, amount: int, now_s: float, quota: str = "tokens_per_minute") -> None:
-        """Charge a tenant's quota here, by default generated tokens, which may leave a debt, and report it to the
-        other gateways. A negative ``amount`` is a refund."""
+        """Charge a tenant's local quota, by default with generated tokens, which may leave a debt, and report the
+        charge to Redis. A negative ``amount`` is a refund."""
         bucket = self._bucket(tenant, quota, now_s)
         if bucket is None:
             return
@@ -96,8 +97,8 @@ class Quotas:
     def retain(self, names: Collection[str]) -> None:
         """Drop the quotas of tenants that are not in ``names``, once reported to Redis."""
         self._buckets = {key: bucket for key, bucket in self._buckets.items() if key[0] in names}
-        left = {name for name, _ in self._unreported}
-        self._tenants = {name: one for name, one in self._tenants.items() if name in names or name in left}
+        unreported = {name for name, _ in self._unreported}
+        self._tenants = {name: one for name, one in self._tenants.items() if name in names or name in unreported}
 
     async def aclose(self) -> None:
         """Wait until all charges are reported to Redis, and close the connections."""
@@ -107,9 +108,9 @@ class Quotas:
         if self._shared is not None:
             await self._shared.aclose()
 
-    async def _ask(self, tenant: Tenant, requests: int | None, tokens: int | None) -> tuple[str, int] | None:
-        """Return the quota that is used up in Redis, and the milliseconds until it is not; None if there is none, or
-        no answer."""
+    async def _charge_shared(self, tenant: Tenant, requests: int | None, tokens: int | None) -> tuple[str, int] | None:
+        """Charge the shared quotas, including unreported charges. Return the quota that is used up and the milliseconds
+        until it is refilled, with nothing but unreported charges made; None if charged, or if Redis does not answer."""
         if self._shared is None or not tenant.has_quotas:
             return None
         demands = tuple(
@@ -124,13 +125,13 @@ class Quotas:
             self.redis_answers = False
             return None
         self.redis_answers = True
-        return None if short is None else (QUOTAS[short.place], short.wait_ms)
+        return None if short is None else (QUOTAS[short.index], short.wait_ms)
 
     async def _report_soon(self) -> None:
         while self._unreported:
             await asyncio.sleep(REPORT_MS / 1000)
             for name in {name for name, _ in self._unreported}:
-                await self._ask(self._tenants[name], None, None)
+                await self._charge_shared(self._tenants[name], None, None)
 
     def _take(self, tenant: Tenant, quota: str, amount: int, now_s: float) -> None:
         bucket = self._bucket(tenant, quota, now_s)
@@ -144,21 +145,21 @@ class Quotas:
         per_minute, key = getattr(tenant, quota), (tenant.name, quota)
         if not per_minute:
             return None
-        found = self._buckets.get(key) or Bucket(per_minute, now_s)
-        if found.per_minute != per_minute:
-            found = found.resized(per_minute, now_s)
-        self._buckets[key] = found
-        return found
+        bucket = self._buckets.get(key) or Bucket(per_minute, now_s)
+        if bucket.per_minute != per_minute:
+            bucket = bucket.resized(per_minute, now_s)
+        self._buckets[key] = bucket
+        return bucket
 
 
 @dataclass(slots=True)
 class CountedCall:
-    """What a call has charged to its tenant's quotas and may get refunded. Times are monotonic seconds.
+    """The refundable charges of one call to its tenant's quotas. Times are monotonic seconds.
 
     Attributes:
-        requests, tokens: charged and not refunded; tokens are those of prompts.
+        requests, tokens: requests and prompt tokens that are charged and not refunded.
         begun_tokens: tokens of prompts that were sent to workers.
-        confirmed: whether the shared quotas have it too.
+        confirmed: True once the shared quotas are charged too.
     """
 
     quotas: Quotas
@@ -169,18 +170,19 @@ class CountedCall:
     confirmed: bool = False
 
     def take(self, requests: int, now_s: float) -> None:
-        """Charge requests here. Raises Overloaded."""
+        """Charge requests to the local quota. Raises Overloaded."""
         self.quotas.take_request(self.tenant, now_s, requests)
         self.requests = requests
 
     async def confirm(self, tokens: int | None, now_s: float) -> None:
-        """Charge tokens, and the requests to the shared quota, see :meth:`Quotas.confirm`. Raises Overloaded."""
+        """Charge tokens to both quotas, and the requests to the shared quota (:meth:`Quotas.confirm`). Raises
+        Overloaded."""
         count, self.requests = self.requests, 0
         await self.quotas.confirm(self.tenant, tokens, now_s, count)
         self.requests, self.tokens, self.confirmed = count, tokens or 0, True
 
     def refund(self, requests: int, tokens: int, now_s: float) -> None:
-        """Refund at most what is still charged."""
+        """Refund requests and tokens, at most those that are still charged."""
         requests, tokens = min(requests, self.requests), max(0, min(tokens, self.tokens))
         self.requests -= requests
         self.tokens -= tokens
@@ -191,7 +193,8 @@ class CountedCall:
             self.quotas.refund_here(self.tenant, requests, tokens, now_s)
 
     def end(self, now_s: float, error: BaseException | None = None) -> None:
-        """Refund everything if ``error`` refuses the call, and else the tokens of prompts that never started."""
+        """Refund everything if the call was refused (``error`` is Overloaded), else the tokens of prompts that never
+        started."""
         if isinstance(error, Overloaded):
             self.refund(self.requests, self.tokens, now_s)
         else:

@@ -1,19 +1,20 @@
 """Scheduling of a model's waiting requests, and of jobs on threads. Sans-IO (I9).
 
-:meth:`ModelTurns.wait` enqueues a request, :meth:`ModelTurns.grant` returns those whose turn has come,
-:meth:`ModelTurns.free` frees their slots. Background requests are scheduled only while no others wait, or once they
-have waited for the time in their queue order.
+:meth:`ModelTurns.wait` enqueues a request, :meth:`ModelTurns.grant` grants slots to the next requests, and
+:meth:`ModelTurns.free` frees their slots. Background requests are scheduled only while no other requests wait, or once
+they have waited for the time in their queue order.
 
-The order is fair between tenants by tokens, and the queue order within a tenant. Each tenant has a counter: tokens
+Scheduling is fair between tenants by tokens, and by queue order within a tenant. Each tenant has a counter: tokens
 served over its weight. The next request is that of the waiting tenant with the smallest counter; an answer's tokens
-count OUTPUT_COST times those of a prompt. A tenant that was idle continues at the counter of the tenant that was served
-last, so that idle time earns no credit. This is the Virtual Token Counter (Sheng et al., "Fairness in Serving Large
-Language Models", OSDI 2024, arXiv 2401.00588), its lift rule as in start-time fair queuing (Goyal et al., 1996).
+count OUTPUT_COST times those of a prompt. The counter of a tenant that was idle is lifted to that of the tenant that
+was served last, so that idle time earns no credit. This is the Virtual Token Counter (Sheng et al., "Fairness in
+Serving Large Language Models", OSDI 2024, arXiv 2401.00588), its lift rule as in start-time fair queuing (Goyal et al.,
+1996).
 
 Between two tenants that always wait, tokens over weight differ at most by what one of them has in progress.
 
-A tenant with nothing at the workers needs no slot: its first request exceeds the slots, and the workers, which apply
-the same shares (:mod:`pillion.engine.scheduling.queues`), decide which request it displaces.
+A tenant without requests at the workers needs no slot: its first request exceeds the slots, and the workers, which
+apply the same shares (:mod:`pillion.engine.scheduling.queues`), decide which request it displaces.
 
 :mod:`pillion.gateway.admission.admission` passes ``now_s`` and carries out the decisions.
 
@@ -23,8 +24,8 @@ Jobs for threads have separate queues:
                                                  |--> threads, of which large jobs never have the last one
     large jobs --fair between tenants, by bytes--'
 
-All tenants share a few threads. A waiting tenant goes before further jobs of a tenant that has had more, and a small
-job never waits for megabytes.
+All tenants share a few threads. The next job is that of the tenant that was served the fewest bytes, and a small job
+never waits for a large one.
 """
 
 from __future__ import annotations
@@ -43,21 +44,21 @@ from pillion.gateway.admission.tenants import BACKGROUND_SHARE, Tenant, share_of
 from pillion.rules.priority import OUTPUT_COST
 from pillion.wire.registry import ComponentRecord
 
+# Half-life of the departure rate, and min number of departures to estimate it.
 RATE_HALF_LIFE_S = 10.0
 MIN_DEPARTURES = 3.0
-# Factor on the expected answer time of a request with a deadline when it is enqueued: predictions are means, and half
-# of the requests that just fit would be late.
+# Factor on the predicted answer time of a request with a deadline when it is enqueued: half of the answers take longer
+# than predicted.
 ANSWER_RESERVE = 1.25
 
-WATCHED_STREAMS = 8
-# Sampled times of tokens: their number, and the shortest silence between two that is recorded.
-MAX_TOKEN_TIMES = 256
+# Min length of a recorded silence between two tokens.
 MIN_SILENCE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class WaitingRequest:
-    """A waiting request, sorted by queue order (:func:`pillion.rules.priority.queue_order`), then by arrival."""
+    """A request or job in a queue, sorted by queue order (:func:`pillion.rules.priority.queue_order`), then by
+    ``number``, i.e. arrival."""
 
     queue_order: float
     number: int
@@ -67,13 +68,15 @@ class WaitingRequest:
 
 @dataclass(slots=True)
 class _Account:
+    """A tenant's weight, its counter of tokens over weight, and its waiting requests, sorted."""
+
     weight: float = 1.0
     counter: float = 0.0
     waiting: list[WaitingRequest] = field(default_factory=list)
 
 
 class FairQueue:
-    """Waiting requests of a model in fair order. Admission limits their number."""
+    """Waiting requests in the order of the Virtual Token Counter. Admission limits their number."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
@@ -88,12 +91,13 @@ class FairQueue:
         bisect.insort(account.waiting, request)
 
     def first(self, but: Container[str] = ()) -> WaitingRequest | None:
-        """Return the next request without those of the tenants ``but``, or None."""
+        """Return the next request, ignoring the tenants ``but``; None if there is none."""
         name = self._next(but)
         return None if name is None else self._accounts[name].waiting[0]
 
     def pop(self, but: Container[str] = ()) -> WaitingRequest:
-        """Remove the next request and charge its prompt to its tenant. There must be one."""
+        """Remove and return the next request, ignoring the tenants ``but``, and charge its prompt to its tenant. There
+        must be one."""
         name = self._next(but)
         assert name is not None
         account = self._accounts[name]
@@ -103,7 +107,7 @@ class FairQueue:
         return request
 
     def remove(self, tenant: Tenant, request: WaitingRequest) -> None:
-        """Remove a request that was not served."""
+        """Remove a request without charging it."""
         self._accounts[tenant.name].waiting.remove(request)
 
     def charge(self, tenant: Tenant, tokens: int) -> None:
@@ -113,7 +117,7 @@ class FairQueue:
             account.counter += OUTPUT_COST * tokens / tenant.weight
 
     def ahead(self, tenant: Tenant, request: WaitingRequest) -> int:
-        """Count answers of waiting requests that would start before this request if no other came."""
+        """Count the answers of waiting requests that would start before this request if no further ones arrived."""
         own = self._accounts.get(tenant.name, _Account())
         before = [other for other in own.waiting if other < request]
         start = own.counter if own.waiting else max(own.counter, self._floor)
@@ -137,7 +141,7 @@ class FairQueue:
         return {name: len(account.waiting) for name, account in self._accounts.items() if account.waiting}
 
     def retain(self, names: Collection[str]) -> None:
-        """Drop the counters of tenants that are neither in ``names`` nor waiting."""
+        """Drop the counters of tenants that are not in ``names``, except those with waiting requests."""
         self._accounts = {name: one for name, one in self._accounts.items() if name in names or one.waiting}
 
     def _next(self, but: Container[str]) -> str | None:
@@ -148,7 +152,7 @@ class FairQueue:
 
 
 class DepartureRate:
-    """Mean rate at which answers end while others wait, with exponential decay. The longest gap between two ends is
+    """Rate at which answers end while requests wait, with exponential decay. The longest interval between two ends is
     left out, since it may have been a pause."""
 
     def __init__(self) -> None:
@@ -157,14 +161,15 @@ class DepartureRate:
         self._since_s: float | None = None
 
     def left(self, answers: int, waiting: bool, now_s: float) -> None:
-        """Record the end of ``answers``. The time until the next end counts only while others are ``waiting``."""
+        """Record the end of ``answers`` answers. The time until the next end counts only if requests are
+        ``waiting``."""
         if self._since_s is not None:
             passed_s = max(0.0, now_s - self._since_s)
-            kept = math.pow(0.5, passed_s / RATE_HALF_LIFE_S)
-            self._departures = self._departures * kept + answers
-            self._seconds = self._seconds * kept + passed_s
+            decay = math.pow(0.5, passed_s / RATE_HALF_LIFE_S)
+            self._departures = self._departures * decay + answers
+            self._seconds = self._seconds * decay + passed_s
             longest_s, ended = self._longest
-            self._longest = max((longest_s * kept, ended * kept), (passed_s, float(answers)))
+            self._longest = max((longest_s * decay, ended * decay), (passed_s, float(answers)))
         self._since_s = now_s if waiting else None
 
     def began(self, now_s: float) -> None:
@@ -176,20 +181,21 @@ class DepartureRate:
         """Return the seconds until a slot is free for a request with ``ahead`` answers before it; 0 if unknown."""
         longest_s, ended = self._longest
         others = self._departures - ended
-        # The first gap may have ended with several answers of one request.
+        # Several answers of one request may have ended together after the longest interval.
         if self._departures < MIN_DEPARTURES or others < 1:
             return 0.0
         return (ahead + 1) * (self._seconds - longest_s) / others
 
 
-# Requests at workers beyond their slots, so that no slot stays empty: a share, and at least this number.
+# Requests sent to workers beyond their slots, so that no slot stays empty: a share of the slots, and a minimum.
 SPARE_SLOTS_SHARE = 0.25
 MIN_SPARE_SLOTS = 16
 
 
 def shared_slots(workers: Sequence[ComponentRecord], others_running: Sequence[int]) -> int:
-    """Return a gateway's limit on requests at the decode workers: an even share of their slots and spare ones, plus
-    what the other gateways, which run ``others_running``, leave of theirs. 0 until all workers report their slots."""
+    """Return a gateway's limit on requests at the decode workers: an even share of their slots and spare ones, plus the
+    unused part of the other gateways' shares. ``others_running`` has each other gateway's requests. 0 until all workers
+    report their slots."""
     if not workers or not all(worker.max_step_tokens for worker in workers):
         return 0
     sequences = sum(worker.running_requests + worker.free_seqs for worker in workers)
@@ -199,7 +205,7 @@ def shared_slots(workers: Sequence[ComponentRecord], others_running: Sequence[in
 
 
 class SlotOwner(Protocol):
-    """The queue that granted a request its slots."""
+    """A model's queue, which has granted slots to a request."""
 
     def leave(self, permit: AdmissionPermit, generated_tokens: int) -> None:
         """Free the slots of a request."""
@@ -211,21 +217,21 @@ class AdmissionPermit:
 
     Attributes:
         answers: number of answers to generate; each counts as a request.
-        order: place in any queue (:func:`pillion.rules.priority.queue_order`); infinite if it never waits.
+        order: sort key in queues (:func:`pillion.rules.priority.queue_order`); infinite if it never waits.
         number: unique and increasing.
-        tokens: prompt tokens, once weighed.
-        weight: prompt tokens and requested prompt log probabilities, which count against the limits.
-        deadline_s: monotonic deadline of its answers, or None.
+        tokens: prompt tokens, once known.
+        weight: prompt tokens plus requested prompt log probabilities, which count against the limits.
+        deadline_s: monotonic deadline of the answers, or None.
         allowed_tokens: token limit of each answer; 0 if it generates nothing.
-        place: its entry in the model's queue while it waits.
-        queue: its model's queue, once it has slots.
-        begun_s, beside: when it got its slots, and the number of answers with slots then, its own included.
-        tokens_before: tokens of other prompts at the workers then whose answers had no token yet.
-        first_token_s, last_token_s: return the times of its first and last token; 0.0: none.
+        place: its entry in the model's queue while it waits, else None.
+        queue: its model's queue while it has slots, else None.
+        begun_s, beside: when it got its slots, and the number of running answers then, its own included.
+        tokens_before: tokens of the prompts at the workers then that had no token yet.
+        first_token_s, last_token_s: return the times of its first and last token; 0.0 without one.
         generated_tokens: tokens of all of its answers, once ended.
-        ended_itself: whether its answers ended by themselves, not at a token or time limit.
-        inside: whether it counts against the gateway's limits.
-        given_up: error if it will get no slots, else None.
+        ended_itself: True if its answers ended by themselves, not at a token or time limit.
+        inside: True while it counts against the gateway's limits.
+        given_up: the error if it is refused after it was admitted, else None.
     """
 
     tenant: Tenant
@@ -254,19 +260,19 @@ def _place(permit: AdmissionPermit) -> tuple[float, int]:
 
 
 class YieldingRequests:
-    """Requests without slots that may give way, in queue order, per tenant; background requests apart."""
+    """Requests without slots, which may be preempted: by tenant and background flag, in queue order."""
 
     def __init__(self) -> None:
         self._lines: dict[tuple[str, bool], list[AdmissionPermit]] = {}
 
     def add(self, permit: AdmissionPermit) -> None:
-        """Add a request. One without an order never gives way."""
+        """Add a request, unless its order is infinite: then it is never preempted."""
         if permit.order < math.inf:
             line = self._lines.setdefault((permit.tenant.name, permit.tenant.background), [])
             bisect.insort(line, permit, key=_place)
 
     def remove(self, permit: AdmissionPermit) -> None:
-        """Remove a request that got its slots or left, if it is here."""
+        """Remove a request that got its slots or left. A no-op if it is not here."""
         key = permit.tenant.name, permit.tenant.background
         line = self._lines.get(key, [])
         at = bisect.bisect_left(line, _place(permit), key=_place)
@@ -280,13 +286,13 @@ class YieldingRequests:
             yield from line
 
     def ends(self) -> dict[tuple[str, bool], Iterator[AdmissionPermit]]:
-        """Return the requests per tenant and background flag, the last first."""
+        """Return iterators over the requests by tenant and background flag, the last request first."""
         return {key: reversed(line) for key, line in self._lines.items()}
 
 
 class ModelTurns:
-    """Scheduler of one model's waiting requests. ``slots`` returns the limit on concurrent answers at its workers (0:
-    unlimited); ``times`` predicts how long a request runs. Times are the caller's monotonic seconds."""
+    """Scheduler of one model's requests. ``slots`` returns the limit on concurrent answers at its workers, 0 for none;
+    ``times`` predicts how long a request runs. Times are monotonic seconds, passed by the caller."""
 
     def __init__(self, slots: Callable[[], int], times: AnswerTimes) -> None:
         self._slots = slots
@@ -295,12 +301,12 @@ class ModelTurns:
         self.waiting = FairQueue()
         self.background = FairQueue()
         self.permits: dict[int, AdmissionPermit] = {}
-        # Requests with slots and without a token when last looked at.
+        # Running requests without a token, and with one, as of the last _note_tokens.
         self._prompts: dict[int, AdmissionPermit] = {}
         self._streams: dict[int, AdmissionPermit] = {}
-        self._token_times_s: deque[float] = deque(maxlen=MAX_TOKEN_TIMES)
-        # Requests that ended since the last prediction, with the number of running answers and the time. Learning from
-        # them is deferred, since predictions are needed only for requests with deadlines.
+        self._token_times_s: deque[float] = deque(maxlen=256)
+        # Requests that ended since the last prediction, with the number of running answers then and the time. They are
+        # evaluated only when a request with a deadline needs a prediction.
         self._ended: deque[tuple[AdmissionPermit, int, float]] = deque(maxlen=MAX_ANSWERS)
         self.running = 0
         self._running_of: Counter[str] = Counter()
@@ -322,22 +328,23 @@ class ModelTurns:
             raise late
 
     def began(self, permit: AdmissionPermit, now_s: float) -> None:
-        """Record that a request got no slots at once."""
+        """Record that a request has to wait."""
         if not permit.tenant.background:
             self._departures.began(now_s)
 
     def give_up(self, permit: AdmissionPermit) -> None:
-        """Remove a request from the queue, if it waits."""
+        """Remove a request from the queue. A no-op if it does not wait."""
         if self.permits.pop(permit.number, None) is not None and permit.place is not None:
             self._line(permit).remove(permit.tenant, permit.place)
             permit.place = None
 
     def grant(self, owner: SlotOwner, now_s: float, gone: Callable[[int], bool]) -> list[AdmissionPermit]:
-        """Remove and return the requests whose turn has come; ``owner`` is charged with their slots. A request that is
-        ``gone`` is dropped, and one that would miss its deadline is given up, so that it displaces no other."""
+        """Grant slots, and remove these requests from the queue. Return them, and requests with ``given_up`` set: they
+        would miss their deadline, and are removed without slots. ``owner`` becomes the ``queue`` of granted requests;
+        ``gone`` returns whether the request of a number was cancelled, which drops it."""
         granted = []
-        while (found := self._next(now_s)) is not None:
-            line, share, place, but = found
+        while (candidate := self._next(now_s)) is not None:
+            line, share, place, but = candidate
             permit = self.permits[place.number]
             if gone(place.number):
                 self.give_up(permit)
@@ -359,7 +366,7 @@ class ModelTurns:
         return granted
 
     def free(self, permit: AdmissionPermit, generated_tokens: int) -> None:
-        """Free a request's slots; :meth:`grant`, then :meth:`left` follow."""
+        """Free a request's slots. The caller then calls :meth:`grant` and :meth:`left`."""
         permit.queue, permit.generated_tokens = None, generated_tokens
         self._count(permit, -permit.answers)
         self._note_tokens()
@@ -384,8 +391,8 @@ class ModelTurns:
     def _late(
         self, permit: AdmissionPermit, deadline_s: float, now_s: float, wait_s: float, reserve: float
     ) -> Overloaded | None:
-        """Return the error of a request that would miss its deadline after ``wait_s``, if its answer takes ``reserve``
-        times the expected time; None if it would not."""
+        """Return the error for a request that would miss its deadline if it waited ``wait_s`` and its answer took
+        ``reserve`` times the predicted time; None if it would not."""
         if permit.tenant.background:
             return None
         left_s, answer_s = deadline_s - now_s, self._answer_s(permit, now_s)
@@ -395,20 +402,20 @@ class ModelTurns:
         if answer_s:
             text = f"{text} and the answer {answer_s:.1f} s"
         text = f"{text}, longer than the request's deadline leaves"
-        # Until then the queue shrinks by what this request lacks, or is empty.
+        # By then the queue has become shorter by the missing time, or is empty.
         retry_s = max(wait_s, wait_s + answer_s * reserve - left_s)
         return Overloaded(text, max(1, math.ceil(retry_s * 1000)), (QuotaViolation("deadline", text),))
 
     def _count(self, permit: AdmissionPermit, answers: int) -> None:
-        """Add to the count of answers at the workers."""
+        """Add ``answers`` to the number of answers at the workers, in total and of the tenant."""
         self.running += answers
         if not permit.tenant.background:
             self._running_of[permit.tenant.name] += answers
             self._running_of = +self._running_of
 
     def _answer_s(self, permit: AdmissionPermit, now_s: float) -> float:
-        """Predict the seconds of a request that gets its slots now; 0.0 if unknown, if it generates nothing, and if it
-        would be alone: then it displaces none, and shows how long answers take now."""
+        """Predict the seconds of a request that gets its slots now; 0.0 if unknown, if it generates nothing, and if no
+        other request runs: then it cannot displace any, and updates the prediction."""
         while self._ended:
             self._times.ended(_served(*self._ended.popleft()))
         if not permit.allowed_tokens or not self.running:
@@ -427,11 +434,11 @@ class ModelTurns:
         for number, one in list(self._prompts.items()):
             if one.first_token_s():
                 self._streams[number] = self._prompts.pop(number)
-        for one in itertools.islice(self._streams.values(), WATCHED_STREAMS):
+        for one in itertools.islice(self._streams.values(), 8):
             self._record_token_time(one.last_token_s())
 
     def _record_token_time(self, at_s: float) -> None:
-        """Record the time of a token, unless a later one is recorded."""
+        """Record the time of a token, unless a later time is recorded."""
         token_times_s = self._token_times_s
         if token_times_s and at_s <= token_times_s[-1]:
             return
@@ -445,40 +452,42 @@ class ModelTurns:
 
     @property
     def _crowded(self) -> bool:
-        """True if a request waits that is not in the background."""
+        """True if a request waits that is not a background request."""
         return self.waiting.first() is not None
 
     def _next(self, now_s: float) -> tuple[FairQueue, float, WaitingRequest, Container[str]] | None:
-        """Return the next request: its queue, the share of slots that may be used with its own, the request, and the
-        tenants that were passed over."""
-        hidden, first = self.background.first(), self.waiting.first()
-        if hidden is not None and hidden.queue_order <= now_s:
+        """Return the next request: its queue, the share of the slots that may be used including its own, the request,
+        and the tenants that were skipped. None if no request waits."""
+        background, first = self.background.first(), self.waiting.first()
+        if background is not None and background.queue_order <= now_s:
             # It has waited for the time in its queue order, and must not starve.
-            found = self.background, 1.0, hidden
+            candidate = self.background, 1.0, background
         elif first is not None:
-            found = self.waiting, 1.0, first
+            candidate = self.waiting, 1.0, first
         else:
-            return None if hidden is None else (self.background, BACKGROUND_SHARE, hidden, ())
-        if not self._fits(self.permits[found[2].number]):
-            lone = self.waiting.first(self._running_of)
-            if lone is not None:
-                return self.waiting, 1.0, lone, self._running_of
-        return *found, ()
+            return None if background is None else (self.background, BACKGROUND_SHARE, background, ())
+        if not self._fits(self.permits[candidate[2].number]):
+            # The first request of a tenant without requests at the workers needs no slot.
+            unserved = self.waiting.first(self._running_of)
+            if unserved is not None:
+                return self.waiting, 1.0, unserved, self._running_of
+        return *candidate, ()
 
     def _fits(self, permit: AdmissionPermit, share: float = 1.0) -> bool:
+        """Return whether a request can run now, if at most ``share`` of the slots may be used including its own."""
         slots = self._slots()
         if not slots or not self.running or self.running + permit.answers <= int(slots * share):
             return True
         return self._is_first_of_tenant(permit)
 
     def _is_first_of_tenant(self, permit: AdmissionPermit) -> bool:
-        """Return whether the request needs no slot, because its tenant has nothing at the workers."""
+        """Return whether a request needs no slot, because its tenant has no request at the workers."""
         tenant = permit.tenant
         return bool(tenant.name) and not tenant.background and tenant.name not in self._running_of
 
 
 def _served(permit: AdmissionPermit, running: int, now_s: float) -> ServedRequest:
-    """Describe a request that ended at ``now_s`` beside ``running`` answers."""
+    """Return the record of a request that ended at ``now_s``, with ``running`` other answers at the workers."""
     return ServedRequest(
         permit.tokens,
         permit.tokens_before,
@@ -493,15 +502,15 @@ def _served(permit: AdmissionPermit, running: int, now_s: float) -> ServedReques
     )
 
 
-# Bytes above which a job is large, since it would occupy its thread for long; these take about 20 ms to tokenize.
+# Max size of a small job; it takes about 20 ms to tokenize.
 SMALL_JOB_BYTES = 64 * 2**10
+# Overhead charged per job.
 JOB_BYTES = 1024
-RETRY_AFTER_MS = 1000
 
 
 @dataclass(eq=False, slots=True)
 class ThreadJob:
-    """A job for a thread; ``abandoned`` if no caller waits for it any more."""
+    """A job for a thread. ``abandoned`` is True if its caller was cancelled."""
 
     tenant: Tenant
     place: WaitingRequest
@@ -510,12 +519,11 @@ class ThreadJob:
 
 
 class ThreadTurns:
-    """Scheduler of jobs on two or more ``threads``. At most ``most_jobs`` wait or run, of which a tenant has its
-    share."""
+    """Scheduler of jobs on at least two ``threads``. At most ``max_jobs`` wait or run, and of each tenant its share."""
 
-    def __init__(self, threads: int, most_jobs: int) -> None:
+    def __init__(self, threads: int, max_jobs: int) -> None:
         self._threads = threads
-        self._most_jobs = most_jobs
+        self._max_jobs = max_jobs
         self._numbers = itertools.count()
         self._lines = {large: FairQueue() for large in (False, True)}
         self._waiting: dict[int, ThreadJob] = {}
@@ -529,9 +537,9 @@ class ThreadTurns:
 
     def wait(self, tenant: Tenant, size_bytes: int) -> ThreadJob:
         """Enqueue a job. Raises Overloaded."""
-        most = share_of(tenant, self._most_jobs, self.jobs - self._jobs_of[tenant.name])
-        if self.jobs >= self._most_jobs or self._jobs_of[tenant.name] >= most:
-            raise Overloaded(f"{self._jobs_of[tenant.name]} prompts wait to be tokenized", RETRY_AFTER_MS)
+        limit = share_of(tenant, self._max_jobs, self.jobs - self._jobs_of[tenant.name])
+        if self.jobs >= self._max_jobs or self._jobs_of[tenant.name] >= limit:
+            raise Overloaded(f"{self._jobs_of[tenant.name]} prompts wait to be tokenized", retry_after_ms=1000)
         place = WaitingRequest(0.0, next(self._numbers), JOB_BYTES + size_bytes, 1)
         job = ThreadJob(tenant, place, size_bytes > SMALL_JOB_BYTES)
         self._lines[job.large].push(tenant, place)
@@ -549,7 +557,7 @@ class ThreadTurns:
         return granted
 
     def end(self, job: ThreadJob) -> None:
-        """Free the thread of a job, or remove it if it still waits; :meth:`grant` follows."""
+        """Free a job's thread, or remove the job if it still waits. The caller then calls :meth:`grant`."""
         if self._waiting.pop(job.place.number, None) is not None:
             self._lines[job.large].remove(job.tenant, job.place)
         else:
@@ -558,12 +566,12 @@ class ThreadTurns:
         self._jobs_of = +self._jobs_of
 
     def retain(self, names: Collection[str]) -> None:
-        """Drop the counters of tenants that are neither in ``names`` nor waiting."""
+        """Drop the counters of tenants that are not in ``names``, except those with waiting requests."""
         for line in self._lines.values():
             line.retain(names)
 
     def _next(self) -> bool | None:
-        """Return whether the next job is a large one; None if no thread is free for it."""
+        """Return whether the next job is a large one; None if no job can run now."""
         if self._running.total() >= self._threads:
             return None
         small, large = (self._lines[size].first() is not None for size in (False, True))

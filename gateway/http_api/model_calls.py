@@ -252,14 +252,14 @@ class ModelCalls:
 
         async def start(request: GenerateRequest) -> RequestRunner:
             first = request is parsed.requests[0]
-            found = partial(branch_points, call, parsed, entry) if first and branch_points is not None else None
+            points_of = partial(branch_points, call, parsed, entry) if first and branch_points is not None else None
             runner = await self.gateway.generate(
                 request,
                 tenant=call.tenant,
                 parent=parent,
                 entry=entry,
                 counted=quota,
-                places=found,
+                branch_points=points_of,
                 streamed=parsed.stream,
                 recorded=recorded,
                 timeout_s=None if timeout_s is None else arrived_s + timeout_s - asyncio.get_running_loop().time(),

@@ -1,7 +1,7 @@
-"""One connection for all of this gateway's streams to a worker, with a batch of deltas per step. A decode worker takes
-every stream, a prefill worker those that end with a vector.
+"""One gRPC stream for all of this gateway's answers at a worker, with a batch of deltas per step. A decode worker runs
+any answer, a prefill worker only those that end with a vector.
 
-connecting --stream up, hello sent--> alive --stream breaks--> every sink gets an error --> connecting
+connecting --connected, hello sent--> alive --connection breaks--> every sink gets an error --> connecting
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from pillion.wire.registry import ComponentRecord
 
 
 class DecodeDelta(NamedTuple):
-    """The tokens of one stream since its last delta; the last delta has a finish reason or an error.
+    """Tokens of one stream since its previous delta; the last delta has a finish reason or an error.
 
-    A tuple, which takes a quarter of a frozen dataclass's time to create: there is one per token of the whole cluster.
+    A tuple, because it takes a quarter of a frozen dataclass's time to create, and there is one per token of the
+    cluster.
     """
 
     key: int
@@ -37,11 +38,11 @@ class DecodeDelta(NamedTuple):
     error: DecodeError | None = None
     timings: DecodeTimings | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
-    # Position of a waiting stream; 0 when its prompt begins.
+    # Position in the worker's queue; 0 when the prompt's computation begins; None in other deltas.
     queued: int | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     pinned_blocks: int | None = None
-    # Streams of a connection that broke; 0 if the worker itself sent the error.
+    # Number of streams on the connection if it broke; 0 if the worker itself sent the error.
     broken: int = 0
     vector: bytes = b""
 
@@ -56,7 +57,7 @@ def batch_from_pb(message: decode_pb2.DecodeBatch) -> list[DecodeDelta]:
         or delta.HasField("error")
         or delta.HasField("pinned_blocks")
         or not (token_ids := tuple(delta.token_ids))
-        # Fast path: nearly all deltas have only token ids.
+        # Fast path: most deltas have only token ids.
         else DecodeDelta(delta.key, token_ids)
         for delta in message.deltas
     ]
@@ -81,14 +82,15 @@ log = logging.getLogger("pillion.gateway")
 
 CONNECT_TIMEOUT_S = 5.0
 RECONNECT_DELAY_S = 0.05
-# Max unsent commands. Each stream that starts or is cancelled is one; admission lets in far fewer streams.
+# Max unsent commands, one per started or cancelled stream; admission admits far fewer streams.
 MAX_QUEUED_COMMANDS = 65_536
 
 Sink = Callable[[DecodeDelta], None]
 
 
 class DecodeLink:
-    """The connection for streams to one worker. Sinks are called on the event loop and must not block."""
+    """A gateway's connection to one worker, which runs its streams. Sinks are called on the event loop and must not
+    block."""
 
     def __init__(self, record: ComponentRecord, gateway_id: str) -> None:
         self.component_id = record.component_id
@@ -110,9 +112,8 @@ class DecodeLink:
     def submit(self, submit: Submit, sinks: Sequence[Sink]) -> tuple[int, ...]:
         """Start a stream, and one per parallel sample; return their keys, which are set in ``submit``.
 
-        ``sinks`` get the deltas of the stream and of each parallel sample, up to the first with a finish reason or an
-        error, and none after ``cancel``. An error before the first token goes only to the first sink, but a lost
-        connection to all.
+        ``sinks``, one per stream, get the streams' deltas, up to the first with a finish reason or an error, and none
+        after ``cancel``. An error before the first token is sent to the first sink only, a lost connection to all.
 
         Raises Unavailable if the worker is not connected, and Overloaded if too many commands wait.
         """
@@ -160,15 +161,15 @@ class DecodeLink:
                 reason = "it closed the connection at once"
             except PillionError as error:
                 reason, broke = error.message, True
-            except Exception as error:  # noqa: BLE001  (without this task the worker gets no request any more)
-                reason = f"a defect of this gateway: {error!r}"
+            except Exception as error:  # noqa: BLE001  (if this task ended, the worker would get no more requests)
+                reason = f"a bug in this gateway: {error!r}"
                 self._defects.note(error)
             finally:
                 self._lose(reason, broke)
             await asyncio.sleep(RECONNECT_DELAY_S)
 
     async def _serve(self) -> None:
-        # wait_for_ready waits for a restarting worker, and connects as soon as it listens.
+        # With wait_for_ready, connect as soon as a restarting worker listens.
         call = self._stub.Connect(wait_for_ready=True)
         commands: asyncio.Queue[decode_pb2.DecodeCommand] = asyncio.Queue(MAX_QUEUED_COMMANDS)
         writer: asyncio.Task[None] | None = None
@@ -183,7 +184,7 @@ class DecodeLink:
                 for delta in batch_from_pb(batch):
                     self._dispatch(delta)
         except asyncio.CancelledError as error:
-            # The writer cancels the call if it cannot continue, which grpc.aio reports as a cancel of this task.
+            # A writer that fails cancels the call, which grpc.aio reports as a cancellation of this task.
             raise rpc.closed_under(error) from None
         finally:
             if writer is not None:
@@ -197,7 +198,7 @@ class DecodeLink:
             sink(delta)
 
     def _lose(self, reason: str, broke: bool) -> None:
-        """Send an error to all sinks. ``broke`` means that neither side closed the connection in good order."""
+        """Send an error to all sinks. ``broke`` is True if neither side closed the connection properly."""
         self._commands = None
         sinks, self._sinks = self._sinks, {}
         if sinks:
@@ -209,7 +210,7 @@ class DecodeLink:
 
 
 async def _write_all(call: Any, commands: asyncio.Queue[decode_pb2.DecodeCommand], defects: Defects) -> None:
-    """Write commands one after the other. The task that reads deltas reports a broken connection."""
+    """Write commands in order. Cancels the call if it fails; the task that reads deltas reports that."""
     try:
         while True:
             await call.write(await commands.get())

@@ -1,14 +1,14 @@
-"""Exchange of load between gateways: each publishes its own by Redis, and reads the others' before it plans.
+"""Exchange of load between gateways, by Redis: each publishes its load, and reads the others' load before it plans.
 
-    OwnLoad --note--> published: what is sent at once, what is done within REPORT_S, everything again every WHOLE_S
-                        |
-                        v
-    SharedLoads, a hash per gateway --with_others, before a plan--> own load + theirs on the candidates
+    OwnLoad --on_change--> publish: an increase at once, a decrease within REPORT_S, the whole load every WHOLE_S
+                             |
+                             v
+    SharedLoads, a hash per gateway --with_others, before a plan--> own load + the others' on the candidates
 
-A single gateway exchanges nothing. If Redis does not answer, a gateway plans with its own count and the workers'
+A single gateway exchanges nothing. If Redis does not answer, a gateway plans with its own load and the workers'
 heartbeats.
 
-An AssignedLoad is one answer's part of its gateway's own load.
+An AssignedLoad is one answer's part of its gateway's load.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from pillion.tasks import end_tasks
 
 log = logging.getLogger("pillion.gateway")
 
-# Delay in which the ends of work are batched into one call.
+# Delay of publishing a decrease, so that one call publishes many.
 REPORT_S = 0.1
-# Interval of publishing the whole load: a Redis that lost its data has it again well within LOAD_TTL_MS.
+# Interval of publishing the whole load, well below LOAD_TTL_MS; also restores it in a Redis that lost its data.
 WHOLE_S = 2.0
 RETRY_S = 0.5
 
 
 class OwnLoad:
-    """Work that this gateway has sent to each worker and that has not ended.
+    """Running work that this gateway has sent to each worker, by component id.
 
-    ``by_component`` counts streams of decode workers and tokens of prefill workers; ``tokens`` counts prompt tokens yet
-    to be computed, for both.
+    ``by_component`` counts streams of decode workers and tokens of prefill workers; ``tokens`` counts prompt tokens
+    that are not computed yet, for both. ``on_change`` is called with the component id, and whether its load grew.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class OwnLoad:
         return UnderWay(self.by_component[component_id], self.tokens[component_id])
 
     def busy(self) -> set[str]:
-        """Return the components with load of this gateway."""
+        """Return the ids of the components with load of this gateway."""
         return {*self.by_component, *self.tokens}
 
 
@@ -68,7 +68,7 @@ class LoadExchange:
 
     Args:
         own: this gateway's load.
-        shared: the connection to the others; None for a gateway that is always alone.
+        shared: loads in Redis; None for a gateway that is always the only one.
         others: returns the component ids of the other live gateways.
     """
 
@@ -82,24 +82,24 @@ class LoadExchange:
         self._changed: set[str] = set()
         self._due = asyncio.Event()
         self._report: asyncio.TimerHandle | None = None
-        self._whole_at_s = 0.0
+        self._whole_due_s = 0.0
         self._published = False
-        self._teller: asyncio.Task[None] | None = None
+        self._publisher: asyncio.Task[None] | None = None
         self._answers = True
-        self._defects = Defects("the telling of this gateway's load")
+        self._defects = Defects("the publication of this gateway's load")
 
     def start(self) -> None:
         """Begin to publish the load. Call once, on the event loop."""
         if self._shared is not None:
             self._own.on_change = self._note
-            self._teller = asyncio.create_task(self._tell(self._shared), name="load for other gateways")
+            self._publisher = asyncio.create_task(self._publish(self._shared), name="load for other gateways")
 
     async def aclose(self) -> None:
         """Retract the published load, if Redis answers, and close the connections."""
         self._own.on_change = lambda component_id, grew: None
         if self._report is not None:
             self._report.cancel()
-        await end_tasks(self._teller)
+        await end_tasks(self._publisher)
         if self._shared is not None:
             if self._published:
                 with contextlib.suppress(Unavailable):
@@ -107,14 +107,14 @@ class LoadExchange:
             await self._shared.aclose()
 
     async def with_others(self, component_ids: Sequence[str]) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        """Return the load of all gateways on some components, by component id: amounts and tokens as in OwnLoad. Never
-        raises; if the others' load is unknown, only this gateway's own is returned."""
+        """Return the load of all gateways on some components, by component id: OwnLoad's ``by_component`` and
+        ``tokens``. Never raises; if the others' load cannot be read, only this gateway's own is returned."""
         others = self._others() if self._shared is not None else ()
         if self._shared is None or not others:
             return self._own.by_component, self._own.tokens
-        return await self._added(self._shared, others, component_ids)
+        return await self._sum_with(self._shared, others, component_ids)
 
-    async def _added(
+    async def _sum_with(
         self, shared: SharedLoads, others: Sequence[str], component_ids: Sequence[str]
     ) -> tuple[Mapping[str, int], Mapping[str, int]]:
         try:
@@ -123,7 +123,7 @@ class LoadExchange:
             self._note_answer(error)
             return self._own.by_component, self._own.tokens
         self._note_answer(None)
-        # Read after the answer, because what was sent meanwhile counts.
+        # Read only now, to include what was sent while Redis answered.
         amounts, tokens = self._own.by_component.get, self._own.tokens.get
         pairs = list(zip(component_ids, theirs, strict=True))
         return (
@@ -142,41 +142,42 @@ class LoadExchange:
         self._report = None
         self._due.set()
 
-    async def _tell(self, shared: SharedLoads) -> None:
-        """Publish changes until cancelled, one call at a time, so that no call overtakes another."""
+    async def _publish(self, shared: SharedLoads) -> None:
+        """Publish changes until cancelled, one call at a time, so that calls stay in order."""
         now_s = asyncio.get_running_loop().time
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, self._whole_at_s - now_s())):
+                async with asyncio.timeout(max(0.0, self._whole_due_s - now_s())):
                     await self._due.wait()
             self._due.clear()
-            whole = now_s() >= self._whole_at_s
+            whole = now_s() >= self._whole_due_s
             if whole:
-                self._whole_at_s = now_s() + WHOLE_S
+                self._whole_due_s = now_s() + WHOLE_S
             names = sorted(self._own.busy() if whole else self._changed)
             self._changed.clear()
             if not self._others():
-                # A gateway that has just joined needs the whole load.
-                self._whole_at_s = min(self._whole_at_s, now_s() + RETRY_S)
+                # A gateway that joins needs the whole load soon.
+                self._whole_due_s = min(self._whole_at_s, now_s() + RETRY_S)
                 continue
             try:
-                await self._tell_of(shared, names, whole)
+                await self._publish_of(shared, names, whole)
             except Unavailable as error:
                 self._note_answer(error)
-            except Exception as error:  # noqa: BLE001  (without this task no gateway knows of this one's work)
+            except Exception as error:  # noqa: BLE001  (if this task ended, no other gateway would see this one's load)
                 self._defects.note(error)
             else:
                 continue
             await asyncio.sleep(RETRY_S)
-            self._whole_at_s = now_s()
+            self._whole_due_s = now_s()
 
-    async def _tell_of(self, shared: SharedLoads, names: Sequence[str], whole: bool) -> None:
+    async def _publish_of(self, shared: SharedLoads, names: Sequence[str], whole: bool) -> None:
+        """Publish the load on these components; ``whole`` if there is no load on others."""
         if not names and not (whole and self._published):
             return
         self._published = True
         for first in range(0, max(1, len(names)), MAX_CHANGES_PER_CALL):
-            some = {name: self._own.of(name) for name in names[first : first + MAX_CHANGES_PER_CALL]}
-            await shared.tell(self._gateway_id, some, whole=whole and not first)
+            batch = {name: self._own.of(name) for name in names[first : first + MAX_CHANGES_PER_CALL]}
+            await shared.tell(self._gateway_id, batch, whole=whole and not first)
         self._published = bool(names) or not whole
         self._note_answer(None)
 
@@ -185,30 +186,30 @@ class LoadExchange:
         answers = error is None
         if answers != self._answers:
             log.warning(
-                "the other gateways' work is known again"
+                "the other gateways' load can be read again"
                 if error is None
-                else f"planning without what the other gateways have under way: {error.message}"
+                else f"planning without the other gateways' load: {error.message}"
             )
         self._answers = answers
 
 
 @dataclass(slots=True, eq=False)
 class AssignedLoad:
-    """One answer's share of its gateway's ``load``, which the planner reads."""
+    """One answer's part of its gateway's load."""
 
     _load: OwnLoad
-    # Per component: (streams or tokens of the answer, prompt tokens not yet computed there).
+    # By component id: the answer's load (streams or tokens), and its prompt tokens that are not computed yet.
     _assigned: dict[str, tuple[int, int]] = field(default_factory=dict)
     _over: bool = False
 
     def end(self) -> None:
-        """End the answer's share for good: a late report, such as a chunk's acknowledgement after the stream's end,
-        assigns nothing any more."""
+        """Remove the answer's load for good: later calls, e.g. for a chunk's acknowledgement after the stream's end, do
+        nothing."""
         self.assign({})
         self._over = True
 
     def assign(self, amounts: dict[str, tuple[int, int]]) -> None:
-        """Replace this answer's share of each component (OwnLoad.add), unless it has ended."""
+        """Replace this answer's load, unless it has ended. ``amounts`` are OwnLoad.add's arguments by component id."""
         if self._over:
             return
         for component_id in {**self._assigned, **amounts}:
@@ -218,7 +219,7 @@ class AssignedLoad:
         self._assigned = amounts
 
     def assign_plan(self, plan: RequestPlan, done_tokens: int = 0) -> None:
-        """Replace this answer's share by a plan's; its prefill range has been acknowledged up to ``done_tokens``."""
+        """Replace this answer's load by that of a plan whose prefill range is acknowledged up to ``done_tokens``."""
         tail = plan.prompt_tokens - plan.split_tokens
         amounts = {plan.decode.component_id: (tail if plan.on_prefill_worker else 1, tail)}
         if plan.prefill is not None and plan.chunks:

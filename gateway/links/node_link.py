@@ -1,8 +1,8 @@
-"""The gateway's sessions at KV nodes. A session's end releases all its tickets, so a lost gateway pins nothing.
+"""A gateway's session at a KV node. Its end releases all of its tickets, so a lost gateway pins nothing.
 
-    connecting --OpenSession's first event--> alive --session ends--> connecting ...    aclose(), anywhere --> closed
+    connecting --OpenSession's first event--> alive --session ends--> connecting ...    any state --aclose--> closed
 
-Releases are sent in batches, in the background, until the node answers or their session is over.
+Releases are sent in batches in the background, and retried until the node answers or their session has ended.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ MAX_RELEASES_PER_CALL = 1024
 
 
 class NodeLink:
-    """The link to one KV node.
+    """A gateway's connection to one KV node.
 
     Attributes:
-        alive: whether a session is open.
-        epoch: that of the session, or of the last one.
+        alive: True while a session is open.
+        epoch: epoch of the current session, or of the last one.
     """
 
     def __init__(self, record: ComponentRecord, gateway_id: str) -> None:
@@ -43,7 +43,7 @@ class NodeLink:
         self._upkeep = asyncio.create_task(self._keep_session(), name=f"session at {self.node_id}")
 
     def release(self, hold: TicketHold) -> None:
-        """Release a ticket in the background; never fails, never waits."""
+        """Release a ticket in the background. Never raises or waits."""
         self._releases.append(hold)
         if self._releasing is None or self._releasing.done():
             self._releasing = asyncio.create_task(self._release_all(), name=f"releases at {self.node_id}")
@@ -61,7 +61,7 @@ class NodeLink:
                 await self._hold_session()
             except PillionError as error:
                 log.debug("no session at KV node %s: %s", self.node_id, error.message)
-            except Exception as error:  # noqa: BLE001  (without this task the node gets no ticket any more)
+            except Exception as error:  # noqa: BLE001  (if this task ended, the gateway could open no more tickets)
                 self._defects.note(error)
             await asyncio.sleep(RECONNECT_DELAY_S)
 
@@ -87,7 +87,7 @@ class NodeLink:
                 log.debug("release at KV node %s failed: %s", self.node_id, error.message)
                 await asyncio.sleep(RELEASE_RETRY_DELAY_S)
                 continue
-            except Exception as error:  # noqa: BLE001  (tickets that nobody releases would stay until the session ends)
+            except Exception as error:  # noqa: BLE001  (unreleased tickets would stay until the session ends)
                 self._defects.note(error)
                 await asyncio.sleep(RELEASE_RETRY_DELAY_S)
                 continue

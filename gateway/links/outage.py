@@ -1,8 +1,8 @@
-"""Shared waiting of requests whose model is not served now: one task looks for all of them, several times a second.
+"""Requests that wait for a model that is not served now. One task polls for all of them, ten times a second.
 
-wait(model) --joins the line of its model--+
-                                           |   the waker: asks the registry, looks at each model once
-Served, or Unavailable <-------------------+   and answers all in its line, or those who waited long enough
+wait(model) --joins the model's queue--+
+                                       |   the task: polls the registry, checks each model once, and answers
+Served, or Unavailable <---------------+   all requests in its queue, or those that have waited long enough
 """
 
 from __future__ import annotations
@@ -25,73 +25,71 @@ ModelKey = tuple[str, str, int]
 
 
 class OutageWaiters(Generic[T]):
-    """The waiting requests by model. Admission bounds their number.
+    """Waiting requests by model. Admission bounds their number.
 
     Args:
-        refresh: asks the registry; does not raise if it does not answer.
-        look: returns how a model is served now, and whether all components that it needs are there. Raises Unavailable.
-        patience_s: returns how long a request waits for a model, as of now.
+        refresh: polls the registry; does not raise if the registry does not answer.
+        find: returns how a model is served now, and whether all components that it needs are live. Raises Unavailable.
+        wait_limit_s: returns the max wait of a request for a model, as of now.
     """
 
     def __init__(
         self,
         refresh: Callable[[], Awaitable[None]],
-        look: Callable[[ModelKey], tuple[T, bool]],
-        patience_s: Callable[[ModelKey], float],
+        find: Callable[[ModelKey], tuple[T, bool]],
+        wait_limit_s: Callable[[ModelKey], float],
     ) -> None:
         self._refresh = refresh
-        self._look = look
-        self._patience_s = patience_s
-        self._lines: dict[ModelKey, deque[tuple[float, asyncio.Future[T]]]] = {}
-        self._waker: asyncio.Task[None] | None = None
+        self._find = find
+        self._wait_limit_s = wait_limit_s
+        self._queues: dict[ModelKey, deque[tuple[float, asyncio.Future[T]]]] = {}
+        self._poller: asyncio.Task[None] | None = None
         self._defects = Defects("the search for lost components")
 
     async def wait(self, key: ModelKey) -> T:
-        """Return how the model is served as soon as all needed components are there or, after the max wait, with those
-        that are. Raises Unavailable."""
+        """Return how the model is served as soon as all needed components are live or, after the max wait, if a worker
+        is. Raises Unavailable if none is."""
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._lines.setdefault(key, deque()).append((time.monotonic(), answer))
-        if self._waker is None or self._waker.done():
-            self._waker = asyncio.create_task(self._wake(), name="search for lost components")
+        self._queues.setdefault(key, deque()).append((time.monotonic(), answer))
+        if self._poller is None or self._poller.done():
+            self._poller = asyncio.create_task(self._poll(), name="search for lost components")
         return await answer
 
     async def aclose(self) -> None:
-        """End the task that looks for models; pending requests get no answer."""
-        await end_tasks(self._waker)
+        """End the polling task; waiting requests get no answer."""
+        await end_tasks(self._poller)
 
-    async def _wake(self) -> None:
-        while self._lines:
+    async def _poll(self) -> None:
+        while self._queues:
             try:
                 await self._refresh()
-            except Exception as error:  # noqa: BLE001  (everybody in line depends on this task)
+            except Exception as error:  # noqa: BLE001  (all waiting requests depend on this task)
                 self._defects.note(error)
-            for key in tuple(self._lines):
+            for key in tuple(self._queues):
                 self._answer(key, time.monotonic())
-            if self._lines:
+            if self._queues:
                 await asyncio.sleep(LOOK_INTERVAL_S)
 
     def _answer(self, key: ModelKey, now_s: float) -> None:
-        line, patience_s = self._lines[key], self._patience_s(key)
-        found: T | Unavailable
+        """Answer the requests for one model, unless they are to wait longer."""
+        queue, wait_limit_s = self._queues[key], self._wait_limit_s(key)
+        result: T | Unavailable
         try:
-            found, complete = self._look(key)
+            result, complete = self._find(key)
         except Unavailable as error:
-            found, complete = error, False
+            result, complete = error, False
         except Exception as error:  # noqa: BLE001
             self._defects.note(error)
-            found, complete = (
-                Unavailable("the gateway could not look for the model's workers; its log says more"),
-                False,
-            )
-        while line:
-            joined_s, answer = line[0]
-            if not (complete or answer.done() or now_s - joined_s >= patience_s):
+            result, complete = Unavailable("looking for the model's workers failed; see the gateway's log"), False
+        while queue:
+            joined_s, answer = queue[0]
+            if not (complete or answer.done() or now_s - joined_s >= wait_limit_s):
                 return
-            line.popleft()
+            queue.popleft()
             if answer.done():
                 continue
-            if isinstance(found, Unavailable):
-                answer.set_exception(Unavailable(found.message, found.retry_after_ms))
+            if isinstance(result, Unavailable):
+                answer.set_exception(Unavailable(result.message, result.retry_after_ms))
             else:
-                answer.set_result(found)
-        del self._lines[key]
+                answer.set_result(result)
+        del self._queues[key]

@@ -1,6 +1,6 @@
-"""Calls to prefill workers: each runs one prefill range, acknowledged chunk by chunk.
+"""Calls to a prefill worker: each runs one prefill range, acknowledged chunk by chunk.
 
-made --> alive --its health cannot be watched, or it says NOT_SERVING--> not alive --SERVING--> alive
+created --> alive --health watch fails, or reports NOT_SERVING--> not alive --SERVING--> alive
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ from pillion.wire.registry import ComponentRecord
 log = logging.getLogger("pillion.gateway")
 
 RECONNECT_DELAY_S = 0.05
-SERVICE_NAME = DESCRIPTOR.services_by_name["Prefill"].full_name
 
 
 class PrefillBroken(Unavailable):
-    """The connection to a prefill worker broke while it had a prefill range; the worker itself did not refuse."""
+    """The connection to a prefill worker broke during a prefill range, i.e. the worker itself did not refuse it."""
 
 
 class PrefillLink:
-    """The link to one prefill worker.
+    """A gateway's connection to one prefill worker.
 
     Attributes:
-        alive: whether prefill ranges can run: its health says so, or it has not been reached yet.
+        alive: True if prefill ranges can be sent: the worker reports so, or was not reached yet.
     """
 
     def __init__(self, record: ComponentRecord, gateway_id: str) -> None:
@@ -54,9 +53,9 @@ class PrefillLink:
     async def run_prefill(
         self, request: RunPrefillRequest, timeout_s: float | None, on_queued: Callable[[int], None]
     ) -> AsyncIterator[ChunkAck]:
-        """Send a prefill range to the worker, with the hello added, and yield the acknowledgements of its chunks in
-        order. Leaving the iteration cancels the call. ``on_queued`` is called with the range's position while it waits,
-        and with 0 when it begins. Raises PillionError, PrefillBroken if the connection is lost."""
+        """Send a prefill range to the worker, and yield the acknowledgements of its chunks in order. Leaving the
+        iteration cancels the call. ``on_queued`` is called with the range's queue position while it waits, and with 0
+        when it begins. Raises PillionError; PrefillBroken if the connection is lost."""
         request.hello.CopyFrom(hello_to_pb(self._gateway_id))
         call = self._stub.RunPrefill(request, timeout=timeout_s, metadata=telemetry.inject())
         self._calls[call] = None
@@ -79,23 +78,23 @@ class PrefillLink:
     async def aclose(self) -> None:
         """Cancel the running prefill ranges, whose iterations raise Unavailable."""
         await end_tasks(self._upkeep)
-        # Closing the channel alone would leave these calls waiting for a paused worker.
+        # Closing the channel alone would not end calls to a paused worker.
         for call in tuple(self._calls):
             call.cancel()
         await self._channel.close()
 
     async def _keep_watched(self) -> None:
-        """Watch the worker's health, whose stream ends with the worker, again and again."""
+        """Watch the worker's health, and watch again after the stream has ended with the worker."""
         while True:
-            asked = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
-            # Wait for a worker known to be silent; else fail at once if it does not answer.
-            call = self._health.Watch(asked, wait_for_ready=not self.alive)
+            request = health_pb2.HealthCheckRequest(service=DESCRIPTOR.services_by_name["Prefill"].full_name)
+            # Wait for a worker that was not alive; else fail at once if it does not answer.
+            call = self._health.Watch(request, wait_for_ready=not self.alive)
             try:
                 async for reply in call:
                     self.alive = reply.status == health_pb2.HealthCheckResponse.SERVING
                     if not self.alive:
                         break
-            except Exception as error:  # noqa: BLE001  (whatever it was, the worker may come back)
+            except Exception as error:  # noqa: BLE001  (whatever the error, the worker may come back)
                 log.debug("the health of %s is unknown: %s", self.component_id, error)
             finally:
                 self.alive = False

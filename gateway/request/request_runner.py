@@ -74,8 +74,9 @@ class RequestRunner:
     ended: bool = False
     # The text's vector once the request has ended: float32, little-endian.
     vector: bytes = b""
-    failed_unserved: bool = False
-    # True if that error asks the client to retry later, for lack of room.
+    # True if it ended with an error other than Cancelled and DeadlineExceeded.
+    failed: bool = False
+    # True if the error is Overloaded, which asks the client to retry later.
     refused: bool = False
     defect: PillionError | None = None
     _inbox: deque[tuple[int | None, Event]] = field(default_factory=deque)
@@ -267,7 +268,7 @@ class RequestRunner:
     def _fail(self, error: PillionError) -> None:
         if self.ended:
             return
-        self.failed_unserved = not isinstance(error, Cancelled | DeadlineExceeded)
+        self.failed = not isinstance(error, Cancelled | DeadlineExceeded)
         self.refused = isinstance(error, Overloaded)
         self._outbox.fail(error)
         self._span.set_attribute("error.type", type(error).__name__)

@@ -32,9 +32,9 @@ class BucketDemand:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """The bucket with too little, by its place among the demands, and the time until it has enough."""
+    """The first bucket with too few tokens, by its index in the demands, and the time until it has enough."""
 
-    place: int
+    index: int
     wait_ms: int
 
 
@@ -54,10 +54,10 @@ class SharedBuckets(RedisScripts):
         for demand in demands:
             args += [demand.per_minute, demand.spent, -1 if demand.wanted is None else demand.wanted]
         call = ScriptCall([keys.buckets_key(owner)], args)
-        place, wait_ms = await self._link.call("take_tokens", call, _read, deadline_ms=TAKE_DEADLINE_MS)
-        return Shortage(place - 1, wait_ms) if place else None
+        index, wait_ms = await self._link.call("take_tokens", call, _read, deadline_ms=TAKE_DEADLINE_MS)
+        return Shortage(index - 1, wait_ms) if index else None
 
 
 def _read(raw: Sequence[int]) -> tuple[int, int]:
-    place, wait_ms = raw
-    return int(place), int(wait_ms)
+    index, wait_ms = raw
+    return int(index), int(wait_ms)

@@ -159,7 +159,7 @@ async def test_a_start_waits_until_all_prefill_workers_are_known(monkeypatch: py
             await until("the probe to say that requests are served", lambda: is_serving(probe))
             fakes.gateway.cluster.view.grace_s = 0.0
             await fakes.registry.leave("prefill-0")
-            await until("a view without a prefill worker", lambda: not fakes.gateway.cluster.known("prefill"))
+            await until("a view without a prefill worker", lambda: not fakes.gateway.cluster.answering("prefill"))
 
             async def told() -> bool:
                 return not await is_serving(probe, service="prefill-0")
@@ -171,7 +171,7 @@ async def test_a_start_waits_until_all_prefill_workers_are_known(monkeypatch: py
                 assert not waiting.done()
                 await fakes.registry.heartbeat(record(worker, "prefill", fakes.servers["prefill"].address))
                 await until(
-                    "the gateway to know it", lambda name=worker: name in fakes.gateway.cluster.known("prefill")
+                    "the gateway to know it", lambda name=worker: name in fakes.gateway.cluster.answering("prefill")
                 )
             assert await within("the wait to end", waiting) == []
             monkeypatch.setattr(local_cluster, "PREFILL_KNOWN_S", 0.0)

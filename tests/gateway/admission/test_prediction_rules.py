@@ -13,10 +13,10 @@ from hypothesis import given
 from pillion.engine.scheduling.step_model import StepModel
 from pillion.gateway.admission import answer_times
 from pillion.gateway.admission.answer_times import (
-    FAR_LONGER,
     KEPT_DURATIONS,
     KEPT_S,
-    RELEARN_S,
+    MAX_LENGTH_RATIO,
+    UPDATE_INTERVAL_S,
     AnswerTimes,
     DecodeFleet,
     ServedRequest,
@@ -109,7 +109,7 @@ def predicted_s(
         return 0.0
     tokens, before, beside, allowed = asked
     usual, most = usual_tokens([one for one, _, _ in recent]), max(one.tokens for one, _, _ in recent)
-    length = min(allowed, usual) if usual else allowed if allowed <= FAR_LONGER * most else most
+    length = min(allowed, usual) if usual else allowed if allowed <= MAX_LENGTH_RATIO * most else most
     prompts, further = [], []
     for one, prompt, rest in recent:
         first_s = one.first_s or one.ended_s
@@ -159,7 +159,7 @@ def check_predictions(rng: Random) -> None:
         if rng.random() < 0.4:
             continue
         now_s += rng.choice([0.0, 0.02])
-        if learnt is None or now_s - learnt[0] >= RELEARN_S:
+        if learnt is None or now_s - learnt[0] >= UPDATE_INTERVAL_S:
             learnt = now_s, list(answers), sorted(token_times_s)
             limits = [max(KEPT_S, KEPT_DURATIONS * (seen.ended_s - seen.begun_s)) for seen, _, _ in answers]
             answers = [

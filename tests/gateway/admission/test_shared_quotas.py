@@ -98,10 +98,10 @@ async def test_buckets_are_checked_in_order_and_expire(server: RedisServer) -> N
         # The second bucket is short, so nothing is taken from the first.
         short = await buckets.take("a", [BucketDemand(2, 0, 1), BucketDemand(100, 0, 40)])
         assert short is not None
-        assert short.place == 1
+        assert short.index == 1
         assert 9_000 < short.wait_ms <= 18_000
         assert await buckets.take("a", [BucketDemand(2, 0, 1), BucketDemand(100, 0, 1)]) is None
-        assert (await buckets.take("a", [BucketDemand(2, 0, 1), BucketDemand(100, 0, 1)])).place == 0
+        assert (await buckets.take("a", [BucketDemand(2, 0, 1), BucketDemand(100, 0, 1)])).index == 0
         assert await buckets.take("b", [BucketDemand(2, 0, 1), BucketDemand(0, 0, 10**9)]) is None
         assert await buckets.take("b", [BucketDemand(2, 5, None), BucketDemand(0)]) is None
         assert (await buckets.take("b", [BucketDemand(2, 0, 1), BucketDemand(0)])) == Shortage(
@@ -239,7 +239,7 @@ async def test_the_last_answers_are_counted_on_shutdown(
     go_on.set()
     await closing
     buckets = SharedBuckets(server.url)
-    assert (await buckets.take("acme", [BucketDemand(0), BucketDemand(10, 0, 1)])).place == 1
+    assert (await buckets.take("acme", [BucketDemand(0), BucketDemand(10, 0, 1)])).index == 1
     await buckets.aclose()
 
 

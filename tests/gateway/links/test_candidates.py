@@ -112,12 +112,12 @@ def test_those_that_have_the_adapter_are_candidates_of_every_turn(cluster: Clust
 def test_a_lost_adapter_worker_is_waited_for(cluster: Cluster) -> None:
     """Workers without adapters do not count, nor those of too small a rank."""
     with_adapters(cluster, {"decode-5-0": 16})
-    cluster._note_models(time.monotonic())
+    cluster._record_starts(time.monotonic())
     cluster.view.update(RECORDS, 102.0)
-    cluster._note_models(time.monotonic())
-    assert cluster._patience_s(("m", "", 16)) == MIN_RETURN_WAIT_S
-    assert cluster._patience_s(("m", "", 17)) == FIRST_LOOK_S
-    assert cluster._patience_s(("m", "", 0)) == MIN_RETURN_WAIT_S
+    cluster._record_starts(time.monotonic())
+    assert cluster._wait_limit_s(("m", "", 16)) == MIN_RETURN_WAIT_S
+    assert cluster._wait_limit_s(("m", "", 17)) == FIRST_LOOK_S
+    assert cluster._wait_limit_s(("m", "", 0)) == MIN_RETURN_WAIT_S
 
 
 @pytest.mark.parametrize(("start_s", "wait_s"), [(2.0, 55.0), (60.0, 345.0), (900.0, 600.0)])
@@ -129,16 +129,16 @@ def test_the_wait_for_a_lost_model_depends_on_its_start_time(
     monkeypatch.setattr("pillion.gateway.links.cluster.time", SimpleNamespace(monotonic=lambda: now_s))
     slow = [replace(one, start_s=start_s) if one.component_id == "decode-5-0" else one for one in RECORDS]
     cluster.view.update(slow, 101.0)
-    cluster._note_models(now_s)
+    cluster._record_starts(now_s)
     assert cluster.return_wait_s("m") == wait_s
     now_s += wait_s - 0.1
-    assert cluster._patience_s(("m", "", 0)) == wait_s
+    assert cluster._wait_limit_s(("m", "", 0)) == wait_s
     now_s += 0.2
-    assert cluster._patience_s(("m", "", 0)) == FIRST_LOOK_S
+    assert cluster._wait_limit_s(("m", "", 0)) == FIRST_LOOK_S
     assert cluster.return_wait_s("another") == MIN_RETURN_WAIT_S
     # A faster restart (files in the page cache) shortens the next wait.
     cluster.view.update(RECORDS, 102.0)
-    cluster._note_models(now_s)
+    cluster._record_starts(now_s)
     assert cluster.return_wait_s("m") == MIN_RETURN_WAIT_S
 
 

@@ -114,7 +114,7 @@ async def test_a_connected_component_outlasts_its_record(caplog: pytest.LogCaptu
                 await until("a refusal", lambda: fakes.gateway.cluster.registry.refusal)
                 await go_on(fakes, 3)
                 assert writable(fakes) == 0
-                said = [one.getMessage() for one in caplog.records if "takes no heartbeats" in one.getMessage()]
+                said = [one.getMessage() for one in caplog.records if "accepts no heartbeats" in one.getMessage()]
                 assert len(said) == 1, "it is said once"
                 assert "Remedy: " in said[0]
             await until("a heartbeat to be taken", lambda: not fakes.gateway.cluster.registry.refusal)
@@ -126,7 +126,7 @@ async def test_a_connected_component_outlasts_its_record(caplog: pytest.LogCaptu
             async with another_gateway(fakes) as late:
                 # Heartbeats may be late before one is refused.
                 await until("its heartbeat to be refused", lambda: "raise its maxmemory" in late.gateway.not_ready())
-                assert "the registry takes no heartbeats" in late.gateway.not_ready()
+                assert "the registry accepts no heartbeats" in late.gateway.not_ready()
         await go_on(fakes, 1)
         await fakes.settled()
 
@@ -153,6 +153,6 @@ async def test_dead_components_are_dropped_and_a_new_gateway_serves(caplog: pyte
             await fakes.servers["decode"].stop(0)
             await until("the decode worker to be dropped", lambda: "decode-0" not in known(fakes.gateway))
             await until("its pool not to count", lambda: fakes.gateway.cluster.pools_tokens("toy") == [])
-            with pytest.raises(Unavailable, match="no decode worker of model 'toy' lives; the registry takes no heart"):
+            with pytest.raises(Unavailable, match="no decode worker of model 'toy' lives; the registry accepts no heart"):
                 fakes.gateway.cluster.served("toy", "")
         await fakes.settled()

@@ -199,7 +199,7 @@ async def test_a_reconnected_node_removes_blocks_evicted_meanwhile(
     have = chain.pairs()
     async with announcing(redis.url, have) as announcer:
         await until_found(index, chain.packed, 3)
-        # Without memory it takes no heartbeat, and the node announces nothing before one.
+        # Without memory it accepts no heartbeat, and the node announces nothing before one.
         redis.command("CONFIG", "SET", "maxmemory", "1")
         await until_noticed(caplog)
         have.pop()
