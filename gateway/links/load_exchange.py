@@ -157,7 +157,7 @@ class LoadExchange:
             self._changed.clear()
             if not self._others():
                 # A gateway that joins needs the whole load soon.
-                self._whole_due_s = min(self._whole_at_s, now_s() + RETRY_S)
+                self._whole_due_s = min(self._whole_due_s, now_s() + RETRY_S)
                 continue
             try:
                 await self._publish_of(shared, names, whole)

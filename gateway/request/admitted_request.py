@@ -15,11 +15,11 @@ from pillion.wire.public import origin_digest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayOptions:
-    """Flags that affect requests.
+    """The gateway's flags and limits that affect requests.
 
     Attributes:
-        max_running_requests: 0: as many as the workers have slots.
-        node_id: the only KV node whose workers are used, if an operator forces a plan; "" for any.
+        max_running_requests: limit per model at its workers; 0 for the workers' slots.
+        node_id: the only KV node whose workers may be used, if an operator forces a plan; "" for any.
     """
 
     policy: SplitPolicy
@@ -33,13 +33,13 @@ class GatewayOptions:
 
 
 class RequestGrammar(NamedTuple):
-    """The grammar that a request's answers follow.
+    """The grammar that a request's answers must match.
 
     Attributes:
-        text: the grammar as workers get it; "" for free text.
-        fields: the client's fields that it was made of.
-        left_out: (field, JSON pointer) of the places in schemas that are not enforced.
-        made_s: seconds that making it took.
+        text: the grammar as sent to workers; "" for free text.
+        fields: the client's fields that the grammar was made from.
+        left_out: (field, JSON pointer) of schema keywords that are not enforced.
+        made_s: duration of its compilation in seconds.
     """
 
     text: str = ""
@@ -58,18 +58,18 @@ class AdmittedRequest:
     Attributes:
         asked: the request as the client sent it.
         answer_id: prefix of the ids of tool calls.
-        sampling: every default resolved; ``max_tokens`` counts over all attempts, and ``stop_token_ids`` include the
-            model's own.
-        recommended: the values of ``sampling`` that are the model's own because the client set none, by name.
-        cache_salt: unique to the request if prefix caching is off.
-        arrived, deadline: monotonic, in seconds.
-        spread: number that rotates equal choices of the planner.
-        grammar: followed by every answer from its first token.
+        sampling: parameters with all defaults resolved; ``max_tokens`` is over all attempts, and ``stop_token_ids``
+            include the model's.
+        recommended: values of ``sampling``, by name, that are the model's because the client set none.
+        cache_salt: the tenant's and the client's salt; random if prefix caching is off.
+        arrived, deadline: monotonic seconds.
+        spread: a number that differs between requests, by which the planner breaks ties.
+        grammar: constrains every answer from its first token.
         adapter, adapter_rank: digest of the adapter and its max rank; "" and 0 for the model alone.
         background: True for a batch's request, for which no client waits.
-        pooling: how the text becomes a vector, for a request that generates nothing.
-        kept_tokens: positions of the prompt after which the client expects other prompts to diverge.
-        flow: the tenant, as workers identify it.
+        pooling: how the text becomes a vector; None for a request that generates.
+        kept_tokens: prompt positions after which other prompts are expected to diverge, where states are kept.
+        flow: the tenant's flow at the workers.
     """
 
     asked: GenerateRequest
@@ -106,18 +106,18 @@ class AdmittedRequest:
 
     @property
     def cut(self) -> bool:
-        """True if ``max_tokens`` is below the client's."""
+        """True if ``max_tokens`` is below what the client requested."""
         asked = self.asked.sampling.max_tokens
         return asked is not None and self.max_tokens < asked
 
     @property
     def resume(self) -> Resume | None:
-        """Answers that another gateway has begun; None if the request begins here."""
+        """Answers that another gateway has begun; None for a new request."""
         return self.asked.resume
 
     @property
     def reads_prompt_rows(self) -> bool:
-        """True if rows of prompt tokens are scored or pooled: cached prefixes lack them, so none is used."""
+        """True if prompt tokens are scored or pooled: these must be computed even if their KV is cached."""
         pooled = self.pooling is not None and self.pooling.rows is not None
         return pooled or self.sampling.prompt_logprobs is not None
 
@@ -128,38 +128,37 @@ class AdmittedRequest:
 
     @property
     def short_text(self) -> bool:
-        """True if the text is short enough for the rotary frequencies of short texts
-        (PreparedModel.original_tokens)."""
+        """True if the model's rotary frequencies for short texts apply (PreparedModel.original_tokens)."""
         return self.text_tokens <= self.original_tokens
 
     @property
     def resumed_tokens(self) -> int:
-        """Tokens of all answers that other gateways have emitted."""
+        """Total tokens of all answers that other gateways have emitted."""
         return sum(len(answer.token_ids) for answer in self.resume.answers) if self.resume is not None else 0
 
     def digest(self) -> bytes:
-        """Return the 32-byte digest of weights, prompt and the model's own sampling values. A gateway that computes the
-        same digest can continue the stream."""
+        """Return the 32-byte digest of weights, prompt and recommended sampling values: a gateway that computes the
+        same digest can resume the stream."""
         return origin_digest(self.fingerprint, self.adapter, self.recommended, self.prompt)
 
     @property
     def system_fingerprint(self) -> str:
-        """Fingerprint of weights and adapter, as OpenAI names it."""
+        """Fingerprint of weights and adapter, for OpenAI's ``system_fingerprint``."""
         return f"fp_{self.fingerprint[:10]}" + (f"_{self.adapter[:10]}" if self.adapter else "")
 
     def left_s(self) -> float | None:
-        """Return the seconds left until the deadline; None without one."""
+        """Return the seconds until the deadline, at least 0.001; None without a deadline."""
         return None if self.deadline is None else max(0.001, self.deadline - time.monotonic())
 
-    def wait_s(self, most_s: float) -> float:
-        """Return the max wait in seconds: what the deadline leaves, at most ``most_s``."""
+    def wait_s(self, limit_s: float) -> float:
+        """Return the max wait in seconds: the time until the deadline, at most ``limit_s``."""
         left_s = self.left_s()
-        return most_s if left_s is None else min(left_s, most_s)
+        return limit_s if left_s is None else min(left_s, limit_s)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockHashChain:
-    """Hashes of a prompt's whole blocks, 32 bytes each; ``root`` is the parent of the first."""
+    """Hashes of a prompt's whole blocks, 32 bytes each. ``root`` is the parent hash of the first block."""
 
     root: bytes = b""
     hashes: bytes = b""
@@ -169,13 +168,13 @@ class BlockHashChain:
         return self.hashes[: blocks * HASH_BYTES]
 
     def before(self, blocks: int) -> bytes:
-        """Return the parent hash of the block after the first ``blocks``."""
+        """Return the hash of the last of the first ``blocks`` blocks, which is the next block's parent hash."""
         return self.hashes[(blocks - 1) * HASH_BYTES : blocks * HASH_BYTES] if blocks else self.root
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedPrefix:
-    """Where a prompt's KV is: the KV node, and the hashes of its whole blocks of ``block_size`` tokens."""
+    """Location of a prompt's KV: the KV node, and the hashes of the whole blocks of ``block_size`` tokens."""
 
     node_id: str
     hashes: bytes

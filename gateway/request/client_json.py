@@ -1,8 +1,8 @@
-"""JSON that clients send as a string: counted before any object is made, parsed only if small.
+"""JSON that clients send as a string, e.g. schemas and arguments of calls.
 
 A parser creates all objects of a text in one call that holds the GIL: a megabyte of brackets stops every stream for a
-second. So text that is only passed on is validated without creating objects (:func:`is_object`), and text that must be
-parsed is counted first (:func:`parsed`).
+second. So text that is only passed on is validated without creating objects (:func:`is_object`), and the items of text
+that must be parsed are counted first (:func:`parsed`).
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-# Max brackets, braces and commas of a text parsed in one call. The worst case, nested lists, takes 20 ms; the numbers
-# that 512 KiB can hold take as long, but release the GIL.
+# Max brackets, braces and commas of a text that is parsed in one call. Nested lists, the worst case, take 20 ms.
 MAX_PARSED_ITEMS = 2**16
 
 
 def items_in(text: str) -> int:
-    """Return the number of brackets, braces and commas, those in strings included: an upper bound of the parts of its
-    value."""
+    """Return the number of brackets, braces and commas of a JSON text, including those in strings: an upper bound on
+    the number of its lists, objects and items."""
     return text.count("[") + text.count("{") + text.count(",")
 
 
 def is_object(text: str) -> bool:
-    """Return whether a text is a JSON object, without creating it. Strings are not checked for valid Unicode."""
+    """Return whether a text is a JSON object, without creating objects. Strings are not checked for valid Unicode."""
     try:
         msgspec.json.decode(text, type=Raw)
     except (ValueError, RecursionError):
@@ -34,14 +33,15 @@ def is_object(text: str) -> bool:
 
 
 def parsed(text: str) -> Any:
-    """Return the value of a JSON text. Raises ValueError, also for too many items, and RecursionError."""
+    """Return the value of a JSON text. Raises ValueError, also above MAX_PARSED_ITEMS, and RecursionError."""
     if items_in(text) > MAX_PARSED_ITEMS:
         raise ValueError(f"more than {MAX_PARSED_ITEMS} brackets, braces and commas")
     return _decode(text)
 
 
 def _float(text: str) -> float:
-    """Parse a number. msgspec's parser takes 15 us for one of more than twenty digits, and holds the GIL."""
+    """Parse a number as float. msgspec's own parser takes 15 us, with the GIL, for more than twenty digits. Raises
+    ValueError for an infinite one."""
     value = float(text)
     if math.isinf(value):
         raise ValueError("a number is out of range")

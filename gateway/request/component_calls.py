@@ -1,15 +1,15 @@
-"""Calls to other components for one answer. Outcomes are posted as events. Whether a request is to blame for a lost
-worker, and how long a loss has patience, is judged here.
+"""Calls to other components for one answer. Outcomes are posted as events. Decides whether a request may have killed a
+lost worker, and how long to wait for lost components.
 
-A prefill range may run on a prefill worker of another node. Its blocks then flow to the decode worker's node while
-later chunks are computed.
+A prefill range may run on a prefill worker of another node. Its blocks are then fetched to the decode worker's node
+while later chunks are computed.
 
-    ticket at the prefill worker's node --> cached prefix fetched there --> chunk computed --> chunk computed --> ...
-                                                                                 |                 |
-    ticket at the decode worker's node  <------------ one fetch at a time, as far as is computed --+
+    ticket at the prefill worker's node --> fetch the cached prefix --> compute a chunk --> compute a chunk --> ...
+                                                                             |                   |
+    ticket at the decode worker's node  <----- fetch the computed blocks, one fetch at a time ---+
 
-The second ticket ends with the prefill range. A lost prefill worker raises; blocks that do not come over only end the
-range early (I1), since the decode worker computes what it lacks.
+The ticket at the prefill worker's node ends with the range. A lost prefill worker raises; blocks that cannot be fetched
+only end the range early (I1), since the decode worker computes missing blocks.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def run_range(
     start_blocks: int,
     on_queued: Callable[[int], None],
 ) -> AsyncIterator[ChunkAck]:
-    """Send a prefill range of ``token_ids`` to the plan's prefill worker: from ``start_blocks``, which its ticket has
-    pinned, to the split. Yields and raises as PrefillLink.run_prefill does."""
+    """Send the prefill range of ``token_ids`` from block ``start_blocks`` to the plan's split to the plan's prefill
+    worker; the earlier blocks are pinned by the ticket. Yields and raises as PrefillLink.run_prefill does."""
     plan = action.plan
     assert plan.prefill is not None
     start_tokens = start_blocks * plan.block_size
@@ -102,11 +102,11 @@ async def open_ticket(
     parent: trace.Span,
     resume: bool,
 ) -> tuple[TicketHold, int]:
-    """Open a ticket for ``action``'s attempt; return it with the number of pinned leading blocks. With ``resume`` the
-    request goes before new prompts in the node's queue for memory.
+    """Open a ticket for ``action``'s attempt; return it, and the number of pinned leading blocks. With ``resume`` the
+    request precedes new prompts in the node's queue for memory.
 
-    Raises PillionError, DeadlineExceeded if no memory is free within ``wait_s``. If the call is cancelled or late, the
-    node client leaves no ticket behind.
+    Raises PillionError; DeadlineExceeded if no memory becomes free within ``wait_s``. If the call is cancelled or times
+    out, the node client releases the ticket.
     """
     with telemetry.child("kv.pin", parent) as span:
         epoch = link.epoch
@@ -128,8 +128,8 @@ async def open_ticket(
 
 @dataclass(eq=False)
 class RemotePrefill:
-    """One prefill range on a prefill worker of another node than the ticket's. ``on_chunk`` is called with each chunk
-    that has reached the decode worker's node."""
+    """A prefill range on a prefill worker of another node than the decode worker's. ``on_chunk`` is called with each
+    chunk whose blocks have reached the decode worker's node."""
 
     _cluster: Cluster
     _admitted: AdmittedRequest
@@ -142,20 +142,19 @@ class RemotePrefill:
     def __post_init__(self) -> None:
         assert self._action.plan.prefill is not None
         self._worker = self._action.plan.prefill
-        # Blocks of the prompt at the decode worker's node, those at the prefill worker's, and how many of the latter
-        # were carried: without the state at the range's end the decode worker cannot continue from them.
-        self._here = self._action.plan.cached_blocks
-        self._there = self._carried = 0
-        # Chunks that are computed and not yet at the decode worker's node, at most those of the range.
+        # Leading blocks at the decode worker's node, and at the prefill worker's node.
+        self._local = self._action.plan.cached_blocks
+        self._remote = 0
+        # In a model with states, the blocks at the last fetch: blocks before the range's end may not count as fetched,
+        # because no state follows them.
+        self._tried = 0
+        # Chunks that are computed and not yet at the decode worker's node.
         self._acked: deque[ChunkAck] = deque()
         self._progress = asyncio.Event()
 
     async def run(self) -> int:
-        """Run the range; return the end of the tokens whose KV the decode worker's node has. Cancelling stops all of
-        it.
-
-        Raises PillionError if the prefill worker or its node is lost or refuses.
-        """
+        """Run the range; return the number of leading tokens whose KV the decode worker's node has then. Raises
+        PillionError if the prefill worker or its node is lost or refuses."""
         granted = await self._open_ticket()
         if granted is not None:
             hold, pinned_blocks = granted
@@ -165,10 +164,10 @@ class RemotePrefill:
                 # A lost node has released the ticket already.
                 with contextlib.suppress(Unavailable):
                     self._cluster.node(hold.node_id).release(hold)
-        return self._here * self._action.plan.block_size
+        return self._local * self._action.plan.block_size
 
     async def _open_ticket(self) -> tuple[TicketHold, int] | None:
-        """Open the ticket at the prefill worker's node; None while memory is short there."""
+        """Open the ticket at the prefill worker's node; return None if no memory becomes free in time."""
         split, wait_s = self._action.plan.split_blocks, self._admitted.wait_s(ev.MAX_REMOTE_ADMISSION_WAIT_S)
         link, hashes = self._cluster.node(self._worker.node_id), self._chain.first(split)
         try:
@@ -186,21 +185,21 @@ class RemotePrefill:
             return None
 
     async def _run(self, hold: TicketHold, pinned_blocks: int) -> None:
-        self._there = await self._fetch_prefix(hold, pinned_blocks)
+        self._remote = await self._fetch_prefix(hold, pinned_blocks)
         computing = asyncio.create_task(self._compute(hold), name=f"prefill range of {self._admitted.request_id}")
         computing.add_done_callback(lambda _: self._progress.set())
         try:
-            await self._carry(computing)
+            await self._fetch_computed(computing)
         finally:
             computing.cancel()
             await asyncio.gather(computing, return_exceptions=True)
 
     async def _fetch_prefix(self, hold: TicketHold, pinned_blocks: int) -> int:
-        """Fetch cached blocks that the prefill worker's node lacks, from the decode worker's node or others. Return the
-        number of blocks before the range."""
+        """Fetch cached blocks that the prefill worker's node lacks from the decode worker's node or other nodes. Return
+        the number of leading blocks at the prefill worker's node."""
         plan = self._action.plan
         others = [source for source in plan.sources if source.node_id != plan.node_id]
-        sources = sorted([PrefixSource(plan.node_id, self._here), *others], key=lambda source: -source.blocks)
+        sources = sorted([PrefixSource(plan.node_id, self._local), *others], key=lambda source: -source.blocks)
         wanted = plan_fetch(sources, hold.node_id, pinned_blocks, plan.split_blocks)
         if wanted is None:
             return pinned_blocks
@@ -210,56 +209,53 @@ class RemotePrefill:
 
     async def _compute(self, hold: TicketHold) -> None:
         plan = self._action.plan
-        if self._there >= plan.split_blocks:
+        if self._remote >= plan.split_blocks:
             return
         asked = self._cluster, self._admitted, self._chain, self._token_ids, self._action
-        async for ack in run_range(*asked, hold.ticket_id, self._there, self._on_queued):
+        async for ack in run_range(*asked, hold.ticket_id, self._remote, self._on_queued):
             self._acked.append(ack)
-            self._there = max(self._there, min(ack.end_tokens // plan.block_size, plan.split_blocks))
+            self._remote = max(self._remote, min(ack.end_tokens // plan.block_size, plan.split_blocks))
             self._progress.set()
 
-    async def _carry(self, computing: asyncio.Task[None]) -> None:
-        """Carry blocks to the decode worker's node until all are there, or no more come. Raises what ended
-        ``computing``."""
+    async def _fetch_computed(self, computing: asyncio.Task[None]) -> None:
+        """Fetch blocks to the decode worker's node as they are computed, until all are fetched or a fetch brings none.
+        Raises the error that ended ``computing``."""
         while True:
-            over = computing.done()
-            if self._there > max(self._here, self._carried):
-                if not await self._carry_over():
+            computed = computing.done()
+            if self._remote > max(self._local, self._tried):
+                if not await self._fetch_once():
                     return
-            elif over:
+            elif computed:
                 break
             else:
                 await self._progress.wait()
                 self._progress.clear()
         computing.result()
 
-    async def _carry_over(self) -> bool:
-        """Fetch the blocks computed so far to the decode worker's node. Return whether any came, or a state is still to
-        come with later ones."""
-        action, before = self._action, self._here
+    async def _fetch_once(self) -> bool:
+        """Fetch the blocks computed so far to the decode worker's node. Return whether any were fetched, or may count
+        once a later state is computed."""
+        action, before = self._action, self._local
         if action.plan.states.one:
-            self._carried = self._there
-        hashes = self._chain.first(self._there)
+            self._tried = self._remote
+        hashes = self._chain.first(self._remote)
         sources, left_s = (self._worker.node_id,), self._admitted.left_s()
-        self._here = (await self._cluster.fetch_blocks(action.hold, hashes, sources, before, left_s)).blocks
-        while self._acked and self._acked[0].end_tokens <= self._here * action.plan.block_size:
+        self._local = (await self._cluster.fetch_blocks(action.hold, hashes, sources, before, left_s)).blocks
+        while self._acked and self._acked[0].end_tokens <= self._local * action.plan.block_size:
             self._on_chunk(self._acked.popleft())
-        return self._here > before or 0 < self._carried < action.plan.split_blocks
+        return self._local > before or 0 < self._tried < action.plan.split_blocks
 
 
 log = logging.getLogger("pillion.gateway")
 
-# Wait for news of a lost worker's KV node before the worker counts as killed by a request in its step: workers end with
-# their node, whose loss may be noticed a moment later.
+# Delay before a lost worker counts as killed by a request in its step: workers end with their KV node, whose loss may
+# be detected a moment later.
 VERDICT_MS = 300
 MAX_ADMISSION_WAIT_S = 120.0
-# Max of the message's field, 49 days. The gateway alone enforces a later deadline.
-MAX_TIMEOUT_MS = 2**32 - 1
-# Longer prompts are hashed on a thread: more than 2 ms would stall the event loop.
+# Length above which prompts are hashed on a thread, since they would stall the event loop for more than 2 ms.
 LONG_CHAIN_TOKENS = 2**15
-MAX_NAMED_FIELDS = 8
 _RETRYABLE = (Unavailable, NotFound, Conflict, Cancelled, Internal, DeadlineExceeded)
-# Errors of a component on its way back: it stops, takes a new epoch, or has lost its state.
+# Errors of a component that will return: it is restarting, gets a new epoch, or has lost its state.
 _AWAY = (Unavailable, Conflict, Cancelled)
 
 # Tasks that outlive their requests for a moment: asyncio itself keeps no strong reference.
@@ -267,7 +263,7 @@ _background: set[asyncio.Task[None]] = set()
 
 
 async def chain_of(admitted: AdmittedRequest, token_ids: Sequence[int], served: Served) -> BlockHashChain:
-    """Hash the whole blocks among these tokens of a request."""
+    """Return the hashes of the whole blocks of a request's leading tokens."""
     whole = len(token_ids) // served.block_size * served.block_size
     root = request_root(served.namespace, admitted.adapter, admitted.cache_salt, short_text=admitted.short_text)
     hashed = (root, token_ids[:whole], served.block_size)
@@ -282,8 +278,8 @@ class ComponentCalls:
 
     Attributes:
         _tokens: returns the tokens that the current attempt starts from.
-        _post: takes events.
-        _broken: takes an exception that no call should raise.
+        _post: called with each event.
+        _on_bug: called with an exception that no call should raise.
         chain: hashes of the latest attempt's whole blocks.
     """
 
@@ -293,20 +289,20 @@ class ComponentCalls:
     _cluster: Cluster
     _span: trace.Span
     _post: Callable[[Event], None]
-    _broken: Callable[[BaseException], None]
+    _on_bug: Callable[[BaseException], None]
     load: AssignedLoad
     chain: BlockHashChain = field(default_factory=BlockHashChain)
     brought_tokens: BroughtTokens = field(default_factory=BroughtTokens)
     _work: asyncio.Task[None] | None = None
     _stream: tuple[str, int] | None = None
     _begun: bool = False
-    # Whether the worker has reported that a step computes the stream's prompt.
+    # True once the worker has reported that a step computes the stream's prompt.
     _in_step: bool = False
     # The stream's ticket; id 0 if the worker opens it.
     _hold: TicketHold | None = None
 
     def perform(self, action: Action) -> None:
-        """Start or stop an action's work; the class of the action names the events that answer it."""
+        """Perform an action; its class documents the events that are posted."""
         match action:
             case ev.LookUp():
                 self.load.assign({})
@@ -338,7 +334,8 @@ class ComponentCalls:
             root_hash=self.chain.root,
             token_ids=self._tokens(),
             prompt_tokens=len(admitted.prompt),
-            timeout_ms=0 if left_s is None else min(MAX_TIMEOUT_MS, max(1, int(left_s * 1000))),
+            # At most 49 days, the field's maximum; the gateway alone enforces a later deadline.
+            timeout_ms=0 if left_s is None else min(2**32 - 1, max(1, int(left_s * 1000))),
             traceparent=telemetry.traceparent(trace.set_span_in_context(self._span)),
             priority=admitted.priority,
             siblings=[Sibling(seed=follower._seed()) for follower in followers],
@@ -370,8 +367,8 @@ class ComponentCalls:
                 stream._hold = action.hold or TicketHold(plan.node_id, self._cluster.node(plan.node_id).epoch, 0)
             keys = self._cluster.decode(worker).submit(submit, [partial(one._on_delta, attempt) for one in streams])
         except PillionError as error:
-            self._failed_at(worker)
-            self._post(ev.DecodeLost(attempt, error, True, self._patience_s(error, action.hold)))
+            self._forget_adapter(worker)
+            self._post(ev.DecodeLost(attempt, error, True, self._wait_limit_s(error, action.hold)))
         else:
             for stream, key in zip(streams, keys, strict=True):
                 stream._stream = (worker, key)
@@ -391,7 +388,7 @@ class ComponentCalls:
         try:
             self._cluster.node(hold.node_id).release(hold)
         except Unavailable:
-            log.debug("KV node %s went away with the ticket it was to release", hold.node_id)
+            log.debug("KV node %s was lost before a ticket was released", hold.node_id)
 
     def _cancel_decode(self) -> None:
         self.load.assign({})
@@ -401,55 +398,57 @@ class ComponentCalls:
         try:
             self._cluster.decode(worker).cancel(key)
         except Unavailable:
-            log.debug("worker %s went away with the stream it was to cancel", worker)
+            log.debug("worker %s was lost before a stream was cancelled", worker)
 
     async def _look_up(self, action: ev.LookUp) -> None:
         if action.after_ms:
             await asyncio.sleep(action.after_ms / 1000)
         admitted, cluster = self._admitted, self._cluster
-        whole: Served | None = None
+        with_node: Served | None = None
         try:
             with telemetry.child("plan", self._span) as span:
                 if action.attempt == 1:
                     served = await cluster.served_soon(admitted.model, admitted.fingerprint, admitted.adapter_rank)
                 else:
                     served = cluster.served(admitted.model, admitted.fingerprint, admitted.adapter_rank)
-                whole = None if cluster.lacks_node(served) else served
-                decided = await self._plan(action, served, span)
+                with_node = None if cluster.lacks_node(served) else served
+                plan = await self._plan(action, served, span)
         except PillionError as error:
-            # The model's components may be lost during the look-up; the request has not waited for them yet.
-            lost = whole is not None and cluster.lacks_node(whole)
+            # Retry if the model's components were lost during the look-up: the request has not waited for them yet.
+            lost = with_node is not None and cluster.lacks_node(with_node)
             patience_s = cluster.return_wait_s(admitted.model, admitted.adapter_rank)
             self._post(ev.PlanFailed(action.attempt, error, retryable=lost, patience_s=patience_s))
         else:
-            self._post(ev.PlanMade(action.attempt, decided))
+            self._post(ev.PlanMade(action.attempt, plan))
 
     async def _make_chain(self, action: ev.LookUp, token_ids: tuple[int, ...], served: Served) -> bool:
-        """Hash the prompt's whole blocks; return whether some of them may be cached."""
+        """Hash the whole blocks that may be cached or prefilled; return whether to look them up."""
         admitted = self._admitted
-        # No later block may be found, pinned, fetched or prefilled.
+        # Later blocks must be computed by the decode worker.
         last = len(token_ids) - 1 if action.unscored_from is None else action.unscored_from
         self.chain = await chain_of(admitted, token_ids[:last], served)
         return bool(self.chain.hashes) and (admitted.options.prefix_caching or action.attempt > 1)
 
     async def _plan(self, action: ev.LookUp, served: Served, span: trace.Span) -> RequestPlan:
         admitted, cluster, token_ids = self._admitted, self._cluster, self._tokens()
-        known = await self._make_chain(action, token_ids, served)
+        looked_up = await self._make_chain(action, token_ids, served)
         with telemetry.tracer().start_as_current_span("lookup"):
-            found = await cluster.hits(served, self.chain.hashes) if known else PrefixHits([])
-        blocks = {hit.node_id: hit.blocks for hit in found.hits}
-        components = cluster.candidates(served, admitted.text_tokens, blocks, admitted.spread, admitted.adapter)
+            prefixes = await cluster.hits(served, self.chain.hashes) if looked_up else PrefixHits([])
+        hits = {hit.node_id: hit.blocks for hit in prefixes.hits}
+        components = cluster.candidates(served, admitted.text_tokens, hits, admitted.spread, admitted.adapter)
         if forced := admitted.options.node_id:
             components = tuple(one for one in components if one.node_id == forced)
             if not components:
                 raise NotFound(f"no worker of model {admitted.model!r} is at the KV node {forced!r}")
-        far = await cluster.bucket_hits(self.chain.hashes, blocks, components, served.states.one) if known else {}
+        bucket_hits: dict[str, int] = {}
+        if looked_up:
+            bucket_hits = await cluster.bucket_hits(self.chain.hashes, hits, components, served.states.one)
         sent_load, sent_tokens = await cluster.under_way(components)
-        seen = ClusterSnapshot(
+        snapshot = ClusterSnapshot(
             model=admitted.model,
             prompt_tokens=len(token_ids),
-            hits=blocks,
-            bucket_hits=far,
+            hits=hits,
+            bucket_hits=bucket_hits,
             components=components,
             policy=admitted.options.policy,
             block_size=served.block_size,
@@ -463,26 +462,26 @@ class ComponentCalls:
             unscored_from=action.unscored_from,
             adapter=admitted.adapter,
             states=served.states,
-            known_blocks=found.known_blocks,
+            known_blocks=prefixes.known_blocks,
             text_workers=frozenset() if admitted.pooling is None else cluster.text_workers(components),
         )
-        decided = cluster.routes.plan(seen, time.monotonic())
+        plan = cluster.routes.plan(snapshot, time.monotonic())
         if span.is_recording():
-            self._describe(span, action.attempt, decided, blocks)
-        return decided
+            self._describe(span, action.attempt, plan, hits)
+        return plan
 
-    def _describe(self, span: trace.Span, attempt: int, decided: RequestPlan, blocks: Mapping[str, int]) -> None:
-        """Add a plan to its span; ``blocks`` are the prompt's cached blocks by node, as the index has them."""
+    def _describe(self, span: trace.Span, attempt: int, plan: RequestPlan, hits: Mapping[str, int]) -> None:
+        """Add a plan to its span; ``hits`` are the prompt's leading blocks according to the index, by node id."""
         span.set_attributes(
             {
                 "pillion.attempt": attempt,
-                "pillion.hit_blocks": blocks.get(decided.node_id, 0),
-                "pillion.sources": [source.node_id for source in decided.sources],
+                "pillion.hit_blocks": hits.get(plan.node_id, 0),
+                "pillion.sources": [source.node_id for source in plan.sources],
                 "pillion.index_available": self._cluster.index_available,
-                "pillion.split_tokens": decided.split_tokens,
-                "pillion.reason": decided.reason,
-                "pillion.decode_worker": decided.decode.component_id,
-                "pillion.prefill_worker": decided.prefill.component_id if decided.prefill else "",
+                "pillion.split_tokens": plan.split_tokens,
+                "pillion.reason": plan.reason,
+                "pillion.decode_worker": plan.decode.component_id,
+                "pillion.prefill_worker": plan.prefill.component_id if plan.prefill else "",
             }
         )
 
@@ -499,7 +498,7 @@ class ComponentCalls:
             self._post(ev.TicketLost(action.attempt, late, retryable=False))
         except PillionError as error:
             self._post(
-                ev.TicketLost(action.attempt, error, isinstance(error, _RETRYABLE), self._patience_s(error, None))
+                ev.TicketLost(action.attempt, error, isinstance(error, _RETRYABLE), self._wait_limit_s(error, None))
             )
         else:
             self._post(ev.TicketGranted(action.attempt, hold, pinned))
@@ -507,65 +506,65 @@ class ComponentCalls:
     async def _fetch(self, action: ev.Fetch) -> None:
         hashes, pinned = self.chain.first(action.wanted.blocks), action.plan.cached_blocks
         with trace.use_span(self._span):
-            bounds_s = [bound_s for bound_s in (self._admitted.left_s(), action.wanted.limit_s) if bound_s is not None]
-            brought = await self._cluster.fetch_blocks(
-                action.hold, hashes, action.wanted.source_node_ids, pinned, min(bounds_s, default=None)
+            limits_s = [limit_s for limit_s in (self._admitted.left_s(), action.wanted.limit_s) if limit_s is not None]
+            reply = await self._cluster.fetch_blocks(
+                action.hold, hashes, action.wanted.source_node_ids, pinned, min(limits_s, default=None)
             )
-        blocks = BroughtTokens(brought.fetched_blocks, brought.restored_blocks, brought.bucket_blocks)
+        blocks = BroughtTokens(reply.fetched_blocks, reply.restored_blocks, reply.bucket_blocks)
         self.brought_tokens = BroughtTokens._make(count * action.plan.block_size for count in blocks)
-        self._post(ev.BlocksFetched(action.attempt, brought.blocks))
+        self._post(ev.BlocksFetched(action.attempt, reply.blocks))
 
     async def _run_prefill(self, action: ev.RunPrefill) -> None:
         admitted, worker, token_ids = self._admitted, action.plan.prefill, self._tokens()
         assert worker is not None
         in_step = False
 
-        def acked(ack: ChunkAck) -> None:
+        def on_ack(ack: ChunkAck) -> None:
             nonlocal in_step
             in_step = True
             if not self._begun:
                 self.load.assign_plan(action.plan, ack.end_tokens)
             self._post(ev.ChunkAcked(action.attempt, ack))
 
-        def queued(position: int) -> None:
+        def on_queued(position: int) -> None:
             nonlocal in_step
             in_step = in_step or not position
-            self._still_queued(action.attempt, position)
+            self._post_queued(action.attempt, position)
 
         try:
             with trace.use_span(self._span):
                 if action.plan.remote:
-                    remote = RemotePrefill(self._cluster, admitted, self.chain, token_ids, action, acked, queued)
+                    remote = RemotePrefill(self._cluster, admitted, self.chain, token_ids, action, on_ack, on_queued)
                     end_tokens = await remote.run()
                 else:
                     end_tokens = action.plan.cached_tokens
                     asked = self._cluster, admitted, self.chain, token_ids, action
-                    async for ack in run_range(*asked, action.hold.ticket_id, action.plan.cached_blocks, queued):
+                    async for ack in run_range(*asked, action.hold.ticket_id, action.plan.cached_blocks, on_queued):
                         end_tokens = ack.end_tokens
-                        acked(ack)
+                        on_ack(ack)
         except PillionError as error:
             if isinstance(error, Unavailable):
                 self._cluster.view.suspect(worker.component_id, time.monotonic())
                 self._cluster.view.note_refusal(worker.component_id)
-            self._failed_at(worker.component_id)
+            self._forget_adapter(worker.component_id)
             retryable, broke = isinstance(error, (*_RETRYABLE, Overloaded)), isinstance(error, PrefillBroken)
             killed = ""
             if broke and in_step:
                 await asyncio.sleep(VERDICT_MS / 1000)
                 killed = worker.component_id if self._cluster.node_lives(worker.node_id) else ""
-            patience_s = self._patience_s(error, action.hold, broke and in_step)
+            patience_s = self._wait_limit_s(error, action.hold, broke and in_step)
             self._post(ev.PrefillLost(action.attempt, error, retryable, patience_s, killed))
         else:
             self._post(ev.PrefillEnded(action.attempt, end_tokens))
 
     def _on_delta(self, attempt: int, delta: DecodeDelta) -> None:
         try:
-            # A delta may merge all of these, even the start of a step, its token and an error: post them in order.
+            # A single delta may have all of these, e.g. a queue position, a token and an error: post them in order.
             if delta.pinned_blocks is not None:
                 self._post(ev.TicketAdopted(attempt, delta.pinned_blocks))
             if delta.queued is not None:
                 self._in_step = self._in_step or not delta.queued
-                self._still_queued(attempt, delta.queued)
+                self._post_queued(attempt, delta.queued)
             if delta.prompt_logprobs:
                 self._post(ev.PromptScored(attempt, delta.prompt_logprobs))
             if delta.token_ids:
@@ -577,12 +576,12 @@ class ComponentCalls:
                 self._post(ev.DecodeFinished(attempt, delta.finish_reason, delta.timings, delta.vector))
             elif delta.error is not None:
                 self._on_error(attempt, delta, self._error_of(delta.error))
-        except Exception as error:  # noqa: BLE001  (a defect must end its request, not the connection of all)
-            self._broken(error)
+        except Exception as error:  # noqa: BLE001  (a bug must end this request, not the worker's connection)
+            self._on_bug(error)
 
     def _on_error(self, attempt: int, delta: DecodeDelta, error: PillionError) -> None:
         if self._stream is not None:
-            self._failed_at(self._stream[0])
+            self._forget_adapter(self._stream[0])
             if isinstance(error, Unavailable):
                 self._cluster.view.note_refusal(self._stream[0])
         if self._suspected(delta):
@@ -592,46 +591,48 @@ class ComponentCalls:
             self._lose_stream(attempt, delta, error)
 
     def _suspected(self, delta: DecodeDelta) -> bool:
-        """Return whether a connection broke in a step with the stream. A stream with tokens of this attempt was in many
-        steps before, so it is suspected only if it ran alone: else another stream's prompt is likelier."""
+        """Return whether a connection broke in a step with the stream. A stream with tokens of this attempt has
+        survived steps, so it is suspected only if it was the only stream: otherwise another stream's prompt is likelier
+        the cause."""
         return bool(delta.broken) and (delta.broken == 1 if self._begun else self._in_step)
 
     def _lose_stream(self, attempt: int, delta: DecodeDelta, error: PillionError) -> None:
         assert delta.error is not None
         killed = ""
         if self._suspected(delta) and self._stream is not None and self._hold is not None:
-            # A lost node ends its workers, so the request is not to blame.
+            # A lost node ends its workers, so then the request is not the cause.
             killed = self._stream[0] if self._cluster.holds(self._hold) else ""
         broke = bool(delta.broken) and (self._begun or self._in_step)
-        patience_s = self._patience_s(error, self._hold, broke)
+        patience_s = self._wait_limit_s(error, self._hold, broke)
         self._post(ev.DecodeLost(attempt, error, delta.error.retryable, patience_s, killed))
 
-    def _patience_s(self, error: PillionError, hold: TicketHold | None, broke: bool = False) -> float:
-        """Return how long the request waits for what ended a call with ``error``, if it is merely away; 0.0 if the call
-        counts as an attempt, as one that ``broke`` midway does. ``hold`` is the call's ticket, None if it asked for
-        one."""
+    def _wait_limit_s(self, error: PillionError, hold: TicketHold | None, broke: bool = False) -> float:
+        """Return AttemptLoss.patience_s: how long the request waits for a component whose call ended with ``error``;
+        0.0 if the component is not expected to return, or if the call ``broke`` midway. ``hold`` is the call's ticket,
+        None for a call that requested one."""
         if hold is None:
             away = isinstance(error, (*_AWAY, NotFound))
         else:
-            # A restarted node has lost everything under the ticket.
+            # A restarted node has lost the ticket, so the call could not succeed.
             away = (isinstance(error, _AWAY) and not broke) or not self._cluster.holds(hold)
         return self._cluster.return_wait_s(self._admitted.model, self._admitted.adapter_rank) if away else 0.0
 
     def _error_of(self, error: DecodeError) -> PillionError:
-        """Return a worker's error in terms of the client's fields."""
+        """Convert a worker's error; one about the grammar names the client's fields that the grammar was made from."""
         fields, text = self._admitted.grammar.fields, error.message
         if fields and error.code == InvalidRequest.code and text.startswith(GRAMMAR_FAULT):
-            return InvalidRequest.of(*(FieldViolation(field, text) for field in fields[:MAX_NAMED_FIELDS]))
+            return InvalidRequest.of(*(FieldViolation(field, text) for field in fields[:8]))
         if error.retry_after_ms:
             return Overloaded(text, error.retry_after_ms)
         return BY_CODE.get(error.code, Internal)(text)
 
-    def _failed_at(self, component_id: str) -> None:
-        """Forget that the worker has the request's adapter, which it may have failed to load."""
+    def _forget_adapter(self, component_id: str) -> None:
+        """Forget that a worker has the request's adapter, since it may have failed to load it."""
         if self._admitted.adapter:
             self._cluster.routes.sent_adapters.forget(self._admitted.adapter, component_id)
 
-    def _still_queued(self, attempt: int, position: int) -> None:
+    def _post_queued(self, attempt: int, position: int) -> None:
+        """Post a queue position, 0 for none; add it to the span."""
         if position:
             self._span.add_event("queued", {"pillion.attempt": attempt, "pillion.position": position})
         self._post(ev.StillQueued(attempt, position))
@@ -640,14 +641,14 @@ class ComponentCalls:
         task = asyncio.create_task(work)
         self._work = task
         _background.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._on_task_end)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
         _background.discard(task)
         if not task.cancelled():
             error = task.exception()
         else:
-            # Work that the request itself cancelled is no longer its own.
+            # After a cancellation by the request itself, ``_work`` is None or a new task.
             error = Internal("a call of the request was cancelled unexpectedly") if task is self._work else None
         if error is not None:
-            self._broken(error)
+            self._on_bug(error)

@@ -1,8 +1,8 @@
 """Events and actions of :mod:`pillion.gateway.request.request_machine`; sans-IO (I9).
 
-An event is named by a noun and what happened to it (TicketGranted), an action by a verb (OpenTicket). No action carries
-tokens: whoever performs it reads those of its attempt from the machine. All are msgspec structs, which cost a third of
-a named tuple to create: some are made per token.
+An event's name is a noun and what happened to it (TicketGranted), an action's begins with a verb (OpenTicket). Actions
+have no tokens: their performer reads those of the attempt from the machine. All are msgspec structs, which take a third
+of a named tuple's time to create, since some are created per token.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pillion.types import FinishReason, TokenLogprob
 from pillion.v1.decode_pb2 import DecodeTimings
 from pillion.v1.prefill_pb2 import ChunkAck
 
-# Max wait for KV memory at a prefill worker's node. Short, because the request holds memory at the decode worker's node
-# meanwhile: two requests may wait for each other's nodes, and then both continue without a prefill worker.
+# Max wait for KV memory at a prefill worker's node. Short, because the request has pinned memory at the decode worker's
+# node: two requests that wait for each other's memory must both continue without a prefill worker.
 MAX_REMOTE_ADMISSION_WAIT_S = 2.0
 
 
 class TicketHold(Struct, frozen=True):
-    """A ticket at a node, under the epoch of the gateway's session there."""
+    """A ticket that this gateway holds at a node. ``epoch`` is that of its session at the node."""
 
     node_id: str
     epoch: int
@@ -29,23 +29,23 @@ class TicketHold(Struct, frozen=True):
 
 
 class Event(Struct, frozen=True):
-    """Something that happened to a request."""
+    """Base of what can happen to a request."""
 
 
 class AttemptEvent(Event, frozen=True):
-    """Something that happened to one attempt of a request."""
+    """Base of events of one attempt to serve an answer."""
 
     attempt: int
 
 
 class AttemptLoss(AttemptEvent, frozen=True):
-    """A failed call of an attempt.
+    """Base of events of a failed call.
 
     Attributes:
-        retryable: whether another component or a new ticket may avoid the error.
-        patience_s: if above 0, the component is away and coming back; the wait for it, at most this long in all, is no
-            attempt.
-        killed: the worker that died in a step with this request, maybe because of it; "" if none did.
+        retryable: True if another component or a new ticket may avoid the error.
+        patience_s: if above 0, the component is expected to return: the retry does not count as an attempt until the
+            request has waited this long in total.
+        killed: id of the worker that died in a step with this request, which may be the cause; "" for none.
     """
 
     error: PillionError
@@ -61,10 +61,10 @@ class PlanMade(AttemptEvent, frozen=True):
 
 
 class PlanFailed(AttemptLoss, frozen=True):
-    """No plan is possible, e.g. because no worker lives.
+    """No plan is possible, e.g. because no worker is live.
 
-    ``retryable`` means that what the request needs lived when planning began. A new request has waited before this
-    event; one that had begun still waits for ``patience_s``.
+    ``retryable`` is True if the needed components were live when planning began. A new request has waited for them
+    already; a later attempt waits for up to ``patience_s`` after this event.
     """
 
 
@@ -76,7 +76,7 @@ class TicketGranted(AttemptEvent, frozen=True):
 
 
 class TicketLost(AttemptLoss, frozen=True):
-    """The KV node refused a ticket, or went away before it answered."""
+    """The KV node refused a ticket, or was lost before it answered."""
 
 
 class BlocksFetched(AttemptEvent, frozen=True):
@@ -92,25 +92,25 @@ class ChunkAcked(AttemptEvent, frozen=True):
 
 
 class PrefillEnded(AttemptEvent, frozen=True):
-    """The prefill call ended well, with all before ``end_tokens`` under the ticket: less than the split if not all
-    blocks could be fetched to the decode worker's node."""
+    """The prefill call succeeded. The ticket has all blocks before ``end_tokens``, which is less than the split if not
+    all blocks could be fetched to the decode worker's node."""
 
     end_tokens: int
 
 
 class PrefillLost(AttemptLoss, frozen=True):
-    """The call of the prefill range failed."""
+    """The prefill call failed."""
 
 
 class TicketAdopted(AttemptEvent, frozen=True):
-    """The decode worker adopted the ticket, with ``pinned_blocks`` (I3)."""
+    """The decode worker adopted the ticket, which has pinned ``pinned_blocks`` leading blocks (I3)."""
 
     pinned_blocks: int = 0
 
 
 class TokensSampled(AttemptEvent, frozen=True):
-    """The decode worker sampled ``token_ids``. ``timings`` come with the first tokens and with judged draft tokens;
-    ``logprobs`` has one entry per token if the client asked for them."""
+    """The decode worker sampled ``token_ids``. ``timings`` come with the first tokens and with verified draft tokens;
+    ``logprobs`` has one entry per token if the client requested them."""
 
     token_ids: tuple[int, ...]
     timings: DecodeTimings | None = None
@@ -124,7 +124,7 @@ class PromptScored(AttemptEvent, frozen=True):
 
 
 class DecodeFinished(AttemptEvent, frozen=True):
-    """The answer's stream ended by itself, with the ``vector`` of the text if one was requested."""
+    """The answer's stream ended normally. ``vector`` is the text's, if requested."""
 
     reason: FinishReason
     timings: DecodeTimings | None
@@ -132,18 +132,18 @@ class DecodeFinished(AttemptEvent, frozen=True):
 
 
 class DecodeLost(AttemptLoss, frozen=True):
-    """The answer's stream failed, or its decode worker went away."""
+    """The answer's stream failed, or its decode worker was lost."""
 
 
 class StillQueued(AttemptEvent, frozen=True):
-    """The prefill range or the stream waits at this place in a worker's queue; 0: its prompt is being computed. A sign
-    of life that changes nothing else."""
+    """A heartbeat: the prefill range or the stream waits at this position in a worker's queue; 0 if its prompt is being
+    computed."""
 
     position: int
 
 
 class AttemptSilent(AttemptEvent, frozen=True):
-    """No event of the attempt has come for the max time allowed."""
+    """The attempt had no event for the max time allowed."""
 
 
 class StopStringFound(Event, frozen=True):
@@ -153,24 +153,25 @@ class StopStringFound(Event, frozen=True):
 
 
 class LeaderSubmitted(Event, frozen=True):
-    """The submit of the leader (the request's first answer) started the follower's stream, in this attempt and plan."""
+    """The leader (the request's first answer) was submitted, which started the follower's stream, in this attempt and
+    plan."""
 
     attempt: int
     plan: RequestPlan
 
 
 class LeaderRetried(Event, frozen=True):
-    """The leader's submit was lost, and the leader is at this attempt now."""
+    """The leader's stream was lost; the leader is at this attempt now."""
 
     attempt: int
 
 
 class LeaderStarted(Event, frozen=True):
-    """The leader has a token: the follower is independent from now on."""
+    """The leader has its first token: from now on the follower is retried by itself."""
 
 
 class RequestCancelled(Event, frozen=True):
-    """The client went away."""
+    """The client cancelled the request or disconnected."""
 
 
 class DeadlinePassed(Event, frozen=True):
@@ -178,25 +179,25 @@ class DeadlinePassed(Event, frozen=True):
 
 
 class Action(Struct, frozen=True):
-    """Something to do for a request."""
+    """Base of what a request's machine asks its runner to do."""
 
 
 class AttemptAction(Action, frozen=True):
-    """Something to do for one attempt."""
+    """Base of actions on one attempt to serve an answer."""
 
     attempt: int
 
 
 class TicketAction(AttemptAction, frozen=True):
-    """A call under a ticket."""
+    """Base of calls that use a ticket."""
 
     plan: RequestPlan
     hold: TicketHold
 
 
 class LookUp(AttemptAction, frozen=True):
-    """Hash the attempt's tokens, ask the index and make a plan, ``after_ms`` from now. Answered by PlanMade or
-    PlanFailed. ``unscored_from`` is that of ClusterSnapshot."""
+    """Hash the attempt's tokens, ask the index and make a plan, after a delay of ``after_ms``. Answered by PlanMade or
+    PlanFailed. ``avoid`` and ``unscored_from`` are those of ClusterSnapshot."""
 
     avoid: frozenset[str]
     after_ms: int
@@ -205,14 +206,14 @@ class LookUp(AttemptAction, frozen=True):
 
 class OpenTicket(AttemptAction, frozen=True):
     """Pin and reserve the prompt's blocks at the plan's node. Answered by TicketGranted or TicketLost. With ``resume``
-    the request goes before new prompts in the node's queue for memory, since it has had its turn there."""
+    the request precedes new prompts in the node's queue for memory, since it has waited in it before."""
 
     plan: RequestPlan
     resume: bool = False
 
 
 class Fetch(TicketAction, frozen=True):
-    """Have the ticket's node fetch blocks that it lacks. Always answered by BlocksFetched (I1)."""
+    """Have the ticket's node fetch blocks. Always answered by BlocksFetched (I1)."""
 
     wanted: FetchPlan
 
@@ -227,10 +228,12 @@ class SubmitDecode(AttemptAction, frozen=True):
     DecodeLost.
 
     Attributes:
-        hold: the gateway's ticket; None: the worker opens one.
-        awaited_blocks: blocks that a concurrent RunPrefill commits, for which the worker waits at the node.
+        hold: the gateway's ticket; None if the worker opens one.
+        awaited_blocks: leading blocks for which the worker waits at the node, since a concurrent RunPrefill commits
+            them.
         parallel_samples: indexes of the answers whose streams start with this submit.
-        scored_tokens: number of tokens, after the prompt's first, that need no log probabilities from this attempt.
+        scored_tokens: number of tokens, after the prompt's first, whose log probabilities this attempt need not
+            compute.
     """
 
     plan: RequestPlan
@@ -241,11 +244,9 @@ class SubmitDecode(AttemptAction, frozen=True):
 
 
 class StopWork(AttemptAction, frozen=True):
-    """Stop the attempt's look-up, ticket call, fetch or prefill range. A ticket that is granted nevertheless must still
-    be reported.
-
-    ``after_ms``: grace period for the last acknowledgement of a prefill range whose blocks are all committed.
-    """
+    """Cancel the attempt's look-up, ticket call, fetch or prefill range, after ``after_ms``: a grace period for the
+    last acknowledgement of a prefill range whose blocks are all committed. A ticket that is granted nevertheless must
+    be reported."""
 
     after_ms: int = 0
 
@@ -255,13 +256,13 @@ class CancelDecode(AttemptAction, frozen=True):
 
 
 class ReleaseTicket(Action, frozen=True):
-    """Release the ticket of an attempt."""
+    """Release a ticket."""
 
     hold: TicketHold
 
 
 class Emit(Action, frozen=True):
-    """Send the answer's next tokens to the client, with one log probability each or with none."""
+    """Send the answer's next tokens to the client. ``logprobs`` has one entry per token, or is empty."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -274,13 +275,13 @@ class EmitScores(Action, frozen=True):
 
 
 class Finish(Action, frozen=True):
-    """The answer is complete; terminal. ``vector`` is that of the text, if requested."""
+    """Complete the answer; terminal. ``vector`` is the text's, if requested."""
 
     reason: FinishReason
     vector: bytes = b""
 
 
 class Fail(Action, frozen=True):
-    """End the request with an error; terminal."""
+    """Fail the request; terminal."""
 
     error: PillionError

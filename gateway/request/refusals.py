@@ -1,10 +1,10 @@
-"""Rejected requests and ignored fields, by tenant and client.
+"""Table of rejected requests and ignored fields, by tenant and client, for operators.
 
-    a refusal ------------> a row of the table, a span, and a log line (at most MAX_LINES_PER_S)
+    a rejected request -----> a row of the table, a span, and a log line (at most MAX_LINES_PER_S)
     a field without effect -> a row of the table
 
-All of it is bounded. Each tenant has its own rows, so that none can evict another's; callers without a key share one
-tenant's rows.
+The table is bounded. Each tenant has its own rows, so that none can evict another's; callers without a key share the
+rows of STRANGERS.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pillion.observability import telemetry
 
 log = logging.getLogger("pillion.gateway.refusals")
 
-# Rows per tenant; LRU.
+# Max rows per tenant, evicted by LRU.
 MAX_ROWS = 128
 MAX_TENANTS = 1024
 MAX_NAME_CHARS = 100
-# Logged refusals per second; the next logged line counts those that were not.
+# Max log lines per second; the next line has the number of omitted ones.
 MAX_LINES_PER_S = 5
 STRANGERS = "(no key)"
 NO_EFFECT = "no effect"
@@ -37,7 +37,7 @@ _UNPRINTABLE = re.compile(r"[^ -~]")
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The caller of an API: the API's path or gRPC method, the tenant, and the client's User-Agent."""
+    """Caller of an API: path or gRPC method, tenant, and the client's User-Agent."""
 
     api: str
     tenant: str
@@ -45,9 +45,9 @@ class Caller:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
-    """What was rejected or ignored. ``status`` is the HTTP status, 0 for an ignored field; ``reason`` is the error's
-    code, or NO_EFFECT."""
+class RefusalKey:
+    """Key of a row: what was rejected or ignored. ``status`` is the HTTP status, 0 for an ignored field; ``reason`` is
+    the error's code, or NO_EFFECT."""
 
     caller: Caller
     field: str
@@ -56,8 +56,8 @@ class Sent:
 
 
 @dataclass(slots=True)
-class Met:
-    """How often, and when first and last, in Unix seconds."""
+class Occurrences:
+    """Number of occurrences, and times of the first and the last, in Unix seconds."""
 
     times: int
     first_s: float
@@ -65,39 +65,39 @@ class Met:
 
 
 def shown(text: str) -> str:
-    """Return a client's text as logs and pages show it: printable, at most MAX_NAME_CHARS long."""
+    """Return a client's text for logs and pages: at most MAX_NAME_CHARS characters, unprintable ones as "?"."""
     return _UNPRINTABLE.sub("?", text[:MAX_NAME_CHARS])
 
 
 class Refusals:
-    """The table of one gateway process; for the event loop only."""
+    """The table of one gateway process. Used on the event loop only."""
 
     def __init__(self) -> None:
         self.since_s = time.time()
-        self._tenants: OrderedDict[str, OrderedDict[Sent, Met]] = OrderedDict()
+        self._tenants: OrderedDict[str, OrderedDict[RefusalKey, Occurrences]] = OrderedDict()
         self._second = 0
         self._lines = 0
-        self._silent = 0
+        self._unlogged = 0
 
     def refused(
         self, caller: Caller, status: int, reason: str, field: str, request_id: str, parent: Context | None
     ) -> None:
-        """Record a rejected call. ``field`` is the field at fault, or ""; ``parent`` is the client's trace."""
-        sent = self._note(caller, field, status, reason)
-        _trace(sent, parent)
+        """Record a rejected call. ``field`` is the invalid field, or ""; ``parent`` is the client's trace context."""
+        key = self._note(caller, field, status, reason)
+        _trace(key, parent)
         now = int(time.monotonic())
         if now != self._second:
             self._second, self._lines = now, 0
         if self._lines >= MAX_LINES_PER_S:
-            self._silent += 1
+            self._unlogged += 1
             return
         self._lines += 1
-        values = {"api": sent.caller.api, "status": status, "reason": sent.reason, "field": sent.field}
-        values |= {"tenant": sent.caller.tenant, "client": sent.caller.client, "request_id": request_id}
-        more = f"; {self._silent} refusals before it were not logged" if self._silent else ""
-        self._silent = 0
-        words = ", ".join(f"{name} {value}" for name, value in values.items() if value != "")
-        log.info("refused: %s%s", words, more, extra={"fields": values})
+        values = {"api": key.caller.api, "status": status, "reason": key.reason, "field": key.field}
+        values |= {"tenant": key.caller.tenant, "client": key.caller.client, "request_id": request_id}
+        more = f"; {self._unlogged} refusals before it were not logged" if self._unlogged else ""
+        self._unlogged = 0
+        text = ", ".join(f"{name} {value}" for name, value in values.items() if value != "")
+        log.info("refused: %s%s", text, more, extra={"fields": values})
 
     def without_effect(self, caller: Caller, fields: Iterable[str]) -> None:
         """Record the fields of one call that were ignored."""
@@ -105,50 +105,50 @@ class Refusals:
             self._note(caller, field, 0, NO_EFFECT)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the rows, most frequent first, as the operators' page shows them."""
-        rows = [(sent, met) for own in self._tenants.values() for sent, met in own.items()]
-        for sent, met in sorted(rows, key=lambda row: -row[1].times):
+        """Yield the rows as JSON objects, the most frequent first."""
+        rows = [(key, occurrences) for own in self._tenants.values() for key, occurrences in own.items()]
+        for key, occurrences in sorted(rows, key=lambda row: -row[1].times):
             yield {
-                "tenant": sent.caller.tenant,
-                "client": sent.caller.client,
-                "api": sent.caller.api,
-                "field": sent.field,
-                "status": sent.status or None,
-                "reason": sent.reason,
-                "times": met.times,
-                "first": int(met.first_s),
-                "last": int(met.last_s),
+                "tenant": key.caller.tenant,
+                "client": key.caller.client,
+                "api": key.caller.api,
+                "field": key.field,
+                "status": key.status or None,
+                "reason": key.reason,
+                "times": occurrences.times,
+                "first": int(occurrences.first_s),
+                "last": int(occurrences.last_s),
             }
 
-    def _note(self, caller: Caller, field: str, status: int, reason: str) -> Sent:
+    def _note(self, caller: Caller, field: str, status: int, reason: str) -> RefusalKey:
         caller = Caller(shown(caller.api), caller.tenant, shown(caller.client))
-        sent = Sent(caller, shown(field), status, shown(reason))
-        own = _newest(self._tenants, caller.tenant, OrderedDict(), MAX_TENANTS)
-        met = _newest(own, sent, Met(0, time.time(), 0.0), MAX_ROWS)
-        met.times += 1
-        met.last_s = time.time()
-        return sent
+        key = RefusalKey(caller, shown(field), status, shown(reason))
+        own = _touch(self._tenants, caller.tenant, OrderedDict(), MAX_TENANTS)
+        occurrences = _touch(own, key, Occurrences(0, time.time(), 0.0), MAX_ROWS)
+        occurrences.times += 1
+        occurrences.last_s = time.time()
+        return key
 
 
-def _newest(table: OrderedDict[Any, Any], key: Any, new: Any, most: int) -> Any:
-    """Return a table's entry, ``new`` if there is none, and mark it as the newest; the table keeps ``most``."""
-    found = table.setdefault(key, new)
+def _touch(table: OrderedDict[Any, Any], key: Any, new: Any, limit: int) -> Any:
+    """Return a table's entry, ``new`` if it is missing, as its most recently used; evict entries above ``limit``."""
+    entry = table.setdefault(key, new)
     table.move_to_end(key)
-    if len(table) > most:
+    if len(table) > limit:
         table.popitem(last=False)
-    return found
+    return entry
 
 
-def _trace(sent: Sent, parent: Context | None) -> None:
+def _trace(key: RefusalKey, parent: Context | None) -> None:
     """Write the span of a refusal."""
-    span = telemetry.tracer().start_span(f"refuse {sent.caller.api}", context=parent, kind=SpanKind.SERVER)
+    span = telemetry.tracer().start_span(f"refuse {key.caller.api}", context=parent, kind=SpanKind.SERVER)
     if span.is_recording():
         span.set_attributes(
             {
-                "http.response.status_code": sent.status,
-                "error.type": sent.reason,
-                "user_agent.original": sent.caller.client,
-                "pillion.field": sent.field,
+                "http.response.status_code": key.status,
+                "error.type": key.reason,
+                "user_agent.original": key.caller.client,
+                "pillion.field": key.field,
             }
         )
         span.set_status(Status(StatusCode.ERROR))

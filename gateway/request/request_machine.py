@@ -1,4 +1,5 @@
-"""The life of one answer to a request, and of several answers to one prompt: events and a clock in, actions out (I9).
+"""State machines of one answer to a request, and of several answers to one prompt. Sans-IO (I9): they get events with
+the time, and return actions.
 
                  +------------------- attempt + 1, tokens = prompt + emitted -------------------+
                  |    +-PlanMade-> OPENING -TicketAdopted------------------------------+        |
@@ -15,38 +16,39 @@
     any state:    RequestCancelled, DeadlinePassed,          +--> DONE <------------------+
                   attempts used up -> Fail ------------------+
 
-    each further answer, to a request that wants several:
+    each further answer to a request for several:
     start -> FOLLOWING -own TokensSampled, or LeaderStarted-> DECODING, and on as above
                |   ^   -LeaderStarted, but its stream is lost already-> PLANNING, attempt + 1
                +---+ LeaderSubmitted, LeaderRetried: the first answer's attempts, until it has a token
 
-A further answer (:class:`ParallelSamples`) has no ticket and no work while it follows the first one, the leader: its
-stream starts with the leader's submit, and the leader handles any loss before its own first token. From then on the
-answer is replayed on its own, with its own attempts.
+A further answer (:class:`ParallelSamples`) has no ticket and no calls while it follows the first answer, the leader:
+its stream starts with the leader's submit, and until the leader's first token, losses are handled by the leader. From
+then on the answer is replayed by itself, with its own attempts.
 
 OPENING is entered if the plan neither splits nor fetches: the decode worker opens the ticket itself, in the node's
-queue for memory. The blocks cached there decide the plan (I3). With at least the planned blocks it keeps the ticket and
-computes the rest, even if the split would be different now. With fewer it gets no ticket, and the gateway opens one in
-PINNING, in the same attempt, since it may fetch or split; ahead of new prompts, since it has already waited its turn.
+queue for memory. If at least the planned blocks are cached at the node (I3), the worker keeps the ticket and computes
+the rest, even if the plan would be split now. If fewer are, the worker gets no ticket, and the gateway opens one in
+PINNING, in the same attempt, since it may fetch or split. This ticket precedes new prompts in the queue, since the
+request has waited in it before.
 
 FETCHING is entered if the index lists more of the prompt, on any node, than the ticket has pinned. A fetch never fails:
-it returns fewer blocks, and the rest is computed (I1). Likewise a prefill range that ends early does not fail the
+it may return fewer blocks, and the rest is computed (I1). Likewise a prefill range that ends early does not fail the
 attempt.
 
 A prefill range on the decode worker's own node is sent together with the submit: the decode worker waits at the node
-for the range's last block, so no message of the gateway comes between the two. Its stream may then send tokens before
-the range's last acknowledgement, which shows that all chunks are committed. A prefill range on another node ends before
-the submit, because its blocks may fall short. If the decode worker is lost meanwhile, the range continues, and the next
-attempt finds its blocks.
+for the range's last block, which saves a message by the gateway. Its stream may then send tokens before the range's
+last acknowledgement, which shows that all chunks are committed. A prefill range on another node ends before the submit,
+because not all of its blocks may arrive. If the decode worker is lost meanwhile, the range continues, and the next
+attempt uses its blocks.
 
-Attempts without progress are limited in number, except those that fail because a component is away and coming back: for
-these the time in PLANNING is limited, counted from the last token. A request whose steps killed two workers in a row,
-without progress in between, fails (``MAX_WORKERS_KILLED``).
+Attempts without progress are limited in number, except those that fail because a component is expected to return: then
+the time in PLANNING is limited, counted from the last token. A request fails if two workers in a row died in a step
+with it, without progress in between (``MAX_WORKERS_KILLED``).
 
-A plan without chunks that fetches skips PREFILLING. Events of an older attempt are dropped (I6), except a ticket, which
-is released. The gateway's ticket is released when the decode worker has adopted it, or when the attempt ends before
-that. Leaving an attempt stops its work and cancels its stream, which gives up a ticket that the worker opens (I8).
-Every answer has one terminal action; a ``Fail`` ends the others without one.
+A plan that fetches but has no chunks skips PREFILLING. Events of an older attempt are dropped (I6), except a granted
+ticket, which is released. The gateway's ticket is released when the decode worker has adopted it, or when the attempt
+ends before. The end of an attempt cancels its calls and its stream, including a ticket that the worker opens (I8).
+Every answer has one terminal action, except that a ``Fail`` ends the other answers without one.
 """
 
 from __future__ import annotations
@@ -75,19 +77,19 @@ from pillion.gateway.request.events import Action, Event, TicketHold
 from pillion.types import FinishReason, Timings, Usage
 from pillion.v1.decode_pb2 import DecodeTimings
 
-# Delay before the second attempt, quadrupled for each further one. The planner excludes a component known to be lost at
-# once; the delay covers undetected losses.
+# Delay of the second attempt, quadrupled for each further one. Known losses are excluded by the planner at once; the
+# delay is for undetected ones.
 FIRST_RETRY_DELAY_MS = 20
 MAX_RETRY_DELAY_MS = 500
 COMPONENT_POLL_MS = 100
-# Workers that may die in a step with a request, without a token for the client in between, before it fails.
+# Number of workers that died in a step with a request, without progress in between, at which it fails.
 MAX_WORKERS_KILLED = 2
 # Grace period for the last acknowledgement of a prefill range after its answer has ended.
 LAST_ACK_WAIT_MS = 1000
 
 
 class RequestState(Enum):
-    """The states of the lifecycle above."""
+    """State of a RequestMachine; see the module's docstring."""
 
     FOLLOWING = "following"
     PLANNING = "planning"
@@ -104,11 +106,11 @@ _LIVING = frozenset(RequestState) - {RequestState.DONE}
 
 @dataclass(eq=False)
 class RequestMachine:
-    """The tokens, attempts and ticket of answer ``index`` to a request. ``now`` is monotonic, in seconds.
+    """State machine of answer ``index`` to a request. Times (``now``) are monotonic seconds.
 
-    Answers after the first follow it: they are notified of its progress by LeaderSubmitted, LeaderRetried and
-    LeaderStarted. An answer that another gateway began continues after its tokens. ``scored_tokens`` counts log
-    probabilities of the prompt that were emitted or are not wanted.
+    Answers after the first get LeaderSubmitted, LeaderRetried and LeaderStarted about its progress. An answer that
+    another gateway began continues after its tokens. ``scored_tokens`` is the number of prompt tokens, after the first,
+    whose log probabilities were emitted or are not requested.
     """
 
     _admitted: AdmittedRequest
@@ -119,27 +121,27 @@ class RequestMachine:
     emitted: list[int] = field(default_factory=list)
     plan: RequestPlan | None = None
     hold: TicketHold | None = None
-    # Attempts since the last one with tokens or scores. Only these are limited, because a stream that makes progress
-    # must not fail however often it moves. Attempts that failed because a component was away do not count.
+    # Number of attempts since the last progress (tokens or scores), except those that failed because a component was
+    # lost that is expected to return. It is limited; a stream that makes progress may move any number of times.
     _fruitless: int = 1
     _losses: int = 0
     _lost_tickets: int = 0
     _avoid: frozenset[str] = frozenset()
     _killed: tuple[str, ...] = ()
-    # Start of the current wait for lost components, and time waited before it since the last progress. Their sum is
+    # Wait for lost components: start of the current wait, and earlier waits since the last progress. The total is
     # limited.
     _wait_began_s: float = 0.0
     _waited_s: float = 0.0
     _prefill_open: bool = False
     _stream_open: bool = False
-    # A deferred loss: a follower's until its leader has started, another answer's until its prefill range has ended.
+    # Deferred loss of the stream: in FOLLOWING until the leader has started, in PREFILLING until the range has ended.
     _lost: ev.DecodeLost | None = None
     held: HeldKv = field(init=False)
     _timeline: _Timeline = field(init=False)
 
     def __post_init__(self, index: int) -> None:
         admitted, resume = self._admitted, self._admitted.resume
-        # Derived once, since they are compared for every token.
+        # Cached, since they are compared for every token.
         self._max_tokens, self._stop_ids = admitted.max_tokens, frozenset(admitted.sampling.stop_token_ids)
         self._timeline, self.held = _Timeline(admitted.arrived), HeldKv()
         last = len(self.prompt) - 1
@@ -148,7 +150,7 @@ class RequestMachine:
         if resume is not None:
             so_far = resume.answers[index]
             self.emitted.extend(so_far.token_ids)
-            self._timeline.found, self._timeline.cached_tokens = True, resume.origin.cached_tokens
+            self._timeline.has_cached_tokens, self._timeline.cached_tokens = True, resume.origin.cached_tokens
             if so_far.finish_reason is not None:
                 self.state = RequestState.DONE
         elif index:
@@ -159,14 +161,14 @@ class RequestMachine:
         return self._admitted.prompt
 
     def start(self) -> list[Action]:
-        """Return the first look-up. A follower starts without one, and a resumed answer that is complete just ends."""
+        """Return the first actions: a look-up; none for a follower; Finish for a resumed answer that is complete."""
         if self.state is not RequestState.PLANNING:
             return []
-        whole = self._finished_reason()
-        return [self._look_up(0)] if whole is None else self._end(ev.Finish(whole), self._timeline.arrived)
+        reason = self._finished_reason()
+        return [self._look_up(0)] if reason is None else self._end(ev.Finish(reason), self._timeline.arrived)
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """Return the actions for ``event``, in order; none for a late event."""
+        """Return the actions for ``event``, in order; none for an event of an older attempt."""
         if isinstance(event, ev.TokensSampled) and self.state is RequestState.DECODING:
             return self._decoding(event, now) if event.attempt == self.attempt else []
         if isinstance(event, ev.TicketGranted):
@@ -178,11 +180,11 @@ class RequestMachine:
     def usage(self) -> Usage:
         """Return the token counts so far."""
         drafted, accepted = self._timeline.draft_tokens
-        found = Usage(len(self.prompt), self._timeline.cached_tokens, len(self.emitted))
-        return replace(found, guessed_tokens=drafted, accepted_tokens=accepted) if drafted else found
+        usage = Usage(len(self.prompt), self._timeline.cached_tokens, len(self.emitted))
+        return replace(usage, guessed_tokens=drafted, accepted_tokens=accepted) if drafted else usage
 
     def timings(self, now: float) -> Timings:
-        """Return where the prompt and the time went so far. Cached, prefilled and tail tokens add up to the prompt."""
+        """Return the timings so far. Cached, prefilled and tail tokens add up to the prompt."""
         return self._timeline.timings(len(self.prompt), self.plan, self.attempt, now)
 
     def _stopped(self, event: ev.RequestCancelled | ev.DeadlinePassed | ev.StopStringFound, now: float) -> list[Action]:
@@ -209,7 +211,7 @@ class RequestMachine:
         if self.plan is None:
             return []
         if isinstance(event, ev.DecodeLost):
-            # The next event shows whether only this stream is lost, or the leader's too, which is then retried.
+            # Wait for the next event, which shows whether the leader's stream is lost too and will be retried.
             self._lost = event
             return []
         self.state = RequestState.DECODING
@@ -232,7 +234,7 @@ class RequestMachine:
         return [ev.OpenTicket(self.attempt, event.plan, resume=self.attempt > 1)]
 
     def _count_wait(self, now: float) -> None:
-        """Add the time since the last look-up to that spent waiting for lost components."""
+        """Add the time since the last look-up to the wait for lost components."""
         if self.attempt > 1:
             self._waited_s += now - self._wait_began_s
         self._wait_began_s = now
@@ -249,12 +251,12 @@ class RequestMachine:
         plan = replan(self._plan(), event.pinned_blocks)
         late = "; no longer split: the decode worker already has the ticket" if plan.chunks else ""
         self.plan = replace(plan, split_tokens=plan.cached_tokens, chunks=(), reason=plan.reason + late)
-        self._timeline.find(self.plan)
+        self._timeline.set_cached(self.plan)
         self.held.settle(self.plan)
         return []
 
     def _tokens_in_opening(self, event: ev.AttemptEvent, now: float) -> list[Action]:
-        """Handle a stream that sends tokens: its ticket is adopted, although that event has not come."""
+        """Handle a stream's first message if TicketAdopted has not come: the ticket must have been adopted."""
         self._opened(ev.TicketAdopted(self.attempt, self._plan().cached_blocks), now)
         return self.handle(event, now)
 
@@ -265,18 +267,18 @@ class RequestMachine:
             self._timeline.admitted = now
 
     def _ticket_lost(self, event: ev.TicketLost, now: float) -> list[Action]:
-        """Handle a lost ticket. A KV node that comes back grants none before one of its workers is back, which may take
-        as long as a step."""
+        """Handle a lost ticket. A restarted KV node grants tickets only once one of its workers has attached again,
+        which may take as long as a step."""
         self._avoid |= {self._plan().node_id}
         if self.attempt == 1 or not self._waits_for(event):
             return self._retry_or_fail(event, now)
         self.state, self._wait_began_s = RequestState.PLANNING, now
-        # Back off, since every request that the node has lost asks it.
+        # Back off, since all requests that lost their tickets with the node retry.
         self._lost_tickets += 1
         return [self._look_up(min(MAX_RETRY_DELAY_MS, COMPONENT_POLL_MS * 2 ** min(self._lost_tickets - 1, 8)))]
 
     def _waits_for(self, loss: ev.AttemptLoss) -> bool:
-        """Return whether to wait for the failed component to come back."""
+        """Return whether the failed component is expected to return within the remaining wait."""
         return loss.retryable and self._waited_s < loss.patience_s
 
     def _granted(self, event: ev.TicketGranted, now: float) -> list[Action]:
@@ -296,11 +298,11 @@ class RequestMachine:
         return self._start_compute(event.blocks, now)
 
     def _start_compute(self, blocks: int, now: float) -> list[Action]:
-        """Replan the attempt with the first ``blocks`` blocks of the prompt cached, or the pinned ones if more. Return
-        the actions that start the prefill, the decode stream, or both."""
+        """Replan the attempt with the first ``blocks`` blocks of the prompt cached, or with the pinned blocks if these
+        are more. Return the actions that start the prefill range, the decode stream, or both."""
         assert self.hold is not None
         self.plan = replan(self._plan(), max(blocks, self._plan().cached_blocks))
-        self._timeline.find(self.plan)
+        self._timeline.set_cached(self.plan)
         self.held.settle(self.plan)
         if not self.plan.chunks:
             self.state = RequestState.DECODING
@@ -319,7 +321,7 @@ class RequestMachine:
         plan, limit = self._plan(), self._prompt_limit()
         self._prefill_open = isinstance(event, ev.ChunkAcked)
         if self.state is not RequestState.PREFILLING:
-            # The stream has started, so every chunk is committed, even if the call failed.
+            # The stream has started, so all chunks are committed, even if the call failed.
             return []
         if isinstance(event, ev.ChunkAcked):
             self._timeline.ack(min(event.ack.end_tokens, limit), now)
@@ -341,7 +343,7 @@ class RequestMachine:
         return self._retry_or_fail(event, now)
 
     def _tokens_beside_prefill(self, event: ev.AttemptEvent, now: float) -> list[Action]:
-        """Handle a stream that started before the prefill range's last acknowledgement."""
+        """Handle a stream's first message if it comes before the prefill range's last acknowledgement."""
         if not self._stream_open:
             return []
         self._timeline.complete(self._plan(), self._prompt_limit(), now)
@@ -349,8 +351,8 @@ class RequestMachine:
         return self.handle(event, now)
 
     def _lost_beside_prefill(self, event: ev.DecodeLost, now: float) -> list[Action]:
-        """Handle a stream that is lost while its prefill range runs. The range continues: the next attempt needs the
-        same blocks."""
+        """Handle the loss of a stream whose prefill range runs. The range continues, since the next attempt needs its
+        blocks."""
         if not self._stream_open:
             return []
         if not event.retryable:
@@ -387,14 +389,14 @@ class RequestMachine:
         return [ev.EmitScores(logprobs)] if logprobs else []
 
     def _record_progress(self) -> None:
-        """Record progress: earlier losses do not count any more."""
+        """Record progress, which resets all limits on losses."""
         self._fruitless = self._losses = 0
         self._waited_s, self._killed = 0.0, ()
 
     def _stream_lost(self, loss: ev.DecodeLost, now: float, stream_over: bool) -> list[Action]:
-        whole = self._finished_reason()
-        if whole is not None:
-            return self._end(ev.Finish(whole), now, stream_over)
+        reason = self._finished_reason()
+        if reason is not None:
+            return self._end(ev.Finish(reason), now, stream_over)
         self._avoid |= {self._plan().decode.component_id}
         return self._retry_or_fail(loss, now, stream_over)
 
@@ -408,12 +410,12 @@ class RequestMachine:
         return self._retry_or_fail(loss, now)
 
     def tokens(self) -> tuple[int, ...]:
-        """Return the tokens that this attempt starts from: prompt and answer so far."""
+        """Return the tokens that the current attempt starts from: the prompt and the answer so far."""
         return (*self.prompt, *self.emitted) if self.emitted else self.prompt
 
     def _finished_reason(self) -> FinishReason | None:
         """Return the finish reason if the last emitted token ends the answer, else None. No stop id is sampled before
-        min_tokens. An answer with max_tokens 0 ends with its stream."""
+        min_tokens. An answer with max_tokens 0 ends with its stream, so this returns None."""
         if not self.emitted:
             return None
         if self.emitted[-1] in self._stop_ids:
@@ -421,8 +423,8 @@ class RequestMachine:
         return FinishReason.LENGTH if len(self.emitted) >= self._max_tokens else None
 
     def _prompt_limit(self) -> int:
-        """Return the end of what counts as prefill of the prompt: a replay's answer tokens and the prompt's last token
-        do not."""
+        """Return the end of the prefill range within the prompt, in tokens: without a replay's answer tokens, and
+        without the block of the prompt's last token."""
         plan = self._plan()
         return min(plan.split_tokens, (len(self.prompt) - 1) // plan.block_size * plan.block_size)
 
@@ -446,7 +448,7 @@ class RequestMachine:
         waits = self._waits_for(loss)
         if not waits and (loss.patience_s or self._fruitless >= self._admitted.options.max_attempts):
             return self._end(ev.Fail(self._attempts_exhausted(loss)), now, stream_over)
-        leaving = self._stop_attempt(stream_over, finished=False)
+        stops = self._stop_attempt(stream_over, finished=False)
         self._end_held_kv(False, now)
         delay_ms = min(MAX_RETRY_DELAY_MS, FIRST_RETRY_DELAY_MS * 4 ** min(self._losses, 8))
         self.attempt += 1
@@ -455,7 +457,7 @@ class RequestMachine:
         self._timeline.retry()
         self._lost = None
         self.state, self._wait_began_s = RequestState.PLANNING, now
-        return [*leaving, self._look_up(delay_ms)]
+        return [*stops, self._look_up(delay_ms)]
 
     def _attempts_exhausted(self, loss: ev.AttemptLoss) -> PillionError:
         error, how = loss.error, f"after {self._fruitless} attempts; the last one"
@@ -465,23 +467,24 @@ class RequestMachine:
         return Overloaded(text, error.retry_after_ms) if isinstance(error, Overloaded) else Unavailable(text)
 
     def _end(self, terminal: ev.Finish | ev.Fail, now: float, stream_over: bool = False) -> list[Action]:
-        leaving = self._stop_attempt(stream_over, finished=stream_over and isinstance(terminal, ev.Finish))
+        stops = self._stop_attempt(stream_over, finished=stream_over and isinstance(terminal, ev.Finish))
         self.state = RequestState.DONE
         self._timeline.ended = now
         self._end_held_kv(isinstance(terminal, ev.Finish), now)
-        return [*leaving, terminal]
+        return [*stops, terminal]
 
     def _end_held_kv(self, whole: bool, now: float) -> None:
         self.held.end(len(self.prompt) + len(self.emitted), self._timeline.acked_tokens, whole, now)
 
     def _stop_attempt(self, stream_over: bool, finished: bool) -> list[Action]:
-        """Stop the current attempt. ``finished`` means that its stream ended by itself and the answer is complete."""
+        """Stop the current attempt. ``stream_over`` is True if its stream has ended, ``finished`` if it ended with the
+        complete answer."""
         actions: list[Action] = []
         follows = self.state is RequestState.FOLLOWING and self.plan is not None
         if (self._stream_open or self.state is RequestState.DECODING or follows) and not stream_over:
             actions.append(ev.CancelDecode(self.attempt))
         if self._prefill_open and finished:
-            # All chunks are computed. Cancelling the range now would lose its last chunk in the worker's traces.
+            # All chunks are computed. Cancelling the call at once would lose the last chunk in the worker's traces.
             actions.append(ev.StopWork(self.attempt, LAST_ACK_WAIT_MS))
         elif self._prefill_open or self.state in (RequestState.PLANNING, RequestState.PINNING, RequestState.FETCHING):
             actions.append(ev.StopWork(self.attempt))
@@ -489,8 +492,8 @@ class RequestMachine:
         return [*actions, *self._release_ticket()]
 
     def _release_ticket(self) -> list[Action]:
-        """Release the attempt's ticket, once: when the decode worker has adopted it, or when the attempt ends before. A
-        ticket kept longer would pin blocks that a preempted stream must free."""
+        """Release the attempt's ticket. A no-op the second time. A ticket kept after its adoption would pin blocks that
+        a preempted stream must free."""
         hold, self.hold = self.hold, None
         return [] if hold is None else [ev.ReleaseTicket(hold)]
 
@@ -535,11 +538,11 @@ class RequestMachine:
 
 @dataclass(slots=True, eq=False)
 class _Timeline:
-    """Timestamps of a request, for Timings."""
+    """Times and token counts of one answer, for Timings. Times are monotonic seconds."""
 
     arrived: float
     admitted: float | None = None
-    found: bool = False
+    has_cached_tokens: bool = False
     cached_tokens: int = 0
     acked_tokens: int = 0
     chunks: int = 0
@@ -553,39 +556,41 @@ class _Timeline:
 
     @property
     def draft_tokens(self) -> tuple[int, int]:
-        """(Drafted, accepted) tokens of all attempts, as far as workers have reported them."""
+        """Numbers of drafted and of accepted tokens over all attempts, as reported by workers."""
         drafted, accepted = self.draft_tokens_before
         if self.decode is None:
             return drafted, accepted
         return drafted + self.decode.guessed_tokens, accepted + self.decode.accepted_tokens
 
     def retry(self) -> None:
+        """Record the start of a new attempt."""
         self.draft_tokens_before, self.decode = self.draft_tokens, None
 
-    def find(self, plan: RequestPlan) -> None:
-        """Record the cached tokens of the first attempt, before anything was computed for the request."""
-        if not self.found:
-            self.found = True
+    def set_cached(self, plan: RequestPlan) -> None:
+        """Record the first attempt's cached tokens; later ones would include what was computed for the request."""
+        if not self.has_cached_tokens:
+            self.has_cached_tokens = True
             self.cached_tokens = plan.cached_tokens
 
     def ack(self, end_tokens: int, now: float) -> None:
-        """Record an acknowledged chunk; the time since the dispatch or the chunk before is prefill time."""
+        """Record an acknowledged chunk; the time since the previous one, or since the range was sent, is prefill
+        time."""
         self.chunks += 1
         self.reach(end_tokens)
         self.prefill_ms += (now - self.prefill_sent) * 1000
         self.prefill_sent = now
 
     def complete(self, plan: RequestPlan, end_tokens: int, now: float) -> None:
-        """Record all chunks as committed, although not all acknowledgements have come."""
+        """Record all chunks as acknowledged."""
         self.chunks = self.chunks_before + len(plan.chunks) - 1
         self.ack(end_tokens, now)
 
     def reach(self, end_tokens: int) -> None:
-        """Record that the decode worker has all KV before ``end_tokens``."""
+        """Record that all KV before ``end_tokens`` is at the decode worker's node."""
         self.acked_tokens = max(self.acked_tokens, end_tokens)
 
     def timings(self, prompt_tokens: int, plan: RequestPlan | None, attempt: int, now: float) -> Timings:
-        """Return the timings so far (Timings in common.proto)."""
+        """Return the timings so far."""
         prefilled = max(0, self.acked_tokens - self.cached_tokens)
         worker = self.decode or DecodeTimings()
         drafted, accepted = self.draft_tokens
@@ -617,17 +622,17 @@ class _Timeline:
 
 @dataclass(slots=True, eq=False)
 class HeldKv:
-    """KV computed and held by the attempts of one answer, for its receipt. Times are monotonic, in seconds.
+    """KV computed and used by the attempts of one answer, for its receipt. Times are monotonic seconds.
 
-        memory is granted --begin--> the plan is settled --settle--> tokens --end--> what the attempt computed and held
+        memory granted --begin--> plan final --settle--> tokens --end--> the attempt's KV is added
 
-    An attempt holds its prompt's blocks from the grant of memory to its end; its answer's blocks are assumed to arrive
+    An attempt uses its prompt's blocks from the grant of memory to its end; its answer's blocks are assumed to be added
     at a constant rate.
 
     Attributes:
-        computed_tokens: computed tokens of the prompt, and in later attempts of the answer so far.
-        byte_s: bytes of KV times the seconds held.
-        token_byte_s: that of a single token held in all attempts.
+        computed_tokens: computed tokens of the prompt and, in later attempts, of the answer so far.
+        byte_s: bytes of KV times the seconds for which they were used.
+        token_byte_s: the same for a single token used in all attempts.
     """
 
     computed_tokens: int = 0
@@ -642,27 +647,27 @@ class HeldKv:
         self._since_s = now_s
 
     def settle(self, plan: RequestPlan) -> None:
-        """Record what an attempt begins with and has to compute."""
+        """Record the final plan of an attempt."""
         self._plan, self._shared_tokens = plan, 0
 
     def follow(self, plan: RequestPlan | None, now_s: float) -> None:
-        """Record that a further answer starts, after a prompt that the leader had computed."""
+        """Record that a follower's stream starts. The leader accounts for the prompt."""
         self._plan, self._since_s = plan, now_s
         self._shared_tokens = 0 if plan is None else plan.prompt_tokens
 
     def end(self, tokens: int, prefilled_tokens: int, whole: bool, now_s: float) -> None:
-        """Record an attempt's end with KV of ``tokens`` tokens; its prefill range had reached ``prefilled_tokens``.
-        ``whole`` means that the answer is complete."""
+        """Add the KV of an attempt that ends with ``tokens`` tokens of prompt and answer, and whose prefill range has
+        reached ``prefilled_tokens``. ``whole`` is True if the answer is complete."""
         plan, self._plan = self._plan, None
         if plan is None:
             return
-        begun, held = plan.prompt_tokens - self._shared_tokens, tokens - self._shared_tokens
-        if begun:
-            reached = plan.prompt_tokens if whole or held > begun else prefilled_tokens
+        first, last = plan.prompt_tokens - self._shared_tokens, tokens - self._shared_tokens
+        if first:
+            reached = plan.prompt_tokens if whole or last > first else prefilled_tokens
             self.computed_tokens += max(0, reached - plan.cached_tokens)
         each_byte_s = (now_s - self._since_s) * plan.decode.block_bytes / plan.block_size
         states = plan.states.running * plan.block_size
-        self.byte_s += each_byte_s * ((begun + held) / 2 + states)
+        self.byte_s += each_byte_s * ((first + last) / 2 + states)
         self.token_byte_s += each_byte_s
 
 
@@ -670,8 +675,8 @@ AnswerAction = tuple[int, Action]
 
 
 class ParallelSamples:
-    """The machines of one request's answers, by index: actions of the first cause events for the others. At most one of
-    all returned actions is Fail.
+    """The machines of one request's answers, by index: actions of the first cause events of the others. Over all calls,
+    at most one Fail is returned.
 
         answer 0, the leader                                         answers 1, 2, ..., which follow
         SubmitDecode, with a sample for each follower           -->  LeaderSubmitted
@@ -699,17 +704,17 @@ class ParallelSamples:
 
     def handle_all(self, event: Event, now: float) -> list[AnswerAction]:
         """Return the actions for RequestCancelled or DeadlinePassed, which concern all answers."""
-        actions = [one for index in range(len(self.machines)) for one in self._handle_one(index, event, now)]
+        actions = [action for index in range(len(self.machines)) for action in self._handle_one(index, event, now)]
         return self._settle(actions, now)
 
     def usage(self) -> Usage:
-        """Return the token counts so far: the prompt once, and all answers."""
+        """Return the token counts so far: the prompt's once, and those of all answers."""
         first, *others = (machine.usage() for machine in self.machines)
         return sum((replace(one, prompt_tokens=0, cached_tokens=0) for one in others), first)
 
     def receipt(self, usage: Usage) -> dict[str, int]:
-        """Return the fields of ``usage`` for what all attempts computed and held. KV shared by several requests counts
-        for each of them, under the tier that it came from."""
+        """Return the fields of Usage for the KV that all attempts computed and used. KV shared by several requests
+        counts for each of them, by the tier that it was fetched from."""
         held = [machine.held for machine in self.machines]
         tiers = {tier: round(tokens * held[0].token_byte_s) for tier, tokens in usage.cached_by_tier().items()}
         computed = round(sum(one.byte_s for one in held)) - sum(tiers.values())
@@ -720,13 +725,13 @@ class ParallelSamples:
         }
 
     def timings(self, now: float) -> Timings:
-        """Return the leader's timings, with the end of the last answer and all answers' draft tokens."""
-        found = [machine.timings(now) for machine in self.machines]
+        """Return the leader's timings, with the end of the last answer and the draft tokens of all answers."""
+        timings = [machine.timings(now) for machine in self.machines]
         return replace(
-            found[0],
-            total_ms=max(one.total_ms for one in found),
-            guessed_tokens=sum(one.guessed_tokens for one in found),
-            accepted_tokens=sum(one.accepted_tokens for one in found),
+            timings[0],
+            total_ms=max(one.total_ms for one in timings),
+            guessed_tokens=sum(one.guessed_tokens for one in timings),
+            accepted_tokens=sum(one.accepted_tokens for one in timings),
         )
 
     def _handle_one(self, index: int, event: Event, now: float) -> list[AnswerAction]:
@@ -736,7 +741,7 @@ class ParallelSamples:
         return [one for action in actions for one in self._lead(action, now)]
 
     def _lead(self, action: Action, now: float) -> list[AnswerAction]:
-        """Return an action of the leader, followed by the actions that it causes for answers without a token."""
+        """Return an action of the leader, and then the followers' actions that it causes."""
         following = tuple(n for n, machine in enumerate(self.machines) if machine.state is RequestState.FOLLOWING)
         caused: Event
         match action:
@@ -752,7 +757,7 @@ class ParallelSamples:
         return [(0, action), *((n, its) for n in following for its in self.machines[n].handle(caused, now))]
 
     def _settle(self, actions: list[AnswerAction], now: float) -> list[AnswerAction]:
-        """End all answers on a failure, and keep only the first Fail."""
+        """If an answer has failed, end all answers, and return only the first Fail."""
         failures = [one for one in actions if isinstance(one[1], ev.Fail)]
         if not failures:
             return actions

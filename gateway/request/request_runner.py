@@ -1,9 +1,10 @@
-"""Runs one request: events of its answers come in, actions go out, and text goes to the client.
+"""Runs one request: passes events to the machines of its answers, performs their actions, and collects text for the
+client.
 
-A request has no task besides its calls: events are handled where they arrive, on the event loop, and wake the reader.
+A request has no task besides its calls: events are handled where they occur, on the event loop, and wake the reader.
 Unread deltas are merged into one per answer (:class:`Outbox`), so ``max_tokens`` bounds their size.
 
-    add, add --> finish --> (the other answers' finish) --> end        fail, any time: what is pending, then the error
+    add, add --> finish --> (the other answers' finish) --> end        fail, any time: pending deltas, then the error
 
 If more answers are generated than returned (``best_of``), none is returned before the end, when they are ranked.
 """
@@ -42,26 +43,26 @@ from pillion.types import Delta, FinishReason, StreamOrigin, Timings, TokenLogpr
 
 log = logging.getLogger("pillion.gateway")
 
-# Time without a chunk, token or sign of queueing after which a worker is taken to hang.
+# Time without a chunk, token or queue heartbeat after which a worker counts as hung.
 MAX_SILENCE_S = 300.0
-# Silence after which an answer is logged: three signs of a worker are missing by then.
+# Silence after which an answer is logged: by then, three heartbeats of the worker are missing.
 LOGGED_SILENCE_S = 60.0
 DEFECT = "internal error; the gateway's log says more"
 
 
 @dataclass(eq=False)
 class RequestRunner:
-    """A running request, and the asynchronous iterator over its deltas for one reader; raises PillionError if the
+    """A running request. Iterate over it asynchronously, in one task, for its deltas; raises PillionError if the
     request fails.
 
-    ``cancel`` may be called any time, any number of times, and frees everything at once (I8).
+    ``cancel`` may be called at any time, repeatedly, and frees all resources at once (I8).
 
     Args:
-        answers: an empty text per generated answer.
+        answers: text of each generated answer so far.
         span: the request's trace span, which the runner ends.
         meter: records token times and the request's end.
         on_end: called once, with the usage.
-        story: records what happens to the request; None without a recorder.
+        story: records the request's events; None without a recorder.
     """
 
     admitted: AdmittedRequest
@@ -121,28 +122,28 @@ class RequestRunner:
             self._perform(index, action)
 
     def cancel(self) -> None:
-        """End the request, because the client went away."""
+        """Cancel the request."""
         self._post(None, ev.RequestCancelled())
 
     @property
     def pending(self) -> bool:
-        """True if the next delta, or the error, is there."""
+        """True if the next delta or the error can be read without waiting."""
         return self._outbox.pending
 
     def usage(self) -> Usage:
         usage = self._samples.usage()
         reasoning = sum(one.reasoning_tokens for one in self._answers)
-        usage = replace(usage, reasoning_tokens=reasoning, **self._brought(usage))
+        usage = replace(usage, reasoning_tokens=reasoning, **self._fetched(usage))
         if not self.ended:
             return usage
-        found = self._samples.receipt(usage)
+        receipt = self._samples.receipt(usage)
         if self.admitted.resume is not None:
-            # The gateway that began the stream had its prompt computed.
-            found["computed_tokens"] += usage.prompt_tokens - usage.cached_tokens
-        return replace(usage, **found)
+            # The prompt was computed for the gateway that began the stream.
+            receipt["computed_tokens"] += usage.prompt_tokens - usage.cached_tokens
+        return replace(usage, **receipt)
 
     def origin(self) -> StreamOrigin | None:
-        """Return what another gateway needs to resume this stream, besides the tokens, once the first delta is there;
+        """Return what another gateway needs, besides the tokens, to resume this stream; valid from the first delta on.
         None for ranked answers, which cannot be resumed."""
         if len(self._answers) > self.admitted.answers:
             return None
@@ -150,7 +151,7 @@ class RequestRunner:
         return StreamOrigin(seed, self.admitted.digest(), self._samples.usage().cached_tokens, self.admitted.answer_id)
 
     def placed_prefix(self) -> PlacedPrefix | None:
-        """Return the place of the prompt's whole blocks, once its first delta is there; None before there is a plan."""
+        """Return where the prompt's whole blocks are; valid from the first delta on. None without a plan."""
         plan, chain = self._samples.machines[0].plan, self._calls[0].chain
         if plan is None:
             return None
@@ -160,7 +161,7 @@ class RequestRunner:
 
     @property
     def ended_itself(self) -> bool:
-        """True if every answer ended without being cut."""
+        """True if every answer ended by itself, not at a limit."""
         return all(self._reasons) and FinishReason.LENGTH.value not in self._reasons
 
     def __aiter__(self) -> RequestRunner:
@@ -180,8 +181,8 @@ class RequestRunner:
             waiter.set_result(None)
 
     def _post(self, index: int | None, event: Event) -> None:
-        """Handle ``event`` of one answer, or of all if ``index`` is None. Events that come during the handling of
-        another are queued."""
+        """Handle ``event`` of one answer, or of all if ``index`` is None. Events posted while an event is handled are
+        queued."""
         self._inbox.append((index, event))
         if self._handling:
             return
@@ -190,7 +191,7 @@ class RequestRunner:
             while self._inbox:
                 for answer, action in self._handle(*self._inbox.popleft()):
                     self._perform(answer, action)
-        except Exception as error:  # noqa: BLE001  (a defect must end its request, not the gateway)
+        except Exception as error:  # noqa: BLE001  (a bug must end its request, not the gateway)
             self._handling = False
             self._fail_by_defect(error)
         finally:
@@ -209,9 +210,9 @@ class RequestRunner:
 
     def _fail_by_defect(self, error: BaseException) -> None:
         log.error("request %s failed", self.admitted.request_id, exc_info=error)
-        again, self.defect = self.defect, Internal(DEFECT)
-        if again is None:
-            # Cancelling frees what the request uses; the reader gets the defect instead.
+        previous, self.defect = self.defect, Internal(DEFECT)
+        if previous is None:
+            # The cancellation frees the request's resources; the reader gets the internal error instead.
             self._post(None, ev.RequestCancelled())
         self._fail(self.defect)
 
@@ -236,7 +237,7 @@ class RequestRunner:
                 calls.perform(action)
 
     def _emit(self, index: int, action: ev.Emit) -> None:
-        """Emit tokens to the client. Every token of the request passes here once, over all answers and attempts."""
+        """Add tokens to the outbox. Called exactly once for each emitted token, over all answers and attempts."""
         if not self._emitted:
             self._emitted = True
             self._span.add_event("first token")
@@ -253,7 +254,7 @@ class RequestRunner:
         if answer.stopped:
             reason = FinishReason.STOP
         if answer.calls and reason is FinishReason.STOP:
-            # Clients must send these calls' results, whatever ended the answer.
+            # The client must send the calls' results, even if a stop string ended the answer.
             reason = FinishReason.TOOL_CALLS
         self._calls[index].load.end()
         self._reasons[index] = reason.value
@@ -301,17 +302,17 @@ class RequestRunner:
 
     def _timings(self, now: float) -> Timings:
         timings = self._samples.timings(now)
-        return replace(timings, **self._brought(timings), system_fingerprint=self.admitted.system_fingerprint)
+        return replace(timings, **self._fetched(timings), system_fingerprint=self.admitted.system_fingerprint)
 
-    def _brought(self, found: Usage | Timings) -> dict[str, Any]:
-        """Return the fields that count the cached tokens by where they were fetched from."""
-        # A later attempt may fetch more than the first one found.
-        left = found.cached_tokens
-        kept: dict[str, int] = {}
+    def _fetched(self, counts: Usage | Timings) -> dict[str, Any]:
+        """Return the fields of Usage and Timings that divide the cached tokens by the source of their fetch."""
+        # Limited, since a later attempt may fetch more than the first attempt's cached tokens.
+        left = counts.cached_tokens
+        fields: dict[str, int] = {}
         for source, tokens in self._calls[0].brought_tokens._asdict().items() if left else ():
-            kept[f"{source}_tokens"] = min(tokens, left)
-            left -= kept[f"{source}_tokens"]
-        return kept
+            fields[f"{source}_tokens"] = min(tokens, left)
+            left -= fields[f"{source}_tokens"]
+        return fields
 
     def _log_end(self, usage: Usage, timings: Timings, error: PillionError | None) -> None:
         how = ",".join(sorted(set(filter(None, self._reasons)))) if error is None else type(error).__name__
@@ -327,41 +328,41 @@ class RequestRunner:
             "replays": timings.replays,
         }
         with trace.use_span(self._span):
-            words = " ".join(f"{name}={value}" for name, value in fields.items())
-            log.info("request %s", words, extra={"fields": fields})
+            text = " ".join(f"{name}={value}" for name, value in fields.items())
+            log.info("request %s", text, extra={"fields": fields})
 
     def _watch_silence(self) -> None:
-        """Fail an answer that is silent for too long, regardless of the others' tokens."""
+        """Log answers that are silent, and end the attempt of those that are silent for too long. Called by a timer."""
         longest_s = 0.0
         for index, machine in enumerate(self._samples.machines):
             if machine.state is RequestState.DONE:
                 continue
-            quiet_s = time.monotonic() - self._last_event_s[index]
-            if quiet_s >= LOGGED_SILENCE_S and machine.state is not RequestState.FOLLOWING:
-                self._log_silence(index, machine, quiet_s)
-            if quiet_s >= MAX_SILENCE_S:
+            silent_s = time.monotonic() - self._last_event_s[index]
+            if silent_s >= LOGGED_SILENCE_S and machine.state is not RequestState.FOLLOWING:
+                self._log_silence(index, machine, silent_s)
+            if silent_s >= MAX_SILENCE_S:
                 self._post(index, ev.AttemptSilent(machine.attempt))
-                quiet_s = 0.0
-            longest_s = max(longest_s, quiet_s)
+                silent_s = 0.0
+            longest_s = max(longest_s, silent_s)
         if not self.ended:
             wait_s = min(LOGGED_SILENCE_S, MAX_SILENCE_S - longest_s)
             self._silence = asyncio.get_running_loop().call_later(wait_s, self._watch_silence)
 
-    def _log_silence(self, index: int, machine: RequestMachine, quiet_s: float) -> None:
-        """Log what a silent answer waits for."""
+    def _log_silence(self, index: int, machine: RequestMachine, silent_s: float) -> None:
+        """Log the state and the workers of a silent answer."""
         planned = () if machine.plan is None else (machine.plan.prefill, machine.plan.decode)
         workers = ", ".join(one.component_id for one in planned if one is not None) or "no plan"
         where = f"answer {index} of request {self.admitted.request_id} is {machine.state.value} ({workers})"
-        log.warning("%s in attempt %d, silent for %.0f s", where, machine.attempt, quiet_s)
+        log.warning("%s in attempt %d, silent for %.0f s", where, machine.attempt, silent_s)
 
 
-# Log probabilities of a prompt per delta, alternatives included: about 5 ms to convert.
+# Max log probabilities of a prompt per delta, including alternatives; they take about 5 ms to convert.
 MAX_DELTA_LOGPROBS = 4096
 
 
 @dataclass(slots=True)
 class _Unread:
-    """Unread tokens and text of one answer."""
+    """Tokens and text of one answer that the reader has not got yet."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -374,9 +375,9 @@ class _Unread:
 
 @dataclass(eq=False)
 class Outbox:
-    """The deltas of a request for its reader, in the order in which answers have something new.
+    """Unread deltas of a request, at most one per answer, oldest first.
 
-    ``generated`` answers are generated. If the client gets fewer, these are the best, numbered by rank.
+    ``generated`` is the number of generated answers. If the client gets fewer, these are the best, numbered by rank.
     """
 
     _admitted: AdmittedRequest
@@ -388,93 +389,95 @@ class Outbox:
     over: bool = False
 
     def __post_init__(self, generated: int) -> None:
-        self._pending_deltas = [_Unread() for _ in range(generated)]
+        self._unread = [_Unread() for _ in range(generated)]
         self._ranks = self._admitted.answers < generated
         self._show_logprobs = self._admitted.asked.sampling.logprobs is not None
 
     @property
     def pending(self) -> bool:
-        """True if a delta or the request's error can be taken."""
+        """True if a delta or the request's error can be read."""
         return bool(self._pending or self._scores) or (self._error is not None and not self.over)
 
     def score(self, logprobs: Sequence[TokenLogprob]) -> None:
-        """Add log probabilities of the prompt's next tokens, which go before everything else."""
+        """Add log probabilities of the prompt's next tokens, which precede all other deltas."""
         self._scores.extend(logprobs)
 
-    def add(self, index: int, piece: AnswerDelta) -> None:
-        box = self._pending_deltas[index]
-        box.texts.append(piece.text)
-        box.token_ids.extend(piece.token_ids)
+    def add(self, index: int, delta: AnswerDelta) -> None:
+        """Add tokens and text of an answer."""
+        unread = self._unread[index]
+        unread.texts.append(delta.text)
+        unread.token_ids.extend(delta.token_ids)
         if self._show_logprobs or self._ranks:
-            box.logprobs.extend(piece.logprobs)
-        if piece.reasoning or piece.tool_calls:
-            if box.reasoning is None or box.calls is None:
-                box.reasoning, box.calls = [], []
-            box.reasoning.append(piece.reasoning)
-            box.calls.extend(piece.tool_calls)
-        if piece.token_ids:
-            self._announce(index)
+            unread.logprobs.extend(delta.logprobs)
+        if delta.reasoning or delta.tool_calls:
+            if unread.reasoning is None or unread.calls is None:
+                unread.reasoning, unread.calls = [], []
+            unread.reasoning.append(delta.reasoning)
+            unread.calls.extend(delta.tool_calls)
+        if delta.token_ids:
+            self._mark_pending(index)
 
     def finish(self, index: int, last: AnswerDelta, reason: FinishReason, stop_string: str = "") -> None:
-        """Add the end of an answer, with its held-back text, and the stop string that ended it, or ""."""
-        box = self._pending_deltas[index]
-        box.finish_reason, box.stop_string = reason, stop_string
+        """Add the end of an answer, with its withheld text, and the stop string that ended it, or ""."""
+        unread = self._unread[index]
+        unread.finish_reason, unread.stop_string = reason, stop_string
         self.add(index, last)
-        self._announce(index)
+        self._mark_pending(index)
 
     def end(self, usage: Usage, timings: Timings) -> None:
         """End the request's deltas; called right after the last ``finish``."""
         self._last = (usage, timings)
         if self._ranks:
-            chosen = rank_answers([box.logprobs for box in self._pending_deltas], self._admitted.answers)
-            self._pending_deltas = [self._pending_deltas[index] for index in chosen]
+            chosen = rank_answers([unread.logprobs for unread in self._unread], self._admitted.answers)
+            self._unread = [self._unread[index] for index in chosen]
             self._pending.extend(range(len(chosen)))
 
     def fail(self, error: PillionError) -> None:
-        """End the request with an error, which follows what is pending."""
+        """End the request with an error, which follows the pending deltas."""
         self._error = error
 
     def take(self) -> Delta:
-        """Return the next delta; call only while one is pending. Raises the request's error."""
+        """Remove and return the next delta; requires ``pending``. Raises the request's error."""
         if self._scores:
-            scores, most = self._scores, MAX_DELTA_LOGPROBS // (1 + len(self._scores[0].top_ids))
-            given = tuple(scores.popleft() for _ in range(min(len(scores), max(most, 1))))
-            return Delta(self._admitted.request_id, "", prompt_logprobs=given)
+            scores, limit = self._scores, MAX_DELTA_LOGPROBS // (1 + len(self._scores[0].top_ids))
+            logprobs = tuple(scores.popleft() for _ in range(min(len(scores), max(limit, 1))))
+            return Delta(self._admitted.request_id, "", prompt_logprobs=logprobs)
         if not self._pending:
             assert self._error is not None
             self.over = True
             raise self._error
         index = self._pending.popleft()
-        box, self._pending_deltas[index] = self._pending_deltas[index], _Unread()
+        unread, self._unread[index] = self._unread[index], _Unread()
         usage, timings = None, None
         if self._last is not None and not self._pending:
             self.over = True
             usage, timings = self._last
         return Delta(
             request_id=self._admitted.request_id,
-            text="".join(box.texts),
-            token_ids=tuple(box.token_ids),
-            finish_reason=box.finish_reason,
+            text="".join(unread.texts),
+            token_ids=tuple(unread.token_ids),
+            finish_reason=unread.finish_reason,
             usage=usage,
             timings=timings,
             index=index,
-            logprobs=tuple(box.logprobs) if self._show_logprobs else (),
-            reasoning="".join(box.reasoning) if box.reasoning else "",
-            tool_calls=_merged(box.calls) if box.calls else (),
-            stop_string=box.stop_string,
+            logprobs=tuple(unread.logprobs) if self._show_logprobs else (),
+            reasoning="".join(unread.reasoning) if unread.reasoning else "",
+            tool_calls=_merge_calls(unread.calls) if unread.calls else (),
+            stop_string=unread.stop_string,
         )
 
-    def _announce(self, index: int) -> None:
+    def _mark_pending(self, index: int) -> None:
+        """Queue an answer for the reader, unless it is queued, or answers are ranked at the end."""
         if not self._ranks and index not in self._pending:
             self._pending.append(index)
 
 
-def _merged(parts: list[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
-    """Merge the deltas of each call's arguments into one."""
+def _merge_calls(deltas: list[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
+    """Merge consecutive deltas of the same tool call into one."""
     merged: list[ToolCallDelta] = []
-    for _, group in itertools.groupby(parts, key=lambda part: (part.index, part.name)):
+    for _, group in itertools.groupby(deltas, key=lambda delta: (delta.index, delta.name)):
         same = list(group)
-        merged.append(replace(same[0], arguments="".join(part.arguments for part in same)))
+        merged.append(replace(same[0], arguments="".join(delta.arguments for delta in same)))
     return tuple(merged)
 
 

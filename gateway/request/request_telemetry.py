@@ -1,4 +1,4 @@
-"""Metrics and traces of requests: token times, where the prompt's KV came from, how each ended.
+"""Metrics and trace spans of requests: token times, sources of the prompt's KV, outcomes.
 
 RequestMeter (one per request)  arrived --tokens--> ... --ended-->
 TenantSums                      usage of ended requests by tenant
@@ -17,22 +17,20 @@ from opentelemetry.util.types import AttributeValue
 
 from pillion.errors import Cancelled, Overloaded, PillionError
 from pillion.gateway.request.admitted_request import AdmittedRequest
+from pillion.gateway.request.refusals import MAX_NAME_CHARS
 from pillion.observability import metric_catalog as names
 from pillion.observability import telemetry
 from pillion.observability.metrics import OTHER, Meters, Metric, Reading
 from pillion.types import GenerateRequest, Timings, Usage
 from pillion.wire.registry import ComponentRecord
 
-CHAT, TEXT, EMBEDDINGS = "chat", "text_completion", "embeddings"
-CANCELLED = "cancelled"
-MAX_NAME_CHARS = 100
-# Tenants with their own sums, first come; all others share one.
+# Max tenants with their own sums; all later ones share the sum of OTHER.
 MAX_TENANTS = 64
 
 
 class BroughtTokens(NamedTuple):
-    """Tokens of a prompt fetched to the decode worker's node: from other nodes, from the node's own lower tiers, and
-    from a bucket. The names are values of the metric's label ``source``."""
+    """Prompt tokens whose blocks were fetched to the decode worker's node: from other nodes, from the node's own lower
+    tiers, and from a bucket. The field names are values of the metric label ``source``."""
 
     fetched: int = 0
     restored: int = 0
@@ -41,7 +39,7 @@ class BroughtTokens(NamedTuple):
 
 @dataclass(eq=False)
 class RequestMeter:
-    """The measurements of one request. Times are monotonic, in seconds.
+    """Records the metrics of one request. Times are monotonic seconds.
 
     Args:
         answers: number of generated answers.
@@ -69,8 +67,8 @@ class RequestMeter:
         return max(self._last_s, default=0.0)
 
     def tokens(self, index: int, count: int, now_s: float) -> None:
-        """Record ``count`` tokens of an answer that came together; each counts an equal part of the time since the last
-        ones."""
+        """Record ``count`` tokens that an answer got at once; the time since its previous tokens is divided evenly
+        among them."""
         self._generated.add(count)
         if self._counts[index]:
             self._itl.observe((now_s - self._last_s[index]) / count, count)
@@ -79,7 +77,7 @@ class RequestMeter:
                 self._meters.distribution(names.TTFT, self._operation, self._model).observe(now_s - self._arrived_s)
             self._first_s[index] = now_s
             if count > 1:
-                # Tokens that come with an answer's first one did not wait.
+                # Tokens that come with the first one have no inter-token latency.
                 self._itl.observe(0.0, count - 1)
         self._last_s[index] = now_s
         self._counts[index] += count
@@ -92,7 +90,8 @@ class RequestMeter:
         reasons: Sequence[str],
         error: PillionError | None,
     ) -> None:
-        """Record the end of the request; called once. ``reasons`` are the finish reasons of answers that ended."""
+        """Record the end of the request; called once. ``reasons`` are the answers' finish reasons, "" for an answer
+        that did not finish."""
         model, meters = self._model, self._meters
         kind = "" if error is None or isinstance(error, Cancelled) else type(error).__name__
         meters.distribution(names.DURATION, self._operation, model, kind).observe(now_s - self._arrived_s)
@@ -100,9 +99,9 @@ class RequestMeter:
             if count > 1:
                 per_token_s = (last_s - first_s) / (count - 1)
                 meters.distribution(names.TPOT, self._operation, model).observe(per_token_s)
-        outcome = kind or (CANCELLED if error is not None else next(iter(reasons), "stop"))
+        outcome = kind or ("cancelled" if error is not None else next(iter(reasons), "stop"))
         meters.counter(names.REQUESTS, model, outcome).add()
-        # Written even if 0, because Prometheus computes a rate from the value before an increase.
+        # Recorded even if 0: Prometheus computes a rate from the value before an increase.
         meters.counter(names.REPLAYS, model).add(timings.replays)
         if error is None or any(self._counts):
             self._prompt(usage, timings)
@@ -110,7 +109,7 @@ class RequestMeter:
             self._finished(usage, timings)
 
     def _finished(self, usage: Usage, timings: Timings) -> None:
-        """Record the tokens and times of a request that ended well."""
+        """Record the tokens and times of a successful request."""
         waited_s = (timings.admission_ms + timings.decode_queue_ms) / 1000
         first_s, last_s = self.first_s(), self.last_s()
         observed: list[tuple[Metric, float]] = [
@@ -154,7 +153,10 @@ class RequestMeter:
 
 
 def operation_of(admitted: AdmittedRequest) -> str:
-    return EMBEDDINGS if admitted.pooling is not None else CHAT if admitted.asked.messages else TEXT
+    """Return OpenTelemetry's ``gen_ai.operation.name`` of a request."""
+    if admitted.pooling is not None:
+        return "embeddings"
+    return "chat" if admitted.asked.messages else "text_completion"
 
 
 class TenantSums:
@@ -182,9 +184,9 @@ class TenantSums:
 
 
 def count_refused(meters: Meters, error: PillionError) -> None:
-    """Count a refused request by the quota or limit that it met."""
-    met = error.quotas if isinstance(error, Overloaded) else ()
-    bound = met[0].subject.rpartition("/")[2] if met else ""
+    """Count a refused request by error and, if Overloaded, by the limit that was reached."""
+    violations = error.quotas if isinstance(error, Overloaded) else ()
+    bound = violations[0].subject.rpartition("/")[2] if violations else ""
     kind = type(error).__name__
     meters.counter(names.REJECTED, f"{kind}: {bound}" if bound else kind).add()
 
@@ -197,8 +199,8 @@ def readings(running: int, waiting: int, index_available: bool, registry_writabl
 
 
 def model_readings(model: str, running: int, waiting: int, queued: int, kv_usage: float | None) -> Iterator[Reading]:
-    """Yield the gauges of one model: its requests ``running`` at workers, of which ``queued`` wait there, and those
-    ``waiting`` at this gateway. ``kv_usage`` is None if its workers' pools are unknown."""
+    """Yield the gauges of one model: requests ``running`` at workers, of which ``queued`` wait in the workers' queues,
+    and requests ``waiting`` at this gateway. ``kv_usage`` is None if no pool is known."""
     queued = min(queued, running)
     yield names.MODEL_REQUESTS, (model, "running"), running - queued
     yield names.MODEL_REQUESTS, (model, "waiting"), waiting + queued
@@ -226,8 +228,8 @@ def begin_span(request: GenerateRequest, parent: Context | None, *, streamed: bo
 
 
 def describe_span(span: trace.Span, admitted: AdmittedRequest, operation: str, name: str) -> None:
-    """Add the request's parameters to the span, by OpenTelemetry's conventions for generative AI, without its content.
-    ``name`` is the adapter's or the model's, as answers have it."""
+    """Add the request's parameters, without its content, to its span, by OpenTelemetry's conventions for generative AI.
+    ``name`` is the adapter's or the model's name in answers."""
     sampling = admitted.sampling
     span.update_name(f"generate {admitted.model}")
     attributes: dict[str, AttributeValue | None] = {
@@ -241,7 +243,7 @@ def describe_span(span: trace.Span, admitted: AdmittedRequest, operation: str, n
         "gen_ai.request.top_p": sampling.top_p,
         "gen_ai.request.top_k": sampling.top_k,
         "gen_ai.request.seed": sampling.seed,
-        # By OpenTelemetry's convention, only if not 1.
+        # By convention, omitted if 1.
         "gen_ai.request.choice.count": admitted.answers if admitted.answers > 1 else None,
     }
     span.set_attributes({key: value for key, value in attributes.items() if value is not None})

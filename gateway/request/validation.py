@@ -1,13 +1,11 @@
-"""Checks of a request before any component works for it. All invalid fields are reported at once.
+"""Checks of a request before any component works on it. All invalid fields are reported at once.
 
-    bytes: MAX_REQUEST_BYTES --> strings, fields, ids are counted --> objects --> each field is checked by itself
-                                          | over LOOP_BYTES all of it runs on a thread
-                                          '-- the event loop goes on
+    bytes, at most MAX_REQUEST_BYTES --> count strings, fields and ids --> create objects --> check each field
+                                              (above LOOP_BYTES on a thread, else on the event loop)
 
-A request is counted in its bytes before any object is created (I7): 8 MB may hold two million objects, which take a
-second to create while the GIL is held. JSON is counted by its strings, since every field's name and every text is one,
-and a gRPC message by its fields. Lists of numbers are counted by their commas where they are read, against the model's
-own limits.
+Objects are counted in the request's bytes before any is created (I7): 8 MB may contain two million objects, whose
+creation holds the GIL for a second. In JSON, strings are counted, i.e. field names and texts; in a gRPC message, its
+fields. Lists of numbers are counted by their commas when they are read, against the model's limits.
 """
 
 from __future__ import annotations
@@ -50,45 +48,46 @@ from pillion.types import (
 
 MAX_PROMPT_CHARS = 4 * 2**20
 MAX_MESSAGES = 4096
-# A million tokens as ids, or the longest text in most scripts. The transport refuses 16 MiB and more unread, with
-# RESOURCE_EXHAUSTED.
+# Enough for a million token ids, or for MAX_PROMPT_CHARS in most scripts. gRPC itself refuses messages from 16 MiB on,
+# with RESOURCE_EXHAUSTED.
 MAX_REQUEST_BYTES = 8 * 2**20
-# Longer lists of ids are rejected unparsed; the model's and the fields' limits are checked later.
+# Max ids in a list before it is parsed; the limits of the model and of the field are checked later.
 MAX_PROMPT_IDS = 2**20
-MAX_ITEMS = MAX_MESSAGES
 MAX_ROLE_CHARS = 32
-# As in OpenAI's API; MAX_TOOLS_BYTES is for the names, descriptions and schemas of all tools.
+# As in OpenAI's API.
 MAX_TOOLS = 128
+# Names, descriptions and schemas of all tools.
 MAX_TOOLS_BYTES = 512 * 2**10
 MAX_TOOL_NAME_CHARS = 128
+# Bytes charged per message or tool, besides its texts.
 ITEM_BYTES = 64
-# Max brackets, braces and commas in the arguments of a conversation's calls. Chat templates get them as objects, which
-# take 0.3 s to create at this number. Code written to files has one per 20 characters.
+# Max brackets, braces and commas in the arguments of a conversation's calls, whose objects for the chat template take
+# 0.3 s to create at this number. Source code in arguments has one per 20 characters.
 MAX_CALL_ITEMS = 2**19
-# Some servers put the model's reasoning into the ids of its calls, and clients send these back.
+# Long, because some servers put the model's reasoning into the ids of its calls, and clients send these back.
 MAX_TOOL_CALL_ID_CHARS = 16 * 2**10
-# All stop strings together; matching costs the same for many long ones as for one.
+# Max characters of all stop strings together. This bounds the automaton; matching costs the same per character for any
+# number of strings.
 MAX_STOPS_CHARS = 4096
 MAX_STOP_TOKEN_IDS = 64
-# A bad word is banned with a space before it and without.
+# A bad word is banned with a leading space and without.
 MAX_BAD_WORDS = MAX_BAD_SEQUENCES // 2
 MAX_BAD_WORD_CHARS = 256
+# Max tokens of a prompt that is to be truncated, if above the model's context.
 MAX_CUT_TOKENS = 2**18
-TRUNCATION_SIDES = ("", "left", "right")
 MAX_ANSWERS = 128
-# OpenAI allows 120,000 characters of names and values.
+# OpenAI allows 120,000 characters of names and values in a schema.
 MAX_STRUCTURED_BYTES = 128 * 2**10
 MAX_CHOICES = 4096
 MAX_CACHE_SALT_CHARS = 256
-DIGEST_BYTES = 32
 MAX_LABEL_CHARS = 128
-# Header or initial metadata with an answer's max tokens, if lower than requested.
+# Response header, or initial metadata, with an answer's max tokens if lower than requested.
 MAX_TOKENS_HEADER = "x-max-tokens"
-# Max violations per error: a list of a million bad ids is one mistake.
+# Max violations per error: a million bad ids in a list are one mistake.
 MAX_VIOLATIONS = 32
 MAX_LISTED_ADAPTERS = 32
 
-# Template variables that a client must not set: the gateway sets them.
+# Template variables that the gateway sets, so clients must not.
 TEMPLATE_OWN = frozenset(
     {
         *("messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"),
@@ -101,12 +100,11 @@ _TOOL_NAME = re.compile(rf"[A-Za-z0-9_.:-]{{1,{MAX_TOOL_NAME_CHARS}}}")
 _NAME_RULE = f"1 to {MAX_TOOL_NAME_CHARS} letters, digits and _ . : -"
 _NO_TOOLS, _PLAIN_CHAT = ToolOptions(), ChatOptions()
 _STRUCTURE = "sampling.structured_outputs"
-_TOOL_CHOICES = ("", "auto", "none", "required", "named")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """The numbers of a model that limit its requests. PreparedModel explains ``original_tokens``."""
+    """The sizes of a model that limit its requests. ``original_tokens`` is that of PreparedModel."""
 
     name: str
     max_model_len_tokens: int
@@ -122,8 +120,9 @@ class ModelLimits:
 def check_model(
     name: str, known: Collection[str], adapters: Collection[str] = (), aliases: Collection[str] = ()
 ) -> str:
-    """Return the served model for ``name``; "" means the only one. Raises NotFound, and InvalidRequest if a name is
-    needed, both listing the ``known`` names and ``adapters``. ``aliases`` are not listed but suggested."""
+    """Return ``name`` if it is ``known``, or the only known name for "". Raises NotFound for an unknown name, and
+    InvalidRequest for "" if there are several. Messages list the known names and ``adapters``, and may suggest
+    ``aliases``."""
     if name in known:
         return name
     if not name and len(known) == 1:
@@ -131,17 +130,18 @@ def check_model(
     listed = ", ".join(sorted(known))
     if not name and known:
         raise InvalidRequest.of(FieldViolation("model", f"several models are served, name one of: {listed}"))
-    more = sorted(set(adapters).difference(known))
-    if more:
-        hidden = len(more) - MAX_LISTED_ADAPTERS
-        listed += f"; adapters: {', '.join(more[:MAX_LISTED_ADAPTERS])}" + (f" and {hidden} more" if hidden > 0 else "")
-    near = did_you_mean(name, (*known, *more[:MAX_LISTED_ADAPTERS], *aliases))
-    raise NotFound(f"model: {name[:100]!r} is not served here; known: {listed or 'none'}{near}")
+    others = sorted(set(adapters).difference(known))
+    if others:
+        hidden = len(others) - MAX_LISTED_ADAPTERS
+        listed += f"; adapters: {', '.join(others[:MAX_LISTED_ADAPTERS])}"
+        listed += f" and {hidden} more" if hidden > 0 else ""
+    suggestion = did_you_mean(name, (*known, *others[:MAX_LISTED_ADAPTERS], *aliases))
+    raise NotFound(f"model: {name[:100]!r} is not served here; known: {listed or 'none'}{suggestion}")
 
 
 def request_label(given: str, made: str = "") -> str:
-    """Return a request's id in headers, trailers, logs and spans: ``given`` if it is valid there, else one made of the
-    random id ``made``, drawn if empty."""
+    """Return a request's id for headers, trailers, logs and spans: ``given`` if it is valid in them, else one made of
+    the random id ``made``, which is drawn if ""."""
     if len(given) <= MAX_LABEL_CHARS and _LABEL.fullmatch(given):
         return given
     return f"req-{made or new_answer_id()}"
@@ -159,28 +159,28 @@ def check_size(size_bytes: int) -> None:
 
 
 def check_counts(counts: Mapping[str, int]) -> None:
-    """Reject a message with a field of too many items before it is converted: millions of objects would stop every
-    stream for seconds. ``counts`` are the items per field. Raises InvalidRequest."""
+    """Raise InvalidRequest if a field of a message has too many items, whose conversion would stop all streams for
+    seconds. ``counts`` are the items per field."""
     bounds = {"token_ids": MAX_PROMPT_IDS, "resume.answers.token_ids": MAX_PROMPT_IDS}
-    found = [
-        FieldViolation(field, f"{count} items; at most {most}")
+    violations = [
+        FieldViolation(field, f"{count} items; at most {limit}")
         for field, count in counts.items()
-        if count > (most := bounds.get(field, MAX_ITEMS))
+        if count > (limit := bounds.get(field, MAX_MESSAGES))
     ]
-    if found:
-        raise InvalidRequest.of(*found)
+    if violations:
+        raise InvalidRequest.of(*violations)
 
 
 def check_request(request: GenerateRequest, limits: ModelLimits) -> None:
-    """Check all of a request but its prompt's tokens. Raises InvalidRequest with every violation (max
-    MAX_VIOLATIONS)."""
-    found = list(itertools.islice(_violations(request, limits), MAX_VIOLATIONS))
-    if found:
-        raise InvalidRequest.of(*found)
+    """Check all fields of a request; its prompt is not tokenized yet. Raises InvalidRequest with the first
+    MAX_VIOLATIONS violations."""
+    violations = list(itertools.islice(_violations(request, limits), MAX_VIOLATIONS))
+    if violations:
+        raise InvalidRequest.of(*violations)
 
 
 def check_length(prompt_tokens: int, field: str, limits: ModelLimits) -> None:
-    """Check that a prompt leaves room for one token. Raises InvalidRequest."""
+    """Check that a prompt is not empty and leaves room for one token. Raises InvalidRequest."""
     if prompt_tokens > limits.max_prompt_tokens:
         raise too_long(prompt_tokens, field, limits.max_model_len_tokens)
     if prompt_tokens == 0:
@@ -190,14 +190,14 @@ def check_length(prompt_tokens: int, field: str, limits: ModelLimits) -> None:
 def too_long(
     tokens: int, field: str, context_tokens: int, *, answer_tokens: int = 1, exact: bool = True, note: str = ""
 ) -> InvalidRequest:
-    """Return the error for a prompt that has too many ``tokens`` for the model, in the words that clients look for.
+    """Return the error for a prompt of too many ``tokens`` for the model, in the wording that clients match.
 
     Args:
         field: the field that holds the prompt.
         context_tokens: max tokens of prompt and answer.
         answer_tokens: tokens that an answer needs.
-        exact: whether ``tokens`` is the prompt's length or a lower bound.
-        note: a further sentence, with a space before it.
+        exact: True if ``tokens`` is the prompt's length, False if it is a lower bound.
+        note: an additional sentence, with a leading space.
     """
     counted, needed = (f"{'' if exact else 'at least '}{count}" for count in (tokens, tokens + answer_tokens))
     text = f"This model's maximum context length is {context_tokens} tokens"
@@ -212,15 +212,15 @@ def too_long(
 
 
 def too_many_chars(field: str) -> LengthViolation:
-    """Return the violation of a prompt above MAX_PROMPT_CHARS, which is not tokenized."""
+    """Return the violation of a prompt above MAX_PROMPT_CHARS, whose tokens are not counted."""
     what, chars = "messages" if field == "messages" else "prompt", f"more than {MAX_PROMPT_CHARS} characters"
     text = f"This model's maximum context length is exceeded. There are {chars} in your {what}."
     return LengthViolation(field, f"{text} Please reduce the length of the {what}.", f"prompt is too long: {chars}")
 
 
 def not_embedded(request: GenerateRequest, token: str, limits: ModelLimits) -> InvalidRequest:
-    """Return the error for a text with a token that only the tokenizer has, e.g. an image mark for a model made of one
-    for images."""
+    """Return the error for a text with a token of the tokenizer that the model lacks, e.g. an image token if the text
+    model is part of a multimodal one."""
     field = prompt_field(request)
     named = (f"messages[{n}].content" for n, message in enumerate(request.messages) if token in message.content)
     text = f"it has the token {token!r}, which this model does not have: its vocabulary ends at {limits.vocab_size - 1}"
@@ -228,8 +228,8 @@ def not_embedded(request: GenerateRequest, token: str, limits: ModelLimits) -> I
 
 
 def check_scores(sampling: SamplingParams, prompt_tokens: int) -> int:
-    """Return the number of log probabilities requested of a prompt, alternatives included. Raises InvalidRequest above
-    MAX_PROMPT_LOGPROBS."""
+    """Return the number of log probabilities requested of a prompt, including alternatives and for all answers. Raises
+    InvalidRequest above MAX_PROMPT_LOGPROBS."""
     if sampling.prompt_logprobs is None:
         return 0
     asked = prompt_tokens * (1 + sampling.prompt_logprobs) * (sampling.n or 1)
@@ -241,17 +241,18 @@ def check_scores(sampling: SamplingParams, prompt_tokens: int) -> int:
 
 
 def check_ids(field: str, token_ids: Sequence[int], limits: ModelLimits) -> None:
-    """Check that a list has no more ids than the model's context, all of its vocabulary. Raises InvalidRequest."""
+    """Check that a list has at most as many ids as the model's context, all in its vocabulary. Raises
+    InvalidRequest."""
     if len(token_ids) > limits.max_model_len_tokens:
         text = f"{len(token_ids)} ids; at most {limits.max_model_len_tokens}, the model's context"
         raise InvalidRequest.of(FieldViolation(field, text))
-    found = tuple(itertools.islice(id_violations(field, token_ids, limits.vocab_size), MAX_VIOLATIONS))
-    if found:
-        raise InvalidRequest.of(*found)
+    violations = tuple(itertools.islice(id_violations(field, token_ids, limits.vocab_size), MAX_VIOLATIONS))
+    if violations:
+        raise InvalidRequest.of(*violations)
 
 
 def weight(request: GenerateRequest) -> int:
-    """Return the approximate bytes to check: the prompt and the structure of answers."""
+    """Return the approximate size in bytes of a request: prompt, tools, resumed answers, and constraints on answers."""
     contents = conversation_bytes(request.messages, request.tools.tools)
     ids = len(request.token_ids)
     if request.resume is not None:
@@ -280,12 +281,12 @@ def _tool_bytes(tool: Tool) -> int:
 
 
 def check_origin(resume: Resume, digest: bytes, prompt_tokens: int, name: str) -> None:
-    """Check that a stream of the model or adapter ``name`` that began with ``digest`` can continue here. Raises
-    Conflict if weights or prompt differ, and InvalidRequest."""
+    """Check that a stream of the model or adapter ``name`` can be resumed with the weights and prompt of ``digest``
+    (AdmittedRequest.digest). Raises Conflict if it began with others, and InvalidRequest for an impossible origin."""
     if resume.origin.digest != digest:
         raise Conflict(
-            f"the stream cannot be resumed: here {name!r} has other weights than those that it began with, or its"
-            " prompt is read as other tokens"
+            f"the stream cannot be resumed: the weights of {name!r} here differ from those that it began with, or its"
+            " prompt is tokenized differently"
         )
     if resume.origin.cached_tokens >= prompt_tokens:
         text = f"{resume.origin.cached_tokens} of a prompt of {prompt_tokens} tokens; one is always computed"
@@ -293,13 +294,12 @@ def check_origin(resume: Resume, digest: bytes, prompt_tokens: int, name: str) -
 
 
 def check_pool(prompt_tokens: int, field: str, model_tokens: int, pool_tokens: int | None) -> int:
-    """Reject a prompt that no KV pool can hold, which could only be preempted again and again.
+    """Return the max tokens of prompt and answer. Raises InvalidRequest for a prompt that fits into no KV pool with an
+    answer's token: it would be preempted forever.
 
     Args:
         field: the field that holds the prompt.
-        model_tokens, pool_tokens: max tokens of prompt and answer for the model, and for the largest node if known.
-
-    Returns the lower of both. Raises InvalidRequest if the prompt leaves no room for one token.
+        model_tokens, pool_tokens: limits by the model, and by the largest pool, None if unknown.
     """
     if pool_tokens is None or pool_tokens >= model_tokens:
         return model_tokens
@@ -322,18 +322,19 @@ def resolve(
     drawn_seed: int,
     recommended: SamplingParams = NO_DEFAULTS,
 ) -> tuple[SamplingParams, tuple[tuple[str, float], ...]]:
-    """Resolve every sampling value that the client left out (I6): by ``drawn_seed``, and by what the model recommends.
-    ``max_tokens`` ends with the context or the model's own limit, and ``stop_token_ids`` include the model's.
+    """Resolve the sampling values that the client left unset (I6), by ``drawn_seed`` and the model's ``recommended``
+    values. ``max_tokens`` is limited by the context and the model's own limit, and ``stop_token_ids`` include the
+    model's.
 
-    Returns the parameters, and the model's own values among them, by name. If answers are to be ranked, ``logprobs`` is
-    set even if the client sees none.
+    Return the parameters, and by name those of the model's values among them that are not neutral. If answers are to be
+    ranked, ``logprobs`` is set even if the client gets none.
     """
     room = limits.max_model_len_tokens - prompt_tokens
     if recommended.max_tokens is not None:
         room = min(room, recommended.max_tokens)
     wanted = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
-    answers = sampling.n or 1
-    best_of = sampling.best_of or answers
+    n = sampling.n or 1
+    best_of = sampling.best_of or n
     names = [name for name in SAMPLING_KEYS if name != "max_tokens" and getattr(sampling, name) is None]
     own = {name: value for name in names if (value := getattr(recommended, name)) is not None}
     unset: dict[str, Any] = {name: own.get(name, getattr(NEUTRAL, name)) for name in names}
@@ -351,19 +352,20 @@ def resolve(
         max_tokens=wanted,
         # The context may have room for less than the client's min_tokens.
         min_tokens=min(sampling.min_tokens or 0, wanted),
-        logprobs=0 if sampling.logprobs is None and best_of > answers else sampling.logprobs,
-        n=answers,
+        logprobs=0 if sampling.logprobs is None and best_of > n else sampling.logprobs,
+        n=n,
         best_of=best_of,
     )
     return resolved, tuple((name, value) for name, value in own.items() if value != getattr(NEUTRAL, name))
 
 
 def answer_seed(seed: int, index: int) -> int:
-    """Return the seed of answer ``index`` (I6): the request's own for the first, the next numbers for the others."""
+    """Return the seed of answer ``index`` (I6): ``seed`` + ``index``, wrapped to int64."""
     return (seed + index + 2**63) % 2**64 - 2**63
 
 
 def _violations(request: GenerateRequest, limits: ModelLimits) -> Iterator[FieldViolation]:
+    """Yield all violations of a request."""
     yield from _prompt(request, limits)
     yield from _sampling(request.sampling, limits)
     if request.resume is not None:
@@ -410,13 +412,13 @@ def _chat(request: GenerateRequest) -> Iterator[FieldViolation]:
     if options.continue_final_message and options.add_generation_prompt:
         text = "the prompt cannot end within the last message and begin another one, as add_generation_prompt asks"
         yield FieldViolation("chat.continue_final_message", text)
-    wrong = _wrong_kwargs(options.chat_template_kwargs)
+    wrong = _kwargs_error(options.chat_template_kwargs)
     if wrong:
         yield FieldViolation("chat.chat_template_kwargs", wrong)
 
 
-def _wrong_kwargs(text: str) -> str:
-    """Return the error of the client's chat template variables; "" if valid."""
+def _kwargs_error(text: str) -> str:
+    """Return what is wrong with a client's chat template variables; "" if they are valid."""
     if not text:
         return ""
     if len(text) > MAX_TEMPLATE_KWARGS_BYTES or len(text.encode("utf-8", "surrogatepass")) > MAX_TEMPLATE_KWARGS_BYTES:
@@ -430,10 +432,10 @@ def _wrong_kwargs(text: str) -> str:
 
 
 def _prompt_ids(request: GenerateRequest, limits: ModelLimits) -> Iterator[FieldViolation]:
-    most = limits.max_prompt_tokens
+    limit = limits.max_prompt_tokens
     if request.sampling.truncate_prompt_tokens is not None:
-        most = max(most, MAX_CUT_TOKENS)
-    if len(request.token_ids) > most:
+        limit = max(limit, MAX_CUT_TOKENS)
+    if len(request.token_ids) > limit:
         yield from too_long(len(request.token_ids), "token_ids", limits.max_model_len_tokens).violations
     else:
         yield from id_violations("token_ids", request.token_ids, limits.vocab_size)
@@ -458,12 +460,12 @@ def _messages(request: GenerateRequest) -> Iterator[FieldViolation]:
         if not _is_text(message.content):
             yield FieldViolation(f"messages[{n}].content", "not valid Unicode")
         if message.tool_calls or message.tool_call_id or message.reasoning or message.name or message.role == "tool":
-            yield from _parts(message, f"messages[{n}]")
+            yield from _rare_fields(message, f"messages[{n}]")
 
 
-def _parts(message: ChatMessage, field: str) -> Iterator[FieldViolation]:
-    """Check the fields of a message that few messages have. A result may name a missing call: clients cut the beginning
-    of a conversation, and the model reads the result nonetheless."""
+def _rare_fields(message: ChatMessage, field: str) -> Iterator[FieldViolation]:
+    """Yield the violations of fields that few messages have. A tool result may refer to a missing call, since clients
+    truncate the beginning of a conversation."""
     for name in ("reasoning", "name", "tool_call_id"):
         if not _is_text(getattr(message, name)):
             yield FieldViolation(f"{field}.{name}", "not valid Unicode")
@@ -504,7 +506,7 @@ def _tools(request: GenerateRequest) -> Iterator[FieldViolation]:
             yield FieldViolation(f"{path}.description", "not valid Unicode")
         if tool.parameters and not _is_schema(tool.parameters):
             yield FieldViolation(f"{path}.parameters", "not a JSON object")
-    if options.choice not in _TOOL_CHOICES:
+    if options.choice not in ("", "auto", "none", "required", "named"):
         text = f"{options.choice[:100]!r} is not one of auto, none, required and named"
         yield FieldViolation("tools.choice", text)
     elif options.choice in ("required", "named") and not names:
@@ -520,7 +522,7 @@ def _tools(request: GenerateRequest) -> Iterator[FieldViolation]:
 
 
 def _is_schema(text: str) -> bool:
-    """Return whether a text is a JSON object (parsed for a grammar) and valid as UTF-8."""
+    """Return whether a text is a JSON object in valid Unicode, parsed, since a grammar will parse it too."""
     try:
         return isinstance(parsed(text), dict)
     except (ValueError, RecursionError):
@@ -530,14 +532,14 @@ def _is_schema(text: str) -> bool:
 def _sampling(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldViolation]:
     ranged = replace(sampling, top_p=None) if sampling.top_p == 0 else sampling
     yield from range_violations(ranged, limits.vocab_size)
-    most = limits.max_model_len_tokens
+    context = limits.max_model_len_tokens
     max_tokens, min_tokens = sampling.max_tokens, sampling.min_tokens
-    # A request for more tokens than the context has left gets the rest, so clients need not count prompts.
-    bound = most if max_tokens is None else min(max_tokens, most)
+    # A max_tokens above the remaining context is allowed, so that clients need not count prompt tokens.
+    bound = context if max_tokens is None else min(max_tokens, context)
     if bound < 0:
         yield FieldViolation("sampling.max_tokens", f"{max_tokens} is less than 0")
     elif min_tokens is not None and not 0 <= min_tokens <= bound:
-        what = "the model's context" if max_tokens is None or max_tokens > most else "max_tokens"
+        what = "the model's context" if max_tokens is None or max_tokens > context else "max_tokens"
         yield FieldViolation("sampling.min_tokens", f"{min_tokens} is not in [0, {bound}], up to {what}")
     if sampling.n is not None or sampling.best_of is not None or sampling.logprobs is not None:
         yield from _answers(sampling)
@@ -546,7 +548,7 @@ def _sampling(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldVi
     if sampling.bad_words:
         yield from _bad_words(sampling)
     if sampling.truncate_prompt_tokens is not None or sampling.truncation_side:
-        yield from _cut(sampling, limits)
+        yield from _truncation(sampling, limits)
     if sampling.structured_outputs is not None:
         yield from structured_violations(sampling.structured_outputs)
 
@@ -564,7 +566,8 @@ def _answers(sampling: SamplingParams) -> Iterator[FieldViolation]:
 
 
 def structured_violations(structured: StructuredOutputs) -> Iterator[FieldViolation]:
-    """Yield the violations of a structure before a grammar is made of it: its number of fields, size, type."""
+    """Yield the violations of the constraint on an answer's structure that are checked before its grammar is made: the
+    number of its fields, and their sizes."""
     given = _structures(structured)
     if len(given) != 1:
         named = ", ".join(given) or "none"
@@ -597,13 +600,14 @@ def structured_bytes(structured: StructuredOutputs | None) -> int:
 
 
 def _structures(structured: StructuredOutputs) -> dict[str, Any]:
+    """Return the fields that are set, by name."""
     values = {field.name: getattr(structured, field.name) for field in fields(structured)}
     return {name: value for name, value in values.items() if value is not None and value is not False and value != ()}
 
 
 def _resume(resume: Resume, sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldViolation]:
-    if len(resume.origin.digest) != DIGEST_BYTES:
-        yield FieldViolation("resume.origin.digest", f"{len(resume.origin.digest)} bytes; {DIGEST_BYTES} are needed")
+    if len(resume.origin.digest) != 32:
+        yield FieldViolation("resume.origin.digest", f"{len(resume.origin.digest)} bytes; 32 are needed")
     if len(resume.origin.answer_id) > MAX_LABEL_CHARS:
         yield FieldViolation("resume.origin.answer_id", f"longer than {MAX_LABEL_CHARS} characters")
     answers = sampling.n or 1
@@ -613,32 +617,32 @@ def _resume(resume: Resume, sampling: SamplingParams, limits: ModelLimits) -> It
         yield FieldViolation("resume.answers", f"{len(resume.answers)} answers; n is {answers}")
     elif all(answer.finish_reason is not None for answer in resume.answers):
         yield FieldViolation("resume.answers", "every answer has ended; nothing is left to resume")
-    most = limits.max_model_len_tokens
-    most = most if sampling.max_tokens is None else min(sampling.max_tokens, most)
+    limit = limits.max_model_len_tokens
+    limit = limit if sampling.max_tokens is None else min(sampling.max_tokens, limit)
     for n, answer in enumerate(resume.answers[:MAX_ANSWERS]):
         field = f"resume.answers[{n}].token_ids"
-        if len(answer.token_ids) > most:
-            yield FieldViolation(field, f"{len(answer.token_ids)} tokens; at most {most}")
+        if len(answer.token_ids) > limit:
+            yield FieldViolation(field, f"{len(answer.token_ids)} tokens; at most {limit}")
         else:
             yield from id_violations(field, answer.token_ids, limits.vocab_size)
 
 
 def kept_tokens(sampling: SamplingParams, limits: ModelLimits) -> int | None:
-    """Return the tokens that a request's prompt is truncated to; None if it is not."""
+    """Return the number of tokens that a request's prompt is truncated to; None if it is not to be truncated."""
     if sampling.truncate_prompt_tokens != -1:
         return sampling.truncate_prompt_tokens
     room = limits.max_model_len_tokens - (sampling.max_tokens or 0)
     return min(room, limits.max_prompt_tokens)
 
 
-def _cut(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldViolation]:
+def _truncation(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldViolation]:
     kept, field = kept_tokens(sampling, limits), "sampling.truncate_prompt_tokens"
     if kept is not None and kept < 1:
         text = "0 tokens are no prompt"
         if sampling.truncate_prompt_tokens == -1:
             text = f"max_tokens leaves the prompt nothing of the {limits.max_model_len_tokens} tokens of the context"
         yield FieldViolation(field, text)
-    if sampling.truncation_side not in TRUNCATION_SIDES:
+    if sampling.truncation_side not in ("", "left", "right"):
         yield FieldViolation("sampling.truncation_side", f"{sampling.truncation_side[:100]!r} is not left or right")
 
 
@@ -673,23 +677,25 @@ def _stops(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldViola
 
 
 def _is_text(text: str) -> bool:
-    """Return whether a text is valid as UTF-8: JSON can contain lone surrogates."""
+    """Return whether a text can be encoded as UTF-8. A text from JSON may contain lone surrogates."""
     with contextlib.suppress(UnicodeEncodeError):
         return text.isascii() or bool(text.encode())
     return False
 
 
-# Bytes that may wait for a thread, over all clients.
+# Max bytes of requests that wait for threads, over all clients.
 MAX_WAITING_BYTES = 64 * MAX_REQUEST_BYTES
-# Max names and texts of a body: four per message, or seven if its content is a list of one part.
+# Max strings of a JSON body. A message has four, or seven if its content is a list of one part.
 MAX_STRINGS = 8 * MAX_MESSAGES
-# Max opening brackets and braces of a body, those in its texts included: 8 MB of brackets take 60 ms to parse.
+# Max opening brackets and braces of a JSON body, including those in its texts: 8 MB of brackets take 60 ms to parse.
 MAX_BRACKETS = 2**20
+# Max fields of a gRPC message.
 MAX_FIELDS = 4 * MAX_MESSAGES
-# At their limits, stop strings and biases take half of what a structure leaves.
+# Max size of serialized sampling parameters. Without ids and a structure, stop strings and biases at their limits take
+# half of the rest.
 MAX_SAMPLING_BYTES = 128 * 2**10 + 4 * MAX_ALLOWED_TOKEN_IDS + MAX_STRUCTURED_BYTES
 
-# The fields of a message by number: a nested message, described likewise, or the name of a counter.
+# Counted fields of a message, by number: the fields of a nested message, or the name of a counter.
 _SAMPLING = "sampling"
 _Fields = Mapping[int, Any]
 _GENERATE: _Fields = {
@@ -699,23 +705,18 @@ _GENERATE: _Fields = {
     9: {2: {1: "resume.answers.token_ids"}},
     11: {1: {}},
 }
-_WARM: _Fields = {1: _GENERATE}
-# EmbedRequest has texts or their ids, each in a message; ScoreRequest has texts alone.
-_TEXTS: _Fields = {2: {2: "token_ids"}}
-# Wire types of protobuf. The other two mark the ends of a group, whose content counts like any field.
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
-# All bytes of a varint but its last.
-_CONTINUED = bytes(range(128, 256))
+# Continuation bytes of varints, i.e. all but the last byte of each.
+_CONTINUATION_BYTES = bytes(range(128, 256))
 
 
 def holds_too_many_strings(body: bytes) -> bool:
-    """Return True if a JSON body surely has more than MAX_STRINGS strings.
+    """Return True if a JSON body certainly has more than MAX_STRINGS strings.
 
-    Every string has two quotes. An escaped quote does not count; neither does the last quote of a string that ends in a
-    backslash, so a body of such strings may have twice the number.
+    Every string has two quotes. Quotes after a backslash are not counted. A closing quote after an escaped backslash is
+    missed, so a body of strings that end with backslashes may have twice the number.
     """
-    most = 2 * MAX_STRINGS
-    return body.count(b'"') > most and body.count(b'"') - body.count(b'\\"') > most
+    limit = 2 * MAX_STRINGS
+    return body.count(b'"') > limit and body.count(b'"') - body.count(b'\\"') > limit
 
 
 def holds_too_many_brackets(body: bytes) -> bool:
@@ -724,19 +725,20 @@ def holds_too_many_brackets(body: bytes) -> bool:
 
 
 def check_generate_message(raw: bytes) -> None:
-    """Count the fields of a serialized GenerateRequest, up to MAX_FIELDS. A malformed message passes up to where it is
-    broken, and is rejected when read. Raises InvalidRequest."""
+    """Check the size and the numbers of fields and ids of a serialized GenerateRequest. A malformed message is checked
+    up to its error, and rejected when it is parsed. Raises InvalidRequest."""
     _check(raw, _GENERATE)
 
 
 def check_warm_message(raw: bytes) -> None:
     """Check a WarmPrefixRequest like :func:`check_generate_message`."""
-    _check(raw, _WARM)
+    _check(raw, {1: _GENERATE})
 
 
 def check_texts_message(raw: bytes) -> None:
     """Check an EmbedRequest or ScoreRequest like :func:`check_generate_message`."""
-    _check(raw, _TEXTS)
+    # EmbedRequest has a message per text, with the text or its ids; ScoreRequest has only texts.
+    _check(raw, {2: {2: "token_ids"}})
 
 
 def _check(raw: bytes, fields: _Fields) -> None:
@@ -746,41 +748,47 @@ def _check(raw: bytes, fields: _Fields) -> None:
 
 
 def _count(raw: bytes, at: int, end: int, fields: _Fields, counts: Counter[str]) -> None:
-    """Count the fields between two offsets of a serialized message. Raises InvalidRequest."""
+    """Add the counts of ``fields`` in the bytes at .. end - 1 of a serialized message to ``counts``. Raises
+    InvalidRequest above a limit."""
     while at < end:
         counts["fields"] += 1
         if counts["fields"] > MAX_FIELDS:
             raise InvalidRequest.of(FieldViolation("messages", f"the request holds more than {MAX_FIELDS} fields"))
         tag, at = _varint(raw, at, end)
-        kind = tag & 7
-        if kind == _BYTES:
-            size, at = _varint(raw, at, end)
-            stop = min(at + size, end)
-            _count_inside(raw, at, stop, fields.get(tag >> 3), counts)
-            at = stop
-        elif kind == _VARINT:
-            _, at = _varint(raw, at, end)
-        elif kind in (_FIXED64, _FIXED32):
-            at += 8 if kind == _FIXED64 else 4
-        elif kind > _FIXED32:
-            return
+        # Wire types of protobuf: 0 varint, 1 64 bits, 2 bytes, 5 32 bits; 3 and 4 delimit a group, whose content counts
+        # like any field.
+        match tag & 7:
+            case 2:
+                size, at = _varint(raw, at, end)
+                stop = min(at + size, end)
+                _count_inside(raw, at, stop, fields.get(tag >> 3), counts)
+                at = stop
+            case 0:
+                _, at = _varint(raw, at, end)
+            case 1:
+                at += 8
+            case 5:
+                at += 4
+            case 6 | 7:
+                return
 
 
-def _count_inside(raw: bytes, at: int, end: int, holds: Any, counts: Counter[str]) -> None:
-    if holds == _SAMPLING:
+def _count_inside(raw: bytes, at: int, end: int, field: Any, counts: Counter[str]) -> None:
+    """Count a field of wire type 2, described by an entry of _Fields or None. Raises InvalidRequest above a limit."""
+    if field == _SAMPLING:
         counts[_SAMPLING] += end - at
         if counts[_SAMPLING] > MAX_SAMPLING_BYTES:
             raise InvalidRequest.of(FieldViolation("sampling", f"it is larger than {MAX_SAMPLING_BYTES} bytes"))
-    elif isinstance(holds, str):
-        counts[holds] += len(raw[at:end].translate(None, _CONTINUED))
-        if counts[holds] > MAX_PROMPT_IDS:
-            raise InvalidRequest.of(FieldViolation(holds, f"more than {MAX_PROMPT_IDS} items"))
-    elif holds is not None:
-        _count(raw, at, end, holds, counts)
+    elif isinstance(field, str):
+        counts[field] += len(raw[at:end].translate(None, _CONTINUATION_BYTES))
+        if counts[field] > MAX_PROMPT_IDS:
+            raise InvalidRequest.of(FieldViolation(field, f"more than {MAX_PROMPT_IDS} items"))
+    elif field is not None:
+        _count(raw, at, end, field, counts)
 
 
 def _varint(raw: bytes, at: int, end: int) -> tuple[int, int]:
-    """Return a varint and the offset after it; one that is cut short or too long ends the message."""
+    """Return the varint at an offset, and the offset after it; (0, end) if it is truncated or too long."""
     value = shift = 0
     while at < end and shift < 70:
         byte = raw[at]

@@ -1,1 +1,1 @@
-"""How other components reach a KV node. Independent of the node's own state. Open node_client.py first."""
+"""Clients of a KV node, for other components. Open node_client.py first."""

@@ -1,9 +1,9 @@
 """A worker's side of the attach socket: maps the pool of a KV node.
 
-kvstore/node/attach_server.py is the node's side and draws the protocol.
+kvstore/node/attach_server.py is the node's side, and documents the protocol.
 
-    attach --> mapped, at work --the node is gone--> every step ends --renew, the same pool--> at work
-                                                                         '--another pool--> the worker exits
+    attach --> mapped, running --node has ended--> running steps end --renew, same pool--> running
+                                                                       '--another pool--> the worker exits
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class MappedDevice(Protocol):
     """Device memory mapped by this process.
 
     Attributes:
-        divided: True if each block is split into several pieces.
+        divided: True if each block is divided over several GPUs.
     """
 
     divided: bool
@@ -55,12 +55,12 @@ class MappedDevice(Protocol):
         """Unmap the memory, which must be unused. Idempotent."""
 
 
-# Maps the device memory behind a node's descriptors; the last argument is its bytes. Raises ConfigError.
+# Maps the device memory of a node's descriptors; the last argument is its size in bytes. Raises ConfigError.
 MapDevice = Callable[[Sequence[int], AttachReply, int], MappedDevice]
 
 
 class SharedMemory:
-    """A node's memory mapped by this process, and the connection that represents its use.
+    """A node's memory mapped by this process, and the connection that must stay open while it is used.
 
     Attributes:
         mapped: the mapping.
@@ -74,17 +74,17 @@ class SharedMemory:
 
     def unmap(self) -> None:
         with contextlib.suppress(BufferError):
-            # Tensors over the memory keep it mapped until they are freed; the caller must not use them.
+            # Tensors that use the memory keep it mapped until they are freed; the caller must not use them.
             self.memory.release()
             self.mapped.close()
 
 
 class Attachment(SharedMemory):
-    """A worker's mapped pool and its connection to the KV node, which proves that the worker is alive. Created by
-    :func:`attach`.
+    """A worker's mapped pool, and its connection to the KV node, by whose end the node detects the worker's death.
+    Created by :func:`attach`.
 
     Attributes:
-        epoch: identifies the worker at the node; void once either side ends.
+        epoch: identifies the worker at the node; void once the worker or the node has ended.
         node_id, node_address: the node, and the address of its gRPC service.
         pool_id: identifies a pool that outlives its node; empty otherwise.
         num_slots, block_bytes: shape of the pool; slot s is at bytes s * block_bytes .. (s + 1) * block_bytes.
@@ -101,20 +101,21 @@ class Attachment(SharedMemory):
         hello: AttachHello | None = None,
         has_states: bool = False,
     ) -> None:
-        """Map the memory behind ``memory_fds``, unless it is a shard's, and keep duplicates of the descriptors.
+        """Map the memory of ``memory_fds``, and keep duplicates of the descriptors.
 
-        ``map_device`` maps GPU memory, None for a CPU worker. ``hello`` is the request that ``reply`` answers, in the
-        process that sent it. If the pool outlives its node, that process reopens the file of the places and locks its
-        own: the pool's file for host memory, else an extra last descriptor. Raises ConfigError.
+        ``map_device`` maps GPU memory, None for a CPU worker. ``hello`` is the request that ``reply`` answers, None in
+        processes that did not send it. If the pool outlives its node, the process that sent it locks its place in a
+        file by which a restarted node finds users of the pool: the pool's own file for host memory, else an additional
+        last descriptor. Raises ConfigError.
         """
         place = reply.epoch if hello is not None and reply.pool_id else 0
-        apart = bool(place) and reply.memory_kind != HOST
-        if len(memory_fds) != max(1, len(reply.shards)) + apart:
+        has_lock_fd = bool(place) and reply.memory_kind != HOST
+        if len(memory_fds) != max(1, len(reply.shards)) + has_lock_fd:
             raise ConfigError("the KV node answered without its memory")
-        locked = [_own_place(memory_fds[-1], place)] if place else []
-        self._place_fds = locked if apart else []
+        locked = [_lock_own_place(memory_fds[-1], place)] if place else []
+        self._place_fds = locked if has_lock_fd else []
         self._memory_fds = (
-            locked if place and not apart else [os.dup(fd) for fd in memory_fds[: len(memory_fds) - apart]]
+            locked if place and not has_lock_fd else [os.dup(fd) for fd in memory_fds[: len(memory_fds) - has_lock_fd]]
         )
         try:
             size_bytes = reply.num_slots * block_bytes
@@ -132,18 +133,18 @@ class Attachment(SharedMemory):
 
     @property
     def node_gone(self) -> bool:
-        """True if the node is known to have ended."""
+        """True once the node has closed the connection."""
         return peer_gone(self._sock)
 
     def renew(self, socket_path: str, timeout_s: float, given_up: threading.Event) -> None:
         """Attach the mapped pool to the restarted node; block for up to ``timeout_s``, or until another thread sets
-        ``given_up``. The worker must not use the pool meanwhile. Afterwards ``epoch``, ``node_address`` and the
-        connection are new.
+        ``given_up``. The worker must not use the pool during the call. It replaces ``epoch``, ``node_address`` and the
+        connection.
 
         Raises ConfigError if the node refuses or has another pool, and Unavailable if it does not answer or
         ``given_up`` was set.
         """
-        assert self._hello is not None, "another process of this worker attached it"
+        assert self._hello is not None, "only the process that attached may renew"
         hello = msgspec.structs.replace(self._hello, pool_id=self.pool_id, place=self._place)
         failure = f"cannot attach again to the KV node at --attach-socket {socket_path}"
         until_s = time.monotonic() + timeout_s
@@ -162,7 +163,7 @@ class Attachment(SharedMemory):
         self.epoch, self.node_address = reply.epoch, reply.node_address
 
     def fileno(self) -> int:
-        """Return a descriptor that becomes readable when the node is gone, for ``loop.add_reader``."""
+        """Return a descriptor that becomes readable when the node ends, for ``loop.add_reader``."""
         return self._sock.fileno()
 
     @property
@@ -171,13 +172,14 @@ class Attachment(SharedMemory):
         return self.memory if isinstance(self.mapped, mmap.mmap) else self.mapped
 
     def handed_over(self) -> tuple[bytes, list[int]]:
-        """Return what another process of this worker passes to :meth:`joined`: bytes, and descriptors to send, which
-        this attachment still owns."""
+        """Return the arguments of :meth:`joined` in another process of this worker: bytes, and descriptors to send,
+        which this attachment still owns."""
         return line_to_bytes(self._reply), [*self._memory_fds, self._sock.fileno()]
 
     def name_processes(self, pids: Sequence[int]) -> None:
-        """Register the worker's other processes with the node before they map GPU memory: no slot is reused before all
-        of them have exited (I4). Raises ConfigError if that is impossible, Unavailable if the node is gone."""
+        """Register the worker's other processes with the node before they map GPU memory: the worker's slots are not
+        reused before all of them have exited (I4). Raises ConfigError if that is impossible, Unavailable if the node
+        has ended."""
         if len(pids) > MAX_PROCESSES:
             raise ConfigError(f"a worker on a GPU may have {MAX_PROCESSES} other processes, not {len(pids)}")
         pidfds: list[int] = []
@@ -196,15 +198,15 @@ class Attachment(SharedMemory):
     def joined(
         cls, line: bytes, descriptors: Sequence[int], block_bytes: int, map_device: MapDevice | None = None
     ) -> Attachment:
-        """Create the attachment of another process of the same worker from :meth:`handed_over`; the caller still owns
-        the descriptors. The node sees the worker's end once both processes have closed the connection (I4). Raises
-        ConfigError if the memory cannot be mapped."""
+        """Create the attachment in another process of the worker, from what :meth:`handed_over` returned; the caller
+        still owns the descriptors. For the node, the worker ends once all its processes have closed the connection
+        (I4). Raises ConfigError if the memory cannot be mapped."""
         *memory_fds, connection = descriptors
         sock, reply = socket.socket(fileno=os.dup(connection)), attach_reply_from_line(line)
         return cls(sock, memory_fds, reply, block_bytes, map_device)
 
     def close(self) -> None:
-        """Unmap and tell the node. No step may run, because the node reuses the slots at once."""
+        """Unmap the memory and detach from the node. No step may run, because the node reuses the slots at once."""
         self.unmap()
         with contextlib.suppress(OSError):
             self._sock.send(DETACHED)
@@ -212,7 +214,7 @@ class Attachment(SharedMemory):
         self._close_memory()
 
     def _close_memory(self) -> None:
-        # The lock on the pool's file is released last: it proves that this process maps the pool.
+        # The lock is released last: it shows that this process may use the pool.
         close_all(self._memory_fds)
         close_all(self._place_fds)
 
@@ -232,15 +234,18 @@ def attach(
     has_states: bool = False,
     map_device: MapDevice | None = None,
 ) -> Attachment:
-    """Attach to the node behind ``socket_path``; block for up to ``timeout_s``, also while no node listens there yet.
+    """Attach to the node that listens at ``socket_path``; block for up to ``timeout_s``, also for a node that does not
+    listen yet.
 
-    ``kv_rows`` and ``kv_heads`` are the rows of a block and the pieces of a row, by which a node may divide blocks over
-    GPUs. ``block_tokens`` is the number of tokens per block, for followers of the node's blocks. ``processes`` is the
-    number of processes of the worker that use the pool. ``has_states`` is True for hybrid models. ``map_device`` maps
-    a pool in GPU memory, None for a CPU worker.
+    Args:
+        kv_rows, kv_heads: rows of a block and KV heads of a row, by which a node may divide blocks over GPUs.
+        block_tokens: tokens per block, for followers of the node's blocks.
+        processes: number of processes of the worker that use the pool.
+        has_states: True for hybrid models.
+        map_device: maps a pool in GPU memory; None for a CPU worker.
 
-    Raises, in one line, ConfigError if the node refuses, and Unavailable if it is absent, does not answer or ends
-    meanwhile: then a restarted worker may find it again.
+    Raises ConfigError if the node refuses, and Unavailable if it is absent, does not answer or ends meanwhile, so that
+    a restarted worker may succeed; both with a single-line message.
     """
     hello = AttachHello(
         component_id=component_id,
@@ -265,8 +270,8 @@ def attach(
 
 
 def _admitted(line: bytes, hello: AttachHello, has_states: bool) -> AttachReply:
-    """Decode the node's answer to ``hello``. Raises ConfigError if the node refuses the worker, has another pool than
-    the mapped one, or is of a version without states while the model has them: it would mistake a state for blocks."""
+    """Decode the node's answer to ``hello``. Raises ConfigError if the node refuses the worker, if it has another pool
+    than the mapped one, or if the model has states and the node's version would treat their pages as blocks."""
     reply = attach_reply_from_line(line)
     if reply.error or (hello.pool_id and reply.pool_id != hello.pool_id):
         reason = reply.error or "its pool is another one"
@@ -280,18 +285,18 @@ def _admitted(line: bytes, hello: AttachHello, has_states: bool) -> AttachReply:
 
 
 def _pidfd(pid: int) -> int:
-    """Return a pidfd. Raises ProcessLookupError if the process has ended, ConfigError if the system has none."""
+    """Return a pidfd. Raises ProcessLookupError if the process has ended, ConfigError if pidfds are not supported."""
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:
         raise
     except OSError as error:
-        raise ConfigError(f"the KV node cannot learn of this worker's processes: {error.strerror}") from None
+        raise ConfigError(f"this worker's processes cannot be registered with the KV node: {error.strerror}") from None
 
 
-def _own_place(descriptor: int, place: int) -> int:
-    """Reopen a pool's file and lock a place of it, by which a restarted node sees that this process uses it. Raises
-    ConfigError."""
+def _lock_own_place(descriptor: int, place: int) -> int:
+    """Reopen a pool's file and lock byte ``place`` of it, by which a restarted node detects that this process uses the
+    pool; return the descriptor. Raises ConfigError."""
     try:
         own = reopened(descriptor)
     except OSError as error:
@@ -312,12 +317,12 @@ def asked(
     timeout_s: float,
     given_up: threading.Event | None = None,
 ) -> Iterator[tuple[socket.socket, bytes, list[int]]]:
-    """Send ``hello`` and yield the connection, the node's answer and its descriptors, within ``timeout_s`` or until
-    ``given_up`` is set.
+    """Send ``hello``, and yield the connection, the node's answer and its descriptors. Waits up to ``timeout_s``, or
+    until ``given_up`` is set.
 
-    The descriptors are closed at the end, since a mapping does not need them; after an error the connection is closed
-    as well. Raises, in one line, Unavailable if the connection fails, here or inside the block, and ConfigError for any
-    other failure.
+    The descriptors are closed at the end of the block, and after an error the connection too. Raises Unavailable, with
+    a single-line message that begins with ``failure``, if the connection fails, also inside the block; other
+    PillionErrors become ConfigErrors.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     fds: list[int] = []
@@ -353,7 +358,7 @@ def _map_pool(
 
 
 def _connect(sock: socket.socket, socket_path: str, give_up_s: float, given_up: threading.Event) -> None:
-    """Connect to the node, waiting for one that does not listen yet: components may start in any order."""
+    """Connect to the node. Wait for a node that does not listen yet, since components may start in any order."""
     while True:
         try:
             return sock.connect(socket_path)

@@ -37,8 +37,8 @@ T = TypeVar("T")
 
 CALL_TIMEOUT_S = 5.0
 OPEN_TICKET_TIMEOUT_S = 60.0
-# Tries to release a ticket whose opening call got no answer, while the node does not answer the release either: longer
-# than it takes to detect a cut connection. After that, the end of the caller's epoch releases it.
+# Max attempts to release a ticket whose opening call got no answer: enough to outlast the detection of a broken
+# connection. After that, the end of the caller's epoch releases the ticket.
 MAX_RELEASE_TRIES = 10
 PREFETCH_GRACE_S = 0.5
 _FAILURES = (grpc.aio.UsageError, grpc.aio.InternalError, grpc.aio.AioRpcError, asyncio.CancelledError)
@@ -50,10 +50,10 @@ class TicketDemand(TypedDict, total=False):
     Attributes:
         resume: queue the request before new prompts.
         priority: smaller is more urgent.
-        expected_blocks: blocks of the chain at this node according to the index; the node corrects the index if they
-            are missing.
-        state_pages: slots of a state, for a model that carries one: the pinned prefix then ends with a state.
-        known_blocks: blocks of the chain present on any node, for such a model.
+        expected_blocks: leading blocks of the chain at this node according to the index; the node corrects the index if
+            they are missing.
+        state_pages: pages per state of a model with states: the pinned prefix then ends with a state.
+        known_blocks: leading blocks of the chain present on some node, for a model with states.
     """
 
     resume: bool
@@ -72,7 +72,7 @@ class NodeSession:
         self._ended = asyncio.create_task(self._watch(), name="kv-session")
 
     async def closed(self) -> None:
-        """Wait for the session's end, which releases everything that its epoch held."""
+        """Wait for the session's end, which releases all tickets of its epoch."""
         await asyncio.shield(self._ended)
 
     async def aclose(self) -> None:
@@ -87,10 +87,10 @@ class NodeSession:
 
 
 class NodeClient:
-    """Connection of one component to one node. ``component_id`` appears in the node's log.
+    """Connection of one component to one node. ``component_id`` is the component's, for the node's log.
 
     Attributes:
-        channel: gRPC channel, also for the node's other services; closed by this client.
+        channel: gRPC channel, also used for the node's other services; closed by this client.
     """
 
     def __init__(self, address: str, component_id: str) -> None:
@@ -100,14 +100,14 @@ class NodeClient:
         self._abandoning: dict[asyncio.Task[None], None] = {}
 
     async def reopen(self, address: str) -> None:
-        """Connect to the restarted node at once, without waiting for gRPC's reconnect backoff."""
+        """Connect to the restarted node at its new address, without gRPC's reconnect backoff."""
         old = self.channel
         await old.close()
         self.channel = open_channel(address)
         self._stub = kvnode_pb2_grpc.KVNodeStub(self.channel)
 
     async def open_session(self, timeout_s: float = CALL_TIMEOUT_S, *, wait_for_node: bool = False) -> NodeSession:
-        """Open a session with a new epoch. ``wait_for_node`` waits for a node that does not listen yet. Raises
+        """Open a session with a new epoch. With ``wait_for_node``, wait for a node that does not listen yet. Raises
         Unavailable if the node does not answer."""
         request = kvnode_pb2.OpenSessionRequest(hello=hello_to_pb(self._component_id))
         call = self._stub.OpenSession(request, wait_for_ready=wait_for_node)
@@ -136,17 +136,17 @@ class NodeClient:
         on_unreleased: Callable[[PillionError], object] = lambda error: None,
         **demand: Unpack[TicketDemand],
     ) -> OpenTicketReply:
-        """Pin the committed prefix of the chain and reserve slots for the rest; wait for memory up to ``timeout_s``.
-        With 0 ``total_blocks``, nothing is reserved and the call does not wait.
+        """Pin the committed prefix of a chain and reserve slots for the rest of ``total_blocks``; wait for memory up to
+        ``timeout_s``. With 0 ``total_blocks``, nothing is reserved and the call does not wait.
 
-        If this call ends without an answer, cancelled or timed out, the ticket is released at the node, even if it was
-        granted in that moment.
+        If this call is cancelled or gets no answer, the ticket is released in the background, even if it was granted
+        meanwhile.
 
         Args:
-            adopt: lease all reserved slots with the same call; for workers. Raises NotFound, with nothing opened, if
+            adopt: lease all reserved slots with the same call; for workers. Raises NotFound, with no ticket opened, if
                 fewer than ``expected_blocks`` are present.
-            flow: the tenant, for fair sharing of the pool between waiting requests.
-            on_unreleased: called if the release of such a call got no answer either.
+            flow: the tenant's flow, for fair sharing of the pool between waiting requests.
+            on_unreleased: called with the error if the release in the background fails.
         """
         nonce = secrets.randbits(62) + 1
         request = kvnode_pb2.OpenTicketRequest(
@@ -165,23 +165,20 @@ class NodeClient:
             raise
 
     async def release(self, epoch: int, ticket_ids: Sequence[int] = (), *, nonces: Sequence[int] = ()) -> None:
-        """Release an epoch's hold on tickets, named by id or by the nonce of a call that may still be granted.
-        Idempotent."""
+        """Remove an epoch from the holders of tickets, given by id or by the nonce of an open_ticket call, which may
+        still be waiting. Idempotent."""
         request = kvnode_pb2.ReleaseTicketRequest(epoch=epoch, ticket_ids=ticket_ids, nonces=nonces)
         await call_unary(self._stub.ReleaseTicket, request)
 
     async def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> AdoptTicketReply:
         """Become a holder of a ticket and lease exactly ``lease_blocks`` slots, reserved ones first. Raises NotFound
-        for an unknown ticket, and Overloaded, with nothing changed, if there are too few slots."""
+        for an unknown ticket, and Overloaded, with nothing changed, if too few slots are available."""
         request = kvnode_pb2.AdoptTicketRequest(epoch=epoch, ticket_id=ticket_id, lease_blocks=lease_blocks)
         return await call_unary(self._stub.AdoptTicket, request)
 
     async def await_chain(self, epoch: int, ticket_id: int, blocks: int, *, timeout_s: float) -> AwaitChainReply:
-        """Wait until a ticket's chain has ``blocks`` blocks or the time is over, and return the chain.
-
-        Nothing is leased, and a cancelled call leaves nothing behind. Raises NotFound if the epoch does not hold the
-        ticket, Overloaded if too many calls wait.
-        """
+        """Wait until a ticket's chain has ``blocks`` blocks, at most ``timeout_s``; return the chain. Leases nothing.
+        Raises NotFound if the epoch does not hold the ticket, Overloaded if too many calls wait."""
         request = kvnode_pb2.AwaitChainRequest(
             epoch=epoch, ticket_id=ticket_id, blocks=blocks, timeout_ms=max(1, int(timeout_s * 1000))
         )
@@ -193,11 +190,12 @@ class NodeClient:
         return tuple((await call_unary(self._stub.LeaseSlots, request)).slots)
 
     async def return_slots(self, epoch: int, slots: Sequence[int]) -> None:
-        """Return leased slots: all of them or, with InvalidRequest, none."""
+        """Return leased slots: all of them, or none if it raises InvalidRequest."""
         await call_unary(self._stub.ReturnSlots, kvnode_pb2.ReturnSlotsRequest(epoch=epoch, slots=slots))
 
     async def commit(self, epoch: int, runs: Sequence[CommitRun]) -> Sequence[CommitRunResult]:
-        """Commit runs of blocks, in order; see CommitRunResult for lost races (I2)."""
+        """Commit runs of blocks, in order. A result has the slot that each block has from now on: another one than the
+        committed slot after a lost race (I2)."""
         request = kvnode_pb2.CommitRequest(epoch=epoch, runs=runs)
         reply: kvnode_pb2.CommitReply = await call_unary(self._stub.Commit, request)
         return reply.results
@@ -213,9 +211,9 @@ class NodeClient:
         max_bytes: int = 0,
         ahead: bool = False,
     ) -> PrefetchReply:
-        """Fetch as much of the chain as possible into the node's pool, under a ticket that the epoch holds. With
-        ``ahead``, use only free slots. Raises NotFound if the epoch does not hold the ticket. Failures between nodes
-        only mean fewer blocks (I1)."""
+        """Fetch as much as possible of a chain into the node's pool, under a ticket that the epoch holds. With
+        ``ahead``, use only free slots. Failures between nodes only reduce the number of blocks (I1). Raises NotFound if
+        the epoch does not hold the ticket."""
         request = kvnode_pb2.PrefetchRequest(
             epoch=epoch,
             ticket_id=ticket_id,
@@ -230,8 +228,8 @@ class NodeClient:
     async def find_blocks(
         self, block_hashes: bytes, first_block: int, *, timeout_s: float, state_pages: int = 0
     ) -> int:
-        """Return how many blocks of the chain, from ``first_block`` on, the node's lower tiers probably have, as far
-        as the node can find out in ``timeout_s``. With ``state_pages`` (pages per state), count up to the last block
+        """Return how many blocks of the chain, from ``first_block`` on, the node's lower tiers probably have, as far as
+        the node can determine within ``timeout_s``. With ``state_pages`` (pages per state), count up to the last block
         that is probably followed by a state."""
         timeout_ms = max(1, int(timeout_s * 1000))
         request = kvnode_pb2.FindBlocksRequest(
@@ -261,8 +259,8 @@ class NodeClient:
     async def read_adapter(
         self, digest: str, timeout_s: float, *, ask_others: bool = True
     ) -> AsyncGenerator[AdapterPiece, None]:
-        """Yield the unverified files of an adapter on the node's machine or, with ``ask_others``, another node's.
-        Raises NotFound if no machine has them, Overloaded if the node reads too many already."""
+        """Yield pieces of an adapter's files, not verified, from the node's machine or, with ``ask_others``, another
+        node's. Raises NotFound if no machine has the adapter, Overloaded if the node reads too many already."""
         request = kvnode_pb2.ReadAdapterRequest(digest=digest, ask_others=ask_others)
         call = self._stub.ReadAdapter(request, timeout=timeout_s, metadata=inject())
         try:
@@ -272,15 +270,15 @@ class NodeClient:
             call.cancel()
 
     async def missing_adapters(self, digests: Sequence[str]) -> Sequence[str]:
-        """Return the adapters that the node's machine lacks; the others count as used now."""
+        """Return those of the adapters ``digests`` that the node's machine lacks; the others count as used now."""
         request = kvnode_pb2.FindAdaptersRequest(digests=digests)
         return tuple((await call_unary(self._stub.FindAdapters, request)).missing)
 
     async def keep_adapter(self, pieces: AsyncGenerator[AdapterPiece, None], timeout_s: float) -> None:
         """Send the files of an adapter to the node's machine, and close ``pieces``. Raises PillionError if the node
-        refuses; Internal if it refused them while they were sent."""
+        refuses them; Internal if it does so while they are sent."""
         async with contextlib.aclosing(pieces):
-            # Written here and not by gRPC, whose task may still read the pieces after the call has ended.
+            # Not passed to gRPC, whose task may still read the iterator after the call has ended.
             call = self._stub.KeepAdapter(timeout=timeout_s, metadata=inject())
             try:
                 # A refused call cannot be written to; awaiting the call raises its error.
@@ -293,18 +291,18 @@ class NodeClient:
                 call.cancel()
 
     async def reattach(self, epoch: int) -> int:
-        """End a worker's epoch, fenced or not, and return a new one; no step may use the old one's slots any more.
+        """End a worker's epoch, fenced or not, and return a new one; no running step may use slots of the old epoch.
         Raises Conflict for a session's epoch, NotFound for a void one."""
         return int((await call_unary(self._stub.Reattach, kvnode_pb2.ReattachRequest(epoch=epoch))).epoch)
 
     async def heartbeat(self, epoch: int) -> HeartbeatReply:
-        """Send a sign of life. Raises NotFound for a void epoch."""
+        """Send a heartbeat. Raises NotFound for a void epoch."""
         return await call_unary(self._stub.Heartbeat, kvnode_pb2.HeartbeatRequest(epoch=epoch))
 
     async def follow_blocks(self, log_epoch: int = 0, number: int = 0) -> AsyncGenerator[BlockChanges, None]:
-        """Yield the pool's changes after change ``number`` of a log, preceded by a snapshot if needed; see
-        docs/events.md. Only ends with an error: Overloaded if the node has no room or this reader was too slow;
-        Unavailable."""
+        """Yield the pool's changes after change ``number`` of the log ``log_epoch``, or first a snapshot if that log is
+        not available (docs/events.md). Never ends without an error: Overloaded if the node has too many followers or
+        this one reads too slowly, or Unavailable."""
         request = kvnode_pb2.FollowBlocksRequest(
             hello=hello_to_pb(self._component_id), log_epoch=log_epoch, number=number
         )
@@ -342,7 +340,7 @@ class NodeClient:
             try:
                 await self.release(epoch, nonces=[nonce])
             except DeadlineExceeded as error:
-                # Never cancel the release: it might not reach the node, and the abandoned call might reach it later.
+                # Retry, since the abandoned call may reach the node later.
                 log.debug("abandoned call: %s", error)
                 if not tries_left:
                     on_unreleased(error)
@@ -355,7 +353,7 @@ class NodeClient:
 
 
 async def call_unary(method: Callable[..., Awaitable[T]], request: Any, timeout_s: float = CALL_TIMEOUT_S) -> T:
-    """Make one call with the current trace context. Failures raise PillionError."""
+    """Make a unary call with the current trace context. Raises PillionError."""
     try:
         return await method(request, timeout=timeout_s, metadata=inject())
     except _FAILURES as error:
@@ -374,6 +372,6 @@ def _typed_error(error: Any) -> BaseException:
     if isinstance(error, grpc.aio.UsageError):
         return Unavailable("the connection was closed")
     if isinstance(error, grpc.aio.InternalError):
-        # A message could not be sent, and gRPC does not report yet why the call has ended.
+        # A message could not be sent, and gRPC does not know yet why the call has ended.
         return Unavailable(f"the connection was lost: {error}")
     return closed_under(error) if isinstance(error, asyncio.CancelledError) else from_rpc_error(error)

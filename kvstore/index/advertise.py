@@ -1,8 +1,8 @@
-"""Chooses the address that a component advertises: the one it listens on, unless that is a wildcard.
+"""Chooses the address that a component advertises: the address it listens on, unless that is a wildcard.
 
-A container listens on 0.0.0.0 and does not know its address in advance, and replicas with one spec cannot get it by a
-flag. But all components of a cluster reach one Redis, so the local address of the route to Redis is reachable by the
-others: a container's own, a pod's own, loopback if Redis is local.
+A container listens on 0.0.0.0 and does not know its address in advance, and replicas of one spec cannot get it by a
+flag. But all components of a cluster connect to the same Redis, so the local address of the route to Redis can be
+reached by the others: the address of the container or the pod, or loopback if Redis is local.
 """
 
 from __future__ import annotations
@@ -15,36 +15,38 @@ from collections.abc import Callable, Sequence
 from pillion.errors import ConfigError
 from pillion.kvstore.index.redis_url import parse
 
-# Destinations that determine the default route if Redis has no name or address yet. Reserved for documentation
-# (RFC 5737, RFC 3849); connecting a datagram socket sends nothing.
-SOMEWHERE = (("192.0.2.1", 9), ("2001:db8::1", 9))
+# Destinations by which the default route is found if there is no route to Redis. They are reserved for documentation
+# (RFC 5737, RFC 3849), and connecting a datagram socket sends no packet.
+DEFAULT_ROUTE_PROBES = (("192.0.2.1", 9), ("2001:db8::1", 9))
 
 ADDRESS_CHECK_S = 2.0
 
 
-async def follow_address(address: str, flag: str, listening: str, redis_url: str, moved: Callable[[str], None]) -> None:
-    """Call ``moved`` with the server's advertised address, now ``address``, each time its host gets another one, until
-    cancelled. The address is fixed if set by a flag, or without a wildcard listener.
+async def follow_address(
+    address: str, flag: str, listening: str, redis_url: str, on_moved: Callable[[str], None]
+) -> None:
+    """Call ``on_moved`` with a server's new advertised address whenever its host's address has changed, until
+    cancelled. The address is fixed if it is set by a flag or the server does not listen on a wildcard.
 
-    The other arguments are those of :func:`advertised`.
+    ``address`` is the advertised address so far; the other arguments are those of :func:`advertised`.
     """
     if address in (flag, listening):
         await asyncio.get_running_loop().create_future()
     while True:
         await asyncio.sleep(ADDRESS_CHECK_S)
         try:
-            found = await asyncio.to_thread(advertised, flag, listening, redis_url)
+            current = await asyncio.to_thread(advertised, flag, listening, redis_url)
         except ConfigError:
             continue
-        if found != address:
-            address = found
-            moved(address)
+        if current != address:
+            address = current
+            on_moved(address)
 
 
 def advertised(flag: str, listening: str, redis_url: str) -> str:
-    """Return the address at which others reach a server.
+    """Return the address at which other components reach a server.
 
-    Blocks for name look-ups. Raises ConfigError for an unresolvable wildcard.
+    Blocks for DNS look-ups. Raises ConfigError if a wildcard's address cannot be determined.
 
     Args:
         flag: ``--advertise``, which takes precedence if not empty.
@@ -61,10 +63,10 @@ def advertised(flag: str, listening: str, redis_url: str) -> str:
     redis = parse(redis_url) if redis_url else None
     if redis is not None and not redis.hosts:
         return f"127.0.0.1:{port}" if wildcard == 4 else f"[::1]:{port}"
-    for peers in (redis.hosts if redis else (), SOMEWHERE):
-        found = _own_address(peers, families)
-        if found:
-            return f"[{found}]:{port}" if ":" in found else f"{found}:{port}"
+    for peers in (redis.hosts if redis else (), DEFAULT_ROUTE_PROBES):
+        own = _own_address(peers, families)
+        if own:
+            return f"[{own}]:{port}" if ":" in own else f"{own}:{port}"
     raise ConfigError(
         f"{listening} has no address that others could use: give --advertise (a KV node: --node-advertise)"
     )
@@ -80,22 +82,22 @@ def _wildcard(host: str) -> int | None:
 
 
 def _own_address(peers: Sequence[tuple[str, int]], families: Sequence[socket.AddressFamily]) -> str:
-    """Return the source address of packets to the first reachable one of ``peers``; empty if there is none."""
+    """Return the source address of packets to the first of ``peers`` to which there is a route; "" if there is none."""
     for host, port in peers:
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+            infos = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
         except OSError:
             continue
-        for family, kind, protocol, _, address in found:
+        for family, kind, protocol, _, address in infos:
             if family not in families:
                 continue
-            with socket.socket(family, kind, protocol) as way:
+            with socket.socket(family, kind, protocol) as probe:
                 try:
-                    way.connect(address)
+                    probe.connect(address)
                 except OSError:
                     continue
-                own = str(way.getsockname()[0])
-                # Link-local addresses ("fe80::1%eth0") are useless to others.
+                own = str(probe.getsockname()[0])
+                # Other hosts cannot use link-local addresses ("fe80::1%eth0").
                 if "%" not in own and not ipaddress.ip_address(own).is_link_local:
                     return own
     return ""

@@ -4,11 +4,11 @@
                       ^    ^   |
     all blocks -------+    +---+ put back if Redis does not answer
 
-Updates are sent at once. All blocks are announced again, at a limited rate and after the updates, when Redis lost its
-memory (the generation changed), when it considered the node dead so that others may have swept its entries, and every
-REPEAT_S, since a Redis short of memory, or a promoted replica, forgets silently. Such a repetition resumes after an
-outage of Redis. If the queue overflows, the node drops its updates and changes its boot epoch: that voids all its
-entries without a scan, and all blocks are announced again.
+Updates are sent at once. All blocks are announced again, at a limited rate and after the updates: when Redis has lost
+its data (the generation changed); when the node's record had expired, so that other nodes may have swept its entries;
+and every REPEAT_S, since a Redis short of memory, or a promoted replica, loses entries silently. Such a repetition
+resumes after an outage of Redis. If the queue overflows, the node drops its updates and changes its boot epoch, which
+voids all its entries without a scan, and all blocks are announced again.
 """
 
 from __future__ import annotations
@@ -33,31 +33,32 @@ from pillion.wire.registry import ComponentRecord
 log = logging.getLogger("pillion.kvnode")
 
 MAX_PENDING_BLOCKS = 262_144
-# Blocks per announcement, below a millisecond of Redis's time.
+# Max blocks per announcement, which takes less than a millisecond of Redis's time.
 BATCH_BLOCKS = 256
 RETRY_S = 0.5
-# Rate limits of a repetition: blocks per second, and the share of time spent waiting for Redis. A thousand nodes that
-# repeat at once must leave room for look-ups.
+# Rate limits of a repetition: blocks per second, and the share of time spent waiting for Redis. Look-ups must stay fast
+# while a thousand nodes repeat at once.
 REPEAT_BLOCKS_PER_S = 50_000
 REPEAT_DUTY = 0.25
 REPEAT_S = 3600.0
+# Max groups whose generation is checked per heartbeat.
 CHECKED_GROUPS = 16
 
 
 class AnnounceQueue:
-    """Updates waiting for Redis, sans-IO. Each block is queued once, with its last event.
+    """Updates that wait for Redis. Each block is queued once, with its last event. Sans-IO.
 
     Attributes:
         repeating: True during a repetition of all blocks.
-        overflowed: True if updates were lost, which only a new boot epoch repairs.
+        overflowed: True if updates were dropped, which requires a new boot epoch.
     """
 
     def __init__(self, max_blocks: int = MAX_PENDING_BLOCKS) -> None:
         self._max_blocks = max_blocks
         self._updates: dict[bytes, IndexEvent] = {}
         self._aside: dict[bytes, IndexEvent] = {}
-        self._rest: Iterator[tuple[bytes, bytes]] = iter(())
-        self._went_meanwhile: set[bytes] = set()
+        self._remaining: Iterator[tuple[bytes, bytes]] = iter(())
+        self._evicted_meanwhile: set[bytes] = set()
         self.repeating = False
         self.overflowed = False
 
@@ -65,7 +66,7 @@ class AnnounceQueue:
         return len(self._updates)
 
     def push(self, events: Iterable[IndexEvent]) -> None:
-        """Queue events. On overflow, all updates are dropped and ``overflowed`` is set."""
+        """Queue events. On overflow, drop all updates and set ``overflowed``."""
         if self.overflowed:
             return
         for event in events:
@@ -73,15 +74,15 @@ class AnnounceQueue:
             self._aside.pop(event.block_hash, None)
             self._updates[event.block_hash] = event
             if self.repeating and not event.here:
-                self._went_meanwhile.add(event.block_hash)
-        self._bound()
+                self._evicted_meanwhile.add(event.block_hash)
+        self._limit()
 
     def repeat_all(self, blocks: Iterable[tuple[bytes, bytes]]) -> None:
-        """Start a repetition of all current blocks, (hash, segment) each, read lazily, after the updates. Removals stay
-        queued: Redis may still have those entries."""
+        """Start a repetition of all current blocks, given as (hash, segment) and read lazily, after the updates. Queued
+        evictions stay, since Redis may still have these entries."""
         self._updates = {block_hash: event for block_hash, event in self._updates.items() if not event.here}
-        self._rest, self.repeating = iter(blocks), True
-        self._went_meanwhile.clear()
+        self._remaining, self.repeating = iter(blocks), True
+        self._evicted_meanwhile.clear()
         self.overflowed = False
 
     def take(self, count: int) -> list[IndexEvent]:
@@ -90,40 +91,40 @@ class AnnounceQueue:
 
     def take_repeated(self, count: int) -> list[IndexEvent]:
         """Return up to ``count`` blocks of the repetition, without those that have a newer update."""
-        taken = list(islice(self._rest, count))
+        taken = list(islice(self._remaining, count))
         events = [
             IndexEvent(block_hash, here=True, segment=segment)
             for block_hash, segment in taken
-            if not any(block_hash in newer for newer in (self._went_meanwhile, self._updates, self._aside))
+            if not any(block_hash in newer for newer in (self._evicted_meanwhile, self._updates, self._aside))
         ]
         if len(taken) < count:
             self.repeating = False
-            self._went_meanwhile.clear()
+            self._evicted_meanwhile.clear()
         return events
 
     def set_aside(self, events: Iterable[IndexEvent]) -> None:
-        """Keep events of a silent shard apart, so that other shards get theirs. Newer events win."""
+        """Set aside events for a shard that does not answer, so that other shards get theirs. Newer events win."""
         for event in events:
             if event.block_hash not in self._updates:
                 self._aside[event.block_hash] = event
-        self._bound()
+        self._limit()
 
     def try_again(self, count: int) -> None:
-        """Move up to ``count`` of the events set aside back to the updates."""
+        """Queue up to ``count`` of the events that were set aside."""
         self.put_back([self._aside.pop(block_hash) for block_hash in list(islice(self._aside, count))])
 
     def put_back(self, events: Iterable[IndexEvent]) -> None:
         """Requeue events whose announcement failed; newer events of the same blocks win."""
         for event in events:
             self._updates.setdefault(event.block_hash, event)
-        self._bound()
+        self._limit()
 
-    def _bound(self) -> None:
-        if len(self._updates) + len(self._aside) > self._max_blocks or len(self._went_meanwhile) > self._max_blocks:
+    def _limit(self) -> None:
+        if len(self._updates) + len(self._aside) > self._max_blocks or len(self._evicted_meanwhile) > self._max_blocks:
             self._updates.clear()
             self._aside.clear()
-            self._went_meanwhile.clear()
-            self._rest, self.repeating = iter(()), False
+            self._evicted_meanwhile.clear()
+            self._remaining, self.repeating = iter(()), False
             self.overflowed = True
 
 
@@ -131,7 +132,7 @@ class Announcer:
     """Task that sends a node's heartbeats and announcements to Redis.
 
     Args:
-        redis_url, heartbeat_s, ttl_ms: location of Redis, heartbeat interval, and lifetime of a heartbeat.
+        heartbeat_s, ttl_ms: interval of heartbeats, and silence after which the node counts as lost.
         record: returns the node's record for a boot epoch.
         hashes: returns (hash, segment) of all current blocks, parents before children; read lazily.
     """
@@ -155,7 +156,7 @@ class Announcer:
         self._changed = asyncio.Event()
         self._next_heartbeat_s = float("-inf")
         self._entry = b""
-        # Generations by group since the last repetition; a change shows that a shard lost its data.
+        # Generations by group, as first read since the last repetition; a change shows that a shard lost its data.
         self._generations: dict[bytes, bytes] = {}
         self._lost = False
         self._partly = False
@@ -175,7 +176,7 @@ class Announcer:
             self._changed.set()
 
     def beat_now(self) -> None:
-        """Send a heartbeat at once, because others wait for a change of the node's record."""
+        """Send a heartbeat at once, with a changed record."""
         self._next_heartbeat_s = float("-inf")
         self._changed.set()
 
@@ -185,7 +186,7 @@ class Announcer:
         while True:
             try:
                 if loop.time() >= self._next_heartbeat_s:
-                    # Counted from here, so that a slow Redis does not make heartbeats rarer.
+                    # From the start of a heartbeat to the next, so that a slow Redis does not make them rarer.
                     self._next_heartbeat_s = loop.time() + self._heartbeat_s
                     try:
                         await self._heartbeat()
@@ -226,7 +227,7 @@ class Announcer:
             self._generations.clear()
             self._queue.repeat_all(self._hashes())
             self._repeat_at_s = now + REPEAT_S
-        # While a shard is away, send one batch per heartbeat to probe it.
+        # While a shard does not answer, probe it with one batch per heartbeat.
         self._queue.try_again(BATCH_BLOCKS if self._partly else MAX_PENDING_BLOCKS)
         with contextlib.suppress(Unavailable):
             self._check_generations(await self._writer.generations(self._some_groups()))
@@ -245,8 +246,8 @@ class Announcer:
         return (await self._registry.nodes()).entries()
 
     async def _announce(self, until_s: float) -> float:
-        """Send all updates, then a batch of the repetition; stop at ``until_s``, when a heartbeat is due. Return for
-        how many seconds the rest may wait."""
+        """Send all updates, then a batch of the repetition; stop at ``until_s``, when a heartbeat is due. Return the
+        seconds to wait before the next call."""
         self._changed.clear()
         loop = asyncio.get_running_loop()
         while len(self._queue):
@@ -261,7 +262,7 @@ class Announcer:
         return max(BATCH_BLOCKS / REPEAT_BLOCKS_PER_S, elapsed_s / REPEAT_DUTY) - elapsed_s
 
     async def _send(self, events: list[IndexEvent]) -> None:
-        """Announce a batch of events. Raises Unavailable, after requeuing all of them, if no shard took any."""
+        """Announce a batch of events. If no shard answers, requeue all of them and raise Unavailable."""
         if not events:
             return
         try:
@@ -275,7 +276,7 @@ class Announcer:
         self._queue.set_aside(result.unreported)
 
     def _check_generations(self, generations: dict[bytes, bytes]) -> None:
-        """Schedule a repetition if a group was lost."""
+        """Schedule a repetition if a generation changed, i.e. the group's buckets were lost."""
         for group, generation in generations.items():
             if self._generations.setdefault(group, generation) != generation:
                 self._lost = True
@@ -283,7 +284,7 @@ class Announcer:
     def _note(self, *, answered: bool, reason: str = "") -> None:
         """Log whether Redis answers, once per change."""
         if answered != self._answered:
-            log.warning("Redis answers again" if answered else f"going on without Redis: {reason}")
+            log.warning("Redis answers again" if answered else f"continuing without Redis: {reason}")
         self._answered = answered
 
 

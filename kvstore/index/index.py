@@ -31,20 +31,19 @@ log = logging.getLogger("pillion.index")
 
 # A longer look-up costs more than the prefill it saves.
 LOOKUP_DEADLINE_MS = 250
-# Reserved for the second round on a Cluster, since one hung shard can use up the first.
+# Part of it reserved for the second round on a Cluster, since a hung shard can use up the first.
 SECOND_ROUND_MS = 100
 # Max age of the cached table of nodes, and min age before it is read again for an unknown entry.
 NODES_MAX_AGE_MS = 1000
 NODES_MIN_AGE_MS = 50
 MAX_ENTRIES_PER_LOOKUP = 64
-# Block hashes with remembered nodes, some 250 bytes each, evicted by LRU.
-MAX_PLACES = 16_384
-MAX_NODES_PER_PLACE = 4
+# Max entries of HotPrefixes, some 250 bytes each, and nodes per entry.
+MAX_HOT_ENTRIES, MAX_HOT_NODES = 16_384, 4
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """``node_id`` probably has the first ``blocks`` blocks of a chain."""
+    """A node that probably has the first ``blocks`` blocks of a chain."""
 
     node_id: str
     blocks: int
@@ -52,60 +51,59 @@ class PrefixHit:
 
 @dataclass(frozen=True, slots=True)
 class PrefixHits:
-    """The nodes' hits of a chain, longest first. For hits that end with states, ``known_blocks`` is the number of
-    leading blocks with KV at some live node, with or without a state."""
+    """Hits of a chain, longest first. In a look-up of states, ``known_blocks`` is the longest prefix that a live node
+    has, whether or not a state follows."""
 
     hits: list[PrefixHit]
     known_blocks: int = 0
 
 
 class HotPrefixes:
-    """Results of earlier look-ups, for outages of Redis. Sans-IO, limited, hints only (I3).
+    """Bounded cache of earlier look-ups, for outages of Redis; LRU. Sans-IO, hints only (I3).
 
-    A hit of n blocks is stored at blocks 1, 2, 4, 8 ... and n of its chain, by their hashes. So a prompt that shares a
-    popular beginning with an earlier one finds at least half of the shared part. A hit that ends with a state is
-    useless before its end, and is stored there only.
+    A hit of n blocks is stored under the hashes of blocks 1, 2, 4, 8 ... and n of its chain. So a prompt that shares a
+    prefix with an earlier one finds at least half of the shared prefix. A hit that ends with a state is useless for
+    shorter prefixes, so it is stored only under its last block.
     """
 
-    def __init__(self, max_places: int = MAX_PLACES) -> None:
-        self._max_places = max_places
+    def __init__(self, max_entries: int = MAX_HOT_ENTRIES) -> None:
+        self._max_entries = max_entries
         self._nodes: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._nodes)
 
     def remember(self, block_hashes: bytes, hits: Iterable[tuple[str, int]], *, states: bool = False) -> None:
-        """Add the index's answer for a chain (32 bytes per hash): node id and blocks, best first. ``states`` if the
-        hits end with states."""
-        for node_id, blocks in list(hits)[:MAX_NODES_PER_PLACE][::-1]:
-            reached = blocks if states else 1
-            while reached < blocks:
-                self._add(_place(block_hashes, reached), node_id)
-                reached *= 2
-            self._add(_place(block_hashes, blocks), node_id)
-        while len(self._nodes) > self._max_places:
+        """Remember the index's answer for a chain (32 bytes per hash): (node id, leading blocks), best first.
+        ``states``: the hits end with a state, so shorter prefixes of them are useless and not remembered."""
+        for node_id, blocks in list(hits)[:MAX_HOT_NODES][::-1]:
+            length = blocks if states else 1
+            while length < blocks:
+                self._add(_last_hash(block_hashes, length), node_id)
+                length *= 2
+            self._add(_last_hash(block_hashes, blocks), node_id)
+        while len(self._nodes) > self._max_entries:
             self._nodes.popitem(last=False)
 
     def find(self, block_hashes: bytes) -> dict[str, int]:
-        """Return node id -> number of leading blocks of this chain that it probably has."""
-        found: dict[str, int] = {}
+        """Return the leading blocks of a chain that nodes probably have, by node id."""
+        hits: dict[str, int] = {}
         for blocks in range(len(block_hashes) // HASH_BYTES, 0, -1):
-            place = _place(block_hashes, blocks)
-            if place in self._nodes:
-                self._nodes.move_to_end(place)
-                for node_id in self._nodes[place]:
-                    found.setdefault(node_id, blocks)
-        return found
+            last_hash = _last_hash(block_hashes, blocks)
+            if last_hash in self._nodes:
+                self._nodes.move_to_end(last_hash)
+                for node_id in self._nodes[last_hash]:
+                    hits.setdefault(node_id, blocks)
+        return hits
 
-    def _add(self, place: bytes, node_id: str) -> None:
-        others = (other for other in self._nodes.get(place, ()) if other != node_id)
-        self._nodes[place] = (node_id, *others)[:MAX_NODES_PER_PLACE]
-        self._nodes.move_to_end(place)
+    def _add(self, last_hash: bytes, node_id: str) -> None:
+        others = (other for other in self._nodes.get(last_hash, ()) if other != node_id)
+        self._nodes[last_hash] = (node_id, *others)[:MAX_HOT_NODES]
+        self._nodes.move_to_end(last_hash)
 
 
 class Index(RedisScripts):
-    """A gateway's look-ups in the index. Errors of Redis do not raise; ``available`` is True if the last look-up was
-    answered."""
+    """Reader of the index. Look-ups do not raise if Redis fails; ``available`` is True if the last one was answered."""
 
     scripts = ("lookup", "states", "nodes")
 
@@ -118,20 +116,20 @@ class Index(RedisScripts):
         self._hot = HotPrefixes()
 
     async def longest_prefix(self, block_hashes: bytes) -> list[PrefixHit]:
-        """Return each live node's longest known prefix of a chain (32 bytes per hash), longest first. While Redis does
-        not answer, use the results of earlier look-ups."""
+        """Return each live node's longest prefix of a chain (32 bytes per hash), longest first; by earlier look-ups if
+        Redis does not answer."""
         return (await self._longest(block_hashes, states=False)).hits
 
     async def longest_state(self, block_hashes: bytes) -> PrefixHits:
-        """Like :meth:`longest_prefix`, but for prefixes followed by a state, with the length that any node has KV for.
-        A state is looked up by its first page, which is evicted last."""
+        """Like :meth:`longest_prefix`, but return prefixes that are followed by a state. A state is looked up by its
+        first page, which is evicted last."""
         return await self._longest(block_hashes, states=True)
 
     async def _longest(self, block_hashes: bytes, *, states: bool) -> PrefixHits:
         if not block_hashes:
             return PrefixHits([])
         try:
-            found = await self._found(block_hashes, states)
+            found = await self._query(block_hashes, states)
         except Unavailable as error:
             if self.available:
                 log.warning("continuing without the index: %s", error)
@@ -141,8 +139,8 @@ class Index(RedisScripts):
         self._hot.remember(block_hashes, ((hit.node_id, hit.blocks) for hit in found.hits), states=states)
         return found
 
-    async def _found(self, block_hashes: bytes, states: bool) -> PrefixHits:
-        """Ask Redis how many leading blocks of the chain each node has, with ``states`` up to its last state. Raises
+    async def _query(self, block_hashes: bytes, states: bool) -> PrefixHits:
+        """Query Redis for the leading blocks of a chain on each node; with ``states``, up to its last state. Raises
         Unavailable."""
         until_s = asyncio.get_running_loop().time() + LOOKUP_DEADLINE_MS / 1000
         if asyncio.get_running_loop().time() - self._table.read_s > NODES_MAX_AGE_MS / 1000:
@@ -158,15 +156,15 @@ class Index(RedisScripts):
         return PrefixHits(hits, max(live, default=0))
 
     async def _ends(self, block_hashes: bytes, until_s: float) -> dict[bytes, int]:
-        """Return the number of leading blocks of the chain by node entry."""
+        """Return, for each node entry (number and boot epoch), how many leading blocks of the chain the node has."""
         if self._link.cluster:
             return await self._ends_of_segments(block_hashes, until_s)
         call = _look_up(keys.chain_buckets(block_hashes), keys.chain_fields(block_hashes))
         return await self._link.call("lookup", call, _read_ends, deadline_ms=_left_ms(until_s))
 
     async def _ends_of_segments(self, block_hashes: bytes, until_s: float) -> dict[bytes, int]:
-        """Ask a Cluster's shards about segments of the chain, in two rounds: evenly spread ones, then those between two
-        of them where a node's chain ends."""
+        """Query a Cluster for :meth:`_ends` in two rounds: for evenly spaced segments of the chain, then for the
+        segments between two of these if a node's prefix ends there."""
         buckets, fields = keys.chain_buckets(block_hashes), keys.chain_fields(block_hashes)
         width = SEGMENT_BLOCKS * keys.FIELD_BYTES
         parts = [_look_up([key], fields[at * width : (at + 1) * width]) for at, key in enumerate(buckets)]
@@ -197,25 +195,25 @@ class Index(RedisScripts):
         return ends
 
     async def _states(self, block_hashes: bytes, ends: dict[bytes, int], until_s: float) -> dict[bytes, int]:
-        """Return entry -> number of blocks before its last state on the chain. A Cluster is asked about each bucket
-        separately."""
+        """Return, by node entry, the number of blocks before the node's last state on the chain, at most ``ends``. A
+        Cluster is queried for each bucket separately."""
         runs = list(_state_runs(block_hashes[: max(ends.values()) * HASH_BYTES]))
         parts = [[run] for run in runs] if self._link.cluster else [runs]
         calls = [
             ScriptCall(
                 [run.bucket for run in part],
-                [b"".join(run.fields for run in part), MAX_ENTRIES_PER_LOOKUP, *(run.places for run in part)],
+                [b"".join(run.fields for run in part), MAX_ENTRIES_PER_LOOKUP, *(run.length for run in part)],
             )
             for part in parts
         ]
         answers = await self._link.call_each("states", calls, _read_ends, deadline_ms=_left_ms(until_s))
         found: dict[bytes, int] = {}
         for part, answer in zip(parts, answers, strict=True):
-            found |= {entry: part[0].first_block + place for entry, place in (answer or {}).items()}
+            found |= {entry: part[0].first_block + blocks for entry, blocks in (answer or {}).items()}
         return {entry: blocks for entry, blocks in found.items() if blocks <= ends.get(entry, 0)}
 
     async def _refresh(self, max_age_ms: int, until_s: float) -> None:
-        """Read the table of nodes unless that was tried within ``max_age_ms``. On failure the old one stays."""
+        """Read the table of nodes, unless that was tried within ``max_age_ms``. On failure, the old table is kept."""
         async with self._refreshing:
             now = asyncio.get_running_loop().time()
             if now - self._asked_s <= max_age_ms / 1000:
@@ -231,27 +229,27 @@ class Index(RedisScripts):
 
 
 def _look_up(buckets: list[bytes], fields: bytes) -> ScriptCall:
-    """Return the call that looks up the blocks of whole segments, by their buckets and fields."""
+    """Return the call that looks up the blocks of whole segments, given their buckets and fields."""
     return ScriptCall(buckets, [fields, SEGMENT_BLOCKS, MAX_ENTRIES_PER_LOOKUP])
 
 
 @dataclass(frozen=True, slots=True)
 class _StateRun:
-    """Consecutive blocks of a chain from ``first_block`` on whose states have their first pages in one bucket;
-    ``fields`` are those of the pages, concatenated."""
+    """Consecutive blocks of a chain, from ``first_block`` on, whose states' first pages are in the same bucket;
+    ``fields`` are the concatenated fields of these pages."""
 
     first_block: int
     bucket: bytes
     fields: bytes
 
     @property
-    def places(self) -> int:
+    def length(self) -> int:
         return len(self.fields) // keys.FIELD_BYTES
 
 
 def _state_runs(block_hashes: bytes) -> Iterator[_StateRun]:
-    """Yield the runs of a chain, in order. A page is a block behind the chain, so after a segment's last block it
-    begins a separate segment."""
+    """Yield the runs of a chain, in order. A state's page follows its block in the chain, so after a segment's last
+    block it is in another segment."""
     pages = [state_page(block, 0) for block in split_hashes(block_hashes)]
     for number, bucket_key in enumerate(keys.chain_buckets(block_hashes)):
         first = number * SEGMENT_BLOCKS
@@ -274,5 +272,6 @@ def _read_ends(raw: Any) -> dict[bytes, int]:
     return {as_bytes(entry): int(blocks) for entry, blocks in zip(raw[::2], raw[1::2], strict=True)}
 
 
-def _place(block_hashes: bytes, blocks: int) -> bytes:
+def _last_hash(block_hashes: bytes, blocks: int) -> bytes:
+    """Return the hash of the last of the first ``blocks`` blocks."""
     return block_hashes[(blocks - 1) * HASH_BYTES : blocks * HASH_BYTES]

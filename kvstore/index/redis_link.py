@@ -1,12 +1,12 @@
-"""Scripts in Redis for the index and the registry, each call with a deadline and behind a circuit breaker.
+"""Calls of Lua scripts in Redis, each with a deadline and a circuit breaker.
 
-    closed --failure--> open --BREAKER_OPEN_MS later, one call may try--> closed | open again
+    closed --failure--> open --BREAKER_OPEN_MS later, one call probes--> closed | open again
 
-Each server has a breaker: while it is open, calls to that server fail at once, so that a dead Redis, or a dead shard of
-a Cluster, costs a request nothing (I1, I3). Calls to several shards run concurrently, pipelined per shard, and a
-partial answer suffices. After a failure, a Cluster's slot map is read again in the background.
+Each server has a breaker: while it is open, calls to the server fail at once, so that a dead Redis, or a dead shard of
+a Cluster, does not delay requests (I1, I3). Calls to several shards run concurrently, pipelined per shard, and partial
+answers are used. After a failure, a Cluster's slot map is read again in the background.
 
-Times are on the event loop's clock, so a loop with a simulated clock moves deadlines and breakers as well.
+Times are on the event loop's clock, so that a simulated clock applies to deadlines and breakers too.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from pillion.kvstore.index.redis_url import MAX_CONNECTIONS, RedisServerAt, conn
 from pillion.tasks import end_tasks
 
 BREAKER_OPEN_MS = 500
-# A failed call that had less time than this left does not prove that the server failed.
+# Min time of a call whose timeout counts as a failure of the server.
 MIN_PATIENCE_MS = 50
+# Min interval between readings of a Cluster's slot map.
 DISCOVERY_INTERVAL_MS = 500
 DISCOVERY_DEADLINE_MS = 5000
 
-# Refusal pattern -> remedy. Wording differs between releases, and the client maps some refusals to exception classes.
+# Remedies by pattern of Redis's refusal. The wording differs between releases, and redis-py maps some refusals to
+# exception classes, so their names are matched too.
 REMEDIES = {
     "READONLY|ReadOnlyError": "it is a replica: give --redis-url the master, or promote it (REPLICAOF NO ONE)",
     "OOM|OutOfMemoryError": "its memory is full: raise its maxmemory",
@@ -51,14 +53,14 @@ Argument = bytes | str | int
 
 @dataclass(frozen=True, slots=True)
 class ScriptCall:
-    """One run of a script. All ``keys`` are in one hash slot."""
+    """Keys and arguments of one run of a script. All keys are in the same hash slot."""
 
     keys: Sequence[bytes]
     args: Sequence[Argument]
 
 
 class Breaker:
-    """Circuit breaker, sans-IO. While it is open, one call per ``open_s`` may probe the server."""
+    """Circuit breaker. While it is open, one call per ``open_s`` may probe the server. Sans-IO."""
 
     def __init__(self, open_s: float) -> None:
         self._open_s = open_s
@@ -66,7 +68,7 @@ class Breaker:
         self._try_again_s = 0.0
 
     def may_try(self, now: float) -> bool:
-        """Return whether a call may be sent; with an open breaker that call is its probe."""
+        """Return whether a call may be sent now. If the breaker is open, this call is the probe."""
         if self._closed:
             return True
         if now < self._try_again_s:
@@ -83,7 +85,7 @@ class Breaker:
 
 
 class RedisLink:
-    """Runs scripts, named without suffix, on one server through a Redis client. Created by :func:`open_link`."""
+    """Runs scripts on one server. ``scripts`` are names without suffix. Created by :func:`open_link`."""
 
     cluster = False
 
@@ -95,7 +97,8 @@ class RedisLink:
         self._free = asyncio.Semaphore(MAX_CONNECTIONS)
 
     async def call(self, script: str, call: ScriptCall, read: Callable[[Any], T], *, deadline_ms: float) -> T:
-        """Run a script once and decode its answer. Raises Unavailable for no answer or a bad one."""
+        """Run a script once and decode its answer by ``read``. Raises Unavailable if Redis does not answer, refuses, or
+        answers nonsense."""
         [answer] = await self.call_each(script, [call], read, deadline_ms=deadline_ms)
         assert answer is not None
         return answer
@@ -103,7 +106,7 @@ class RedisLink:
     async def call_each(
         self, script: str, calls: Sequence[ScriptCall], read: Callable[[Any], T], *, deadline_ms: float
     ) -> list[T | None]:
-        """Run a script once per call, at least once; return the answers, None for calls that failed.
+        """Run a script once per call, of which there is at least one; return the answers, None for calls that failed.
 
         ``read`` decodes a raw answer; if it raises ValueError or TypeError, the call counts as failed. Raises
         Unavailable if all calls failed.
@@ -120,7 +123,7 @@ class RedisLink:
     async def _ask(
         self, name: str, script: str, calls: Sequence[ScriptCall], read: Callable[[Any], T], until: float
     ) -> list[T | None]:
-        """Send all calls of one server and decode the answers. Raises Unavailable if there is none."""
+        """Send calls to one server and decode the answers. Raises Unavailable if all calls failed."""
         breaker = self._breakers.setdefault(name, Breaker(BREAKER_OPEN_MS / 1000))
         if not breaker.may_try(_now_s()):
             raise Unavailable("Redis does not answer; waiting before the next try")
@@ -129,7 +132,7 @@ class RedisLink:
             async with asyncio.timeout_at(until), self._free:
                 raw = await self._send(name, script, calls)
                 answers = [_read(read, one) for one in raw]
-        except Exception as error:  # noqa: BLE001  (of a server that speaks nonsense, redis-py raises anything)
+        except Exception as error:  # noqa: BLE001  (redis-py raises any exception for malformed answers)
             if not isinstance(error, TimeoutError) or _now_s() - begun_s >= MIN_PATIENCE_MS / 1000:
                 breaker.record_failure(_now_s())
             if _cancels() > cancels:
@@ -144,8 +147,8 @@ class RedisLink:
         return answers
 
     async def _send(self, name: str, script: str, calls: Sequence[ScriptCall]) -> list[Any]:
-        """Send calls of one server and return the raw answers, refusals included. Sends a script's text if the server
-        lacks it."""
+        """Send calls to one server and return the raw answers; that of a refused call is its ResponseError. If the
+        server lacks the script, send its text."""
         answers = await self._execute(name, "EVALSHA", self._shas[script], calls)
         unknown = [i for i, one in enumerate(answers) if isinstance(one, NoScriptError)]
         if unknown:
@@ -155,7 +158,7 @@ class RedisLink:
         return answers
 
     async def _execute(self, name: str, verb: str, script: str | bytes, calls: Sequence[ScriptCall]) -> list[Any]:
-        """Return one server's answers; a refusal is its call's ResponseError."""
+        """Send commands to one server, and return the raw answers; that of a refused command is its ResponseError."""
         answers: list[Any] = []
         for call in calls:
             try:
@@ -187,18 +190,18 @@ class ClusterLink(RedisLink):
         answers: list[T | None] = [None] * len(calls)
         shards = await self._shards(calls, until)
         outcomes = await asyncio.gather(
-            *(self._outcome(name, script, [calls[i] for i in places], read, until) for name, places in shards.items())
+            *(self._outcome(name, script, [calls[i] for i in indexes], read, until) for name, indexes in shards.items())
         )
-        for places, got in zip(shards.values(), outcomes, strict=True):
-            if not isinstance(got, Unavailable):
-                for i, answer in zip(places, got, strict=True):
+        for indexes, outcome in zip(shards.values(), outcomes, strict=True):
+            if not isinstance(outcome, Unavailable):
+                for i, answer in zip(indexes, outcome, strict=True):
                     answers[i] = answer
         if all(answer is None for answer in answers):
-            raise next((got for got in outcomes if isinstance(got, Unavailable)), Unavailable("Redis refused the call"))
+            raise next((one for one in outcomes if isinstance(one, Unavailable)), Unavailable("Redis refused the call"))
         return answers
 
     async def _shards(self, calls: Sequence[ScriptCall], until: float) -> dict[str, list[int]]:
-        """Return server name -> places of the calls that go to it."""
+        """Return the indexes of calls by the name of the server that has their slot, "" for no server."""
         known = self._client.nodes_manager.slots_cache
         if not known:
             self._discover()
@@ -215,8 +218,8 @@ class ClusterLink(RedisLink):
     async def _outcome(
         self, name: str, script: str, calls: list[ScriptCall], read: Callable[[Any], T], until: float
     ) -> list[T | None] | Unavailable:
-        """Return the result of :meth:`_ask`, or the Unavailable that it raised: then the slot map may be outdated. As a
-        coroutine function it leaves nothing unawaited if its task is cancelled before it starts."""
+        """Return the result of :meth:`_ask`, or the Unavailable that it raises; then read the slot map again, which may
+        be outdated."""
         try:
             return await self._ask(name, script, calls, read, until)
         except Unavailable as error:
@@ -239,7 +242,7 @@ class ClusterLink(RedisLink):
         return answers
 
     def _discover(self) -> None:
-        """Read the slot map again, in the background and not too often."""
+        """Read the slot map in the background, at most once per DISCOVERY_INTERVAL_MS."""
         now = _now_s()
         busy = self._discovery is not None and not self._discovery.done()
         if not busy and now - self._discovered_s >= DISCOVERY_INTERVAL_MS / 1000:
@@ -264,8 +267,8 @@ def open_link(server: RedisServerAt, *scripts: str) -> RedisLink:
 
 
 class RedisScripts:
-    """Base of classes that call the scripts named in ``scripts``. The constructor raises ConfigError for a bad URL;
-    calls raise Unavailable if Redis does not answer in time, or refuses."""
+    """Base of clients that call the scripts named in ``scripts``. The constructor raises ConfigError for an invalid
+    URL; calls raise Unavailable if Redis does not answer in time, or refuses."""
 
     scripts: tuple[str, ...] = ()
 
@@ -281,14 +284,14 @@ def _command(verb: str, script: str | bytes, call: ScriptCall) -> tuple[Argument
 
 
 def _with_remedy(refusal: ResponseError) -> str:
-    """Return the text of a refusal, with its remedy if known."""
+    """Return the text of a refusal, with a remedy if known."""
     named = f"{type(refusal).__name__} {refusal}"
     remedies = [remedy for pattern, remedy in REMEDIES.items() if re.search(pattern, named)]
     return f"{refusal} Remedy: {remedies[0]}." if remedies else str(refusal)
 
 
 def _read(read: Callable[[Any], T], raw: Any) -> T | None:
-    """Decode a raw answer; return None for a refusal. Raises ValueError for an undecodable answer."""
+    """Decode a raw answer; None for a refusal. Raises ValueError if it cannot be decoded."""
     if isinstance(raw, ResponseError):
         return None
     try:
@@ -298,7 +301,7 @@ def _read(read: Callable[[Any], T], raw: Any) -> T | None:
 
 
 def as_bytes(raw: Any) -> bytes:
-    """Check that a raw answer is a string. Raises TypeError otherwise."""
+    """Return a raw answer that is a string. Raises TypeError for any other."""
     if not isinstance(raw, bytes):
         raise TypeError(f"{type(raw).__name__} for bytes")
     return raw
@@ -311,7 +314,7 @@ def _script_sha(name: str) -> str:
 
 @cache
 def script_text(name: str) -> bytes:
-    """Return a script as sent to Redis, prefixed by the shared parts."""
+    """Return the text of a script, preceded by the functions that it shares with other scripts."""
     parts = ("common", "registry", name) if name in ("heartbeat", "leave", "components", "nodes") else ("common", name)
     return "".join((_SCRIPTS / f"{part}.lua").read_text() for part in parts).encode()
 
@@ -321,7 +324,7 @@ def _now_s() -> float:
 
 
 def _cancels() -> int:
-    """Return how often the caller's task was cancelled. redis-py loses a cancel that arrives while it reads an answer;
-    asyncio still counts it, and ignoring it would make the task uncancellable."""
+    """Return how often the current task was cancelled. redis-py swallows a cancellation while it reads an answer, but
+    asyncio counts it, so that the caller can raise it again."""
     task = asyncio.current_task()
     return task.cancelling() if task is not None else 0

@@ -5,8 +5,8 @@
     redis+sentinel://[user:password@]host[:port],.../service[/db]   the master of a service; rediss+sentinel:// for TLS
     redis+cluster://[user:password@]host[:port],...                 a Redis Cluster; rediss+cluster:// for TLS
 
-Options are a query: ?ssl_ca_certs=ca.pem&ssl_certfile=... for TLS, sentinel_username and sentinel_password for
-Sentinels that require them. User and password are percent-encoded where necessary.
+Options are passed as a query: ?ssl_ca_certs=ca.pem&ssl_certfile=... for TLS, and sentinel_username and
+sentinel_password for Sentinels that require them. User and password are percent-encoded if necessary.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from redis.exceptions import RedisError
 from pillion.errors import ConfigError
 
 CONNECT_TIMEOUT_MS = 1000
-# Connections per link and server; RedisLink makes no more concurrent calls.
+# Max connections per link and server; RedisLink limits concurrent calls to it.
 MAX_CONNECTIONS = 16
 MAX_HOSTS = 64
 
-ONE: Final = "one server"
+# Values of RedisPlace.mode.
+SINGLE: Final = "one server"
 SENTINEL: Final = "sentinel"
 CLUSTER: Final = "cluster"
 
@@ -50,12 +51,12 @@ RedisServerAt = str | Client
 
 @dataclass(frozen=True, slots=True)
 class RedisPlace:
-    """A parsed --redis-url: location and login of Redis.
+    """A parsed --redis-url.
 
     Attributes:
-        mode: ``ONE``, ``SENTINEL`` or ``CLUSTER``.
-        hosts: host and port of the server, of the Sentinels, or of some Cluster nodes; empty for a Unix socket.
-        service: the master's name for Sentinels.
+        mode: ``SINGLE``, ``SENTINEL`` or ``CLUSTER``.
+        hosts: hosts and ports of the server, the Sentinels or some Cluster nodes; empty for a Unix socket.
+        service: name of the Sentinels' service; "" for other modes.
         settings: keyword arguments of redis-py's connections: credentials, db, path, TLS.
         sentinel_settings: keyword arguments of connections to the Sentinels themselves.
     """
@@ -68,7 +69,7 @@ class RedisPlace:
 
 
 def parse(url: str) -> RedisPlace:
-    """Parse a URL. Raises ConfigError, which shows no password, for an invalid one."""
+    """Parse a --redis-url. Raises ConfigError, whose message contains no password, for an invalid one."""
     try:
         return _parse(url)
     except (ValueError, TypeError) as error:
@@ -77,7 +78,7 @@ def parse(url: str) -> RedisPlace:
 
 def connect(place: RedisPlace) -> Client:
     """Create a client, which connects on first use. Raises ConfigError for settings that redis-py refuses."""
-    # Pillion sets the deadline of a call; retries by the library would only use it up.
+    # RedisLink limits a call's time; retries by redis-py would only use it up.
     limits: dict[str, Any] = {
         "socket_connect_timeout": CONNECT_TIMEOUT_MS / 1000,
         "socket_timeout": None,
@@ -90,7 +91,7 @@ def connect(place: RedisPlace) -> Client:
             raise ConfigError(f"--redis-url: {option}: no file {settings[option]}")
     try:
         if place.mode == CLUSTER:
-            # The client asks every known node for the slots; limit each to the duration of a connect.
+            # The client asks one node after another for the slot map, so limit the time for each.
             settings["socket_timeout"] = CONNECT_TIMEOUT_MS / 1000
             nodes = [ClusterNode(host, port) for host, port in place.hosts]
             return redis.asyncio.RedisCluster(startup_nodes=nodes, require_full_coverage=False, **settings)
@@ -107,7 +108,7 @@ def connect(place: RedisPlace) -> Client:
 
 
 def without_password(url: str) -> str:
-    """Return a URL without credentials and options, for messages."""
+    """Return a URL without credentials and options."""
     scheme, separator, rest = url.partition("://")
     return f"{scheme}{separator}{rest.partition('?')[0].rpartition('@')[2]}"
 
@@ -115,10 +116,10 @@ def without_password(url: str) -> str:
 def _parse(url: str) -> RedisPlace:
     scheme, separator, rest = url.partition("://")
     base, plus, kind = scheme.partition("+")
-    mode = {"": ONE, "sentinel": SENTINEL, "cluster": CLUSTER}.get(kind)
+    mode = {"": SINGLE, "sentinel": SENTINEL, "cluster": CLUSTER}.get(kind)
     if not separator or mode is None or (plus and not kind) or base not in ("redis", "rediss", "unix"):
         raise ValueError("choose redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://")
-    if base == "unix" and mode != ONE:
+    if base == "unix" and mode != SINGLE:
         raise ValueError("a Unix socket leads to one server")
     body, _, query = rest.partition("?")
     credentials, at, place = body.rpartition("@")
@@ -131,11 +132,11 @@ def _parse(url: str) -> RedisPlace:
         service = ""
     else:
         named, _, path = place.partition("/")
-        hosts = _hosts(named, {ONE: 6379, SENTINEL: 26379, CLUSTER: 6379}[mode])
-        if mode == ONE and len(hosts) > 1:
+        hosts = _hosts(named, {SINGLE: 6379, SENTINEL: 26379, CLUSTER: 6379}[mode])
+        if mode == SINGLE and len(hosts) > 1:
             raise ValueError("several hosts: choose redis+sentinel:// or redis+cluster://")
         service, db = _path(path, mode)
-        # redis-py parses credentials and options of a URL with one dummy host.
+        # Let redis-py parse credentials and options, in a URL with a dummy host.
         settings = dict(parse_url(f"{base}://{credentials}{at}host/{db}?{urlencode(own)}"))
         settings.pop("host", None)
     if settings.pop("connection_class", None) is SSLConnection:
@@ -162,7 +163,7 @@ def _hosts(named: str, default_port: int) -> tuple[tuple[str, int], ...]:
 
 
 def _path(path: str, mode: str) -> tuple[str, int]:
-    """Return the service and the database number in a URL's path."""
+    """Return the Sentinels' service and the database number in a URL's path. Raises ValueError."""
     service = ""
     if mode == SENTINEL:
         service, _, path = path.partition("/")
@@ -176,7 +177,7 @@ def _path(path: str, mode: str) -> tuple[str, int]:
 
 
 def _options(query: str, base: str, mode: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the options for all connections, and those for Sentinels only, under redis-py's names."""
+    """Return the options for all connections, and those for Sentinels only, by redis-py's names. Raises ValueError."""
     allowed = (_TLS_OPTIONS if base == "rediss" else frozenset()) | (_SENTINEL_OPTIONS if mode == SENTINEL else set())
     allowed |= {"db"} if base == "unix" else set()
     options = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))

@@ -1,11 +1,11 @@
 """A KV node's writes to the index: its own entries, and sweeps of dead nodes' entries.
 
-    announce   adds and removes the node's own entry; removes its entries of earlier boots at these blocks
-    sweep      reads some buckets -> reads the table of live nodes -> removes all other entries from these buckets
+    announce   adds or removes the node's entry at blocks; removes its entries of earlier boots at these blocks
+    sweep      reads some buckets -> reads the table of live nodes -> removes entries of other nodes from these buckets
 
-The order of a sweep matters. A node registers before it announces, so an entry that was read first, and whose node is
-missing from a table read later, is void. Between reading the table and removing entries is one round trip; a node that
-reappears with its old boot epoch in that moment may lose a few hints, no more (I3).
+The order of a sweep matters. A node registers before it announces, so an entry is void if its node is missing from a
+table that was read later. A node that reappears with its old boot epoch between the reading of the table and the
+removal, one round trip, may lose a few hints, but nothing else (I3).
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ from pillion.kvstore.ledger.records import IndexEvent
 
 ANNOUNCE_DEADLINE_MS = 2000
 SWEEP_FIELDS = 512
-GENERATION_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class AnnounceResult:
-    """Generation of each group that took events, and the events of shards that did not answer. A changed generation
-    means that the group's buckets were lost."""
+    """Result of an announcement. Buckets are grouped, and each group has a generation that Redis loses with the
+    buckets, so a changed one means that they were lost.
+
+    Attributes:
+        generations: by group, of the groups whose shards answered.
+        unreported: events of shards that did not answer.
+    """
 
     generations: dict[bytes, bytes]
     unreported: list[IndexEvent]
@@ -35,8 +39,8 @@ class AnnounceResult:
 
 @dataclass(frozen=True, slots=True)
 class SweepPlace:
-    """Position of a sweep: group 0 .. GROUPS - 1, bucket in the group, Redis's cursor in that bucket. A sweep handles a
-    whole small group, so that it soon detects a shard that lost its memory."""
+    """Position of a sweep: group 0 .. GROUPS - 1, bucket in the group, Redis's cursor in the bucket. One call can sweep
+    a whole small group, so that a shard that lost its memory is detected soon."""
 
     group: int = 0
     bucket: int = 0
@@ -44,12 +48,13 @@ class SweepPlace:
 
 
 class IndexWriter(RedisScripts):
-    """A KV node's writes to the index. Calls raise Unavailable when Redis does not answer."""
+    """Writer of a KV node's entries in the index. Calls raise Unavailable if Redis does not answer."""
 
     scripts = ("announce", "sweep")
 
     async def announce(self, entry: bytes, events: Sequence[IndexEvent]) -> AnnounceResult:
-        """Add and remove ``entry`` (number and boot epoch, 8 bytes) at blocks. A block has at most one event."""
+        """Add or remove the node's ``entry`` (number and boot epoch, 8 bytes) at the blocks of ``events``, at most one
+        event per block."""
         if not events:
             return AnnounceResult({}, [])
         by_group = keys.updates_by_group(events, cluster=self._link.cluster)
@@ -59,31 +64,31 @@ class IndexWriter(RedisScripts):
         return AnnounceResult(generations, unreported)
 
     async def generations(self, groups: Sequence[bytes]) -> dict[bytes, bytes]:
-        """Return the generations of some groups, as far as their shards answer."""
+        """Return the generations of these groups, by group, if their shards answer."""
         return await self._announce(bytes(keys.ENTRY_BYTES), {group: {} for group in groups}) if groups else {}
 
     async def _announce(self, entry: bytes, groups: dict[bytes, dict[bytes, keys.BucketUpdates]]) -> dict[bytes, bytes]:
         calls = []
         for group, buckets in groups.items():
-            args: list[bytes | int] = [entry, secrets.token_bytes(GENERATION_BYTES), keys.MAX_ENTRIES_PER_BLOCK]
+            args: list[bytes | int] = [entry, secrets.token_bytes(8), keys.MAX_ENTRIES_PER_BLOCK]
             for fields in buckets.values():
-                args += (bytes(fields.came), bytes(fields.went))
+                args += (bytes(fields.arrived), bytes(fields.evicted))
             calls.append(ScriptCall([keys.generation(group), *buckets], args))
         answers = await self._link.call_each("announce", calls, as_bytes, deadline_ms=ANNOUNCE_DEADLINE_MS)
-        return {group: found for group, found in zip(groups, answers, strict=True) if found is not None}
+        return {group: answer for group, answer in zip(groups, answers, strict=True) if answer is not None}
 
     async def sweep(
         self, at: SweepPlace, live: Callable[[], Awaitable[frozenset[bytes]]]
     ) -> tuple[SweepPlace, dict[bytes, bytes]]:
-        """Remove void entries from some buckets; return the position to continue at, and the visited group's
-        generation.
+        """Remove void entries from some buckets, from the position ``at`` on; return the next position, and the
+        generation of the group.
 
-        ``live`` reads the live entries; it is called after the buckets were read, if they have any.
+        ``live`` returns the entries of live nodes; it is called after the buckets were read, if they have entries.
         """
         name = keys.group_name(at.group)
         group = name if self._link.cluster else b""
         buckets = [keys.generation(group), *keys.group_buckets(name, at.bucket)]
-        fresh = secrets.token_bytes(GENERATION_BYTES)
+        fresh = secrets.token_bytes(8)
 
         async def walk(void: bytes) -> _Walk:
             call = ScriptCall(buckets, [fresh, void, at.cursor, SWEEP_FIELDS])
@@ -97,6 +102,9 @@ class IndexWriter(RedisScripts):
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
+    """Result of a sweep script: the group's generation, the number of finished buckets, the cursor in the next one, and
+    the entries that were read."""
+
     generation: bytes
     done: int
     cursor: bytes
@@ -111,7 +119,7 @@ class _Walk:
 
 
 def _next_place(at: SweepPlace, walked: _Walk) -> SweepPlace:
-    """Return the position after the walk, or the next group."""
+    """Return the position after a walk: in the same group, or at the next group's beginning."""
     bucket = at.bucket + max(0, walked.done)
     if bucket < keys.BUCKETS_PER_GROUP:
         return SweepPlace(at.group, bucket, walked.cursor)

@@ -1,12 +1,13 @@
-"""Registry of components in Redis: the live ones, and the table of KV nodes that gives the index's entries meaning.
+"""Registry of live components in Redis, and the table of KV nodes by which entries of the index are resolved.
 
     every component --Registry.heartbeat--> its record, for ttl_ms
     gateway, KV node --Registry.components--> records of all live components
     gateway, KV node --Registry.nodes--> NodeTable: entry --> node id
 
-An *entry* is node number and boot epoch of a KV node, 4 bytes each. An entry missing from the table is void: its node
-is dead or has restarted. Time is Redis's own (TIME), so the machines' clocks do not matter. It stops while no heartbeat
-arrives: then Redis accepts none, and a component's silence proves nothing (lua/registry.lua).
+An *entry* is the number and the boot epoch of a KV node, 4 bytes each. An entry missing from the table is void: its
+node is dead or has restarted. Times are Redis's (TIME), so the machines' clocks do not matter. The registry's time
+stops while Redis gets no heartbeat at all: then Redis probably accepts none, and silence is no proof
+(lua/registry.lua).
 """
 
 from __future__ import annotations
@@ -29,8 +30,6 @@ from pillion.wire.registry import ComponentRecord
 log = logging.getLogger("pillion.index")
 
 REGISTRY_DEADLINE_MS = 1000
-MAX_FORGOTTEN_COMPONENTS = 100
-KVNODE = "kvnode"
 Addresses = Callable[[], Awaitable[Mapping[str, str]]]
 
 REGISTRY_KEYS = (keys.COMPONENTS, keys.EXPIRY, keys.NUMBERS, keys.NODES)
@@ -38,15 +37,15 @@ REGISTRY_KEYS = (keys.COMPONENTS, keys.EXPIRY, keys.NUMBERS, keys.NODES)
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatAnswer:
-    """Answer to a heartbeat. ``known`` is False after too long a silence, or if Redis lost its memory; ``node_number``
-    is a KV node's number for entries (4 bytes), empty for others."""
+    """Answer to a heartbeat. ``known`` is False if the component had no live record: after a long silence, or if Redis
+    lost its data. ``node_number`` is a KV node's number for entries (4 bytes), empty for other components."""
 
     known: bool
     node_number: bytes
 
 
 class NodeTable:
-    """Entry -> node id of every KV node alive when Redis was asked, at ``read_s`` on the event loop's clock."""
+    """Node ids of live KV nodes, by entry, as read from Redis at ``read_s`` on the event loop's clock."""
 
     def __init__(self, raw: Any = (0,), read_s: float = float("-inf")) -> None:
         now_ms, *rows = raw
@@ -62,31 +61,31 @@ class NodeTable:
         return frozenset(self._nodes)
 
     def node_id(self, entry: bytes) -> str | None:
-        """Return the node id of an entry, None if void."""
-        found = self._nodes.get(entry)
-        return found[0] if found else None
+        """Return the node id of an entry; None for a void entry."""
+        node = self._nodes.get(entry)
+        return node[0] if node else None
 
     def doubtful(self, entry: bytes, now: float) -> bool:
-        """Return whether a newer table may differ: the entry is missing, or its node's heartbeat is overdue."""
-        found = self._nodes.get(entry)
-        return found is None or found[1] < now
+        """Return whether a newer table may differ for an entry: it is missing, or its node's heartbeat is overdue."""
+        node = self._nodes.get(entry)
+        return node is None or node[1] < now
 
 
 class ReadRecords:
-    """Records of live components as last read. Sans-IO.
+    """Records of live components as last read; only changes are read. Sans-IO.
 
     Attributes:
-        since_ms: start time of new heartbeats, by Redis's clock; 0 requests all records.
+        since_ms: time by Redis's clock from which on heartbeats are to be read next; 0 for all records.
     """
 
     def __init__(self) -> None:
         self.since_ms = 0
-        # Id -> the record's bytes, and the record, None if undecodable.
+        # By component id: the record's bytes, and the record, None if it could not be decoded.
         self._known: dict[bytes, tuple[bytes, ComponentRecord | None]] = {}
 
     def read(self, raw: Any) -> bool:
-        """Decode an answer of the script "components" to ``since_ms``. Return whether exactly the live components are
-        known now; otherwise request all records. Raises ValueError or TypeError for an undecodable answer."""
+        """Decode an answer of the script "components" for ``since_ms``. Return whether exactly the live components are
+        known now; if not, ``since_ms`` is 0. Raises ValueError or TypeError for an answer that cannot be decoded."""
         now_ms, count, listing = raw
         before = self._known
         if self.since_ms == 0:
@@ -94,24 +93,24 @@ class ReadRecords:
         for line in as_bytes(listing).split(b"\n") if listing else ():
             component_id, _, row = line.partition(b"\t")
             self._known[component_id] = _read_row(row, now_ms, before.get(component_id))
-        # New components have sent heartbeats, so all live ones are known; equal counts mean that none has left. A
-        # server whose clock is behind stores heartbeats that look old.
-        asked_all, enough = self.since_ms == 0, len(self._known) == count and now_ms >= self.since_ms
-        self.since_ms = now_ms if enough else 0
-        return enough or asked_all
+        # New components have sent heartbeats, so all live ones are known; equal counts mean that none has left. If the
+        # server's clock went back, its new heartbeats look old.
+        asked_all, complete = self.since_ms == 0, len(self._known) == count and now_ms >= self.since_ms
+        self.since_ms = now_ms if complete else 0
+        return complete or asked_all
 
     def all(self) -> list[ComponentRecord]:
-        """Return the records of live components, each with its heartbeat's age when read. A record stays the same
-        object until the next heartbeat."""
+        """Return the records of live components, each with its heartbeat's age when it was read. A record stays the
+        same object until its next heartbeat."""
         return [record for _, record in self._known.values() if record is not None]
 
 
 class Registry(RedisScripts):
-    """Client of the registry. A component whose heartbeat was sent here is lost after ``ttl_ms`` of silence. Calls
-    raise Unavailable if Redis does not answer, or refuses.
+    """Client of the registry. A component that sends its heartbeats by this client counts as lost after ``ttl_ms`` of
+    silence. Calls raise Unavailable if Redis does not answer, or refuses.
 
     Attributes:
-        refusal: why Redis did not accept the last heartbeat from here; empty if it did, or before the first.
+        refusal: why Redis did not accept this client's last heartbeat; "" if it did, or before the first.
     """
 
     scripts = ("heartbeat", "leave", "components", "nodes")
@@ -124,14 +123,15 @@ class Registry(RedisScripts):
         self._reading = asyncio.Lock()
 
     async def heartbeat(self, record: ComponentRecord) -> HeartbeatAnswer:
-        """Register ``record`` for its time to live."""
-        epoch = struct.pack(">I", record.boot_epoch) if record.role == KVNODE else b""
+        """Register a component for ``ttl_ms``."""
+        epoch = struct.pack(">I", record.boot_epoch) if record.role == "kvnode" else b""
         args: list[bytes | str | int] = [
             record.component_id,
             record.to_json(),
             self._ttl_ms,
             epoch,
-            MAX_FORGOTTEN_COMPONENTS,
+            # Max expired components to remove in this call.
+            100,
         ]
         call = ScriptCall(REGISTRY_KEYS, args)
         try:
@@ -147,10 +147,10 @@ class Registry(RedisScripts):
         await self._link.call("leave", ScriptCall(REGISTRY_KEYS, [component_id]), int, deadline_ms=REGISTRY_DEADLINE_MS)
 
     async def components(self) -> list[ComponentRecord]:
-        """Return the records of live components, each with its heartbeat's age when read. A record stays the same
-        object until its next heartbeat. Only new ones are transferred and parsed."""
+        """Return the records of live components, each with its heartbeat's age when it was read. A record stays the
+        same object until its next heartbeat. Only changed records are transferred and parsed."""
         records = self._records
-        # One read at a time, because an answer only has the changes since the previous request.
+        # One read at a time, because an answer has only the changes since the previous one.
         async with self._reading:
             for _ in range(2):
                 call = ScriptCall(REGISTRY_KEYS, [f"{records.since_ms}"])
@@ -171,7 +171,8 @@ def _read_heartbeat(raw: Any) -> HeartbeatAnswer:
 def _read_row(
     row: bytes, now_ms: int, before: tuple[bytes, ComponentRecord | None] | None
 ) -> tuple[bytes, ComponentRecord | None]:
-    """Decode "heartbeat-ms record"; an unchanged record is not parsed again."""
+    """Decode a row, "heartbeat-ms record"; return the record's bytes and the record, None if it is invalid. A record
+    that equals ``before`` is not parsed again."""
     beat_ms, _, text = row.partition(b" ")
     known = before is not None and before[0] == text
     try:

@@ -1,7 +1,7 @@
 """Token buckets in Redis, shared by several processes.
 
-A bucket holds one minute's worth and refills evenly, by Redis's own clock; lua/take_tokens.lua has the arithmetic of
-:class:`pillion.gateway.admission.tenants.Bucket`. Losing Redis loses a minute's consumption.
+A bucket's size is one minute's quota, and it refills evenly, by Redis's clock; lua/take_tokens.lua has the arithmetic
+of :class:`pillion.gateway.admission.tenants.Bucket`. The loss of Redis forgets at most a minute's consumption.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class BucketDemand:
     """Demand on one bucket.
 
     Attributes:
-        per_minute: capacity, and refill per minute; 0 if the caller has no such bucket.
-        spent: consumption without a request, reported now; negative to return tokens.
-        wanted: amount to take if available; None to take nothing.
+        per_minute: size, and refill per minute; 0 for no bucket, i.e. no limit.
+        spent: earlier consumption to deduct in any case; negative to return tokens.
+        wanted: tokens to take if available; None to take nothing.
     """
 
     per_minute: int
@@ -39,16 +39,17 @@ class Shortage:
 
 
 class SharedBuckets(RedisScripts):
-    """Token buckets by owner. An owner has a few, always in the same order. Raises ConfigError for a bad URL."""
+    """Client of the token buckets. An owner has several, always in the same order. Raises ConfigError for an invalid
+    URL."""
 
     scripts = ("take_tokens",)
 
     async def take(self, owner: str, demands: Sequence[BucketDemand]) -> Shortage | None:
-        """Take the wanted amounts from all buckets, or from none if one has too little, in one call. ``spent`` is
-        deducted in either case.
+        """Take the wanted tokens from all buckets, or from none if one has too few, in one call. ``spent`` is deducted
+        in either case.
 
-        Return the first bucket with too little, or None. Raises Unavailable if Redis does not answer in time; the
-        amounts may have been taken nevertheless.
+        Return the first bucket with too few tokens, or None. Raises Unavailable if Redis does not answer in time; the
+        tokens may have been taken nevertheless.
         """
         args: list[Argument] = []
         for demand in demands:

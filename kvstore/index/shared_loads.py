@@ -1,9 +1,10 @@
-"""Work that each gateway has under way on each component, in Redis, for the planning of the others.
+"""Load that each gateway has put on each component, in Redis, for the plans of the other gateways.
 
-    tell --lua/tell_load.lua--> a gateway's hash: component --> amount, tokens; expires LOAD_TTL_MS after the last
-    change read --lua/read_loads.lua--> the sums over some gateways' hashes
+    tell --lua/tell_load.lua--> a hash per gateway: component id --> amount, tokens; expires LOAD_TTL_MS after the last
+                                change
+    read --lua/read_loads.lua--> sums over some gateways' hashes
 
-Without Redis, gateways see each other's work through the workers' heartbeats only.
+Without Redis, gateways see each other's load only by the workers' heartbeats.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index.redis_link import Argument, RedisScripts, ScriptCall, as_bytes
 
-# A request waits for a read, a fraction of a millisecond normally.
+# Short, since requests wait for it; a read normally takes a fraction of a millisecond.
 READ_LOADS_DEADLINE_MS = 100
 TELL_LOAD_DEADLINE_MS = 500
 LOAD_TTL_MS = 6000
@@ -25,35 +26,34 @@ MAX_OTHER_GATEWAYS = 64
 
 
 class UnderWay(NamedTuple):
-    """Work of gateways on a component: ``amount`` in the unit of its role (streams for decode workers, tokens for
-    prefill workers), and prompt ``tokens`` yet to be computed."""
+    """Load on a component: ``amount`` in the unit of its role (streams of decode workers, tokens of prefill workers),
+    and prompt ``tokens`` that are not computed yet."""
 
     amount: int = 0
     tokens: int = 0
 
 
-NOTHING_UNDER_WAY = UnderWay()
 _PACKED = struct.Struct(">II")
-_MOST = 2**32 - 1
 
 
 class SharedLoads(RedisScripts):
-    """Loads that gateways have put on components. Raises ConfigError for a bad URL."""
+    """Client of the gateways' loads. Raises ConfigError for an invalid URL."""
 
     scripts = ("tell_load", "read_loads")
 
     async def tell(self, gateway_id: str, loads: Mapping[str, UnderWay], *, whole: bool) -> None:
-        """Write up to MAX_CHANGES_PER_CALL loads of ``gateway_id``; ``whole`` if it has no others. Raises Unavailable
-        if Redis does not answer in time, or refuses; they may have been written nevertheless."""
+        """Write up to MAX_CHANGES_PER_CALL loads of a gateway; with ``whole``, remove its loads on all other
+        components. Raises Unavailable if Redis does not answer in time, or refuses; the loads may have been written
+        nevertheless."""
         args: list[Argument] = [LOAD_TTL_MS, int(whole)]
         for component_id, load in loads.items():
-            packed = _PACKED.pack(min(load.amount, _MOST), min(load.tokens, _MOST))
-            args += [component_id, packed if load != NOTHING_UNDER_WAY else b""]
+            packed = _PACKED.pack(*(min(count, 2**32 - 1) for count in load))
+            args += [component_id, packed if any(load) else b""]
         call = ScriptCall([keys.load_key(gateway_id)], args)
         await self._link.call("tell_load", call, int, deadline_ms=TELL_LOAD_DEADLINE_MS)
 
     async def read(self, gateway_ids: Sequence[str], component_ids: Sequence[str]) -> list[UnderWay]:
-        """Return for each component the sum of these gateways' loads, of the first MAX_OTHER_GATEWAYS only. Raises
+        """Return, for each component, the sum of the loads of the first MAX_OTHER_GATEWAYS of these gateways. Raises
         Unavailable if Redis does not answer in time, or refuses."""
         asked = [keys.load_key(name) for name in gateway_ids[:MAX_OTHER_GATEWAYS]]
         call = ScriptCall(asked, ["\n".join(component_ids)])

@@ -1,7 +1,7 @@
-"""Small values by name in Redis, read and changed by several processes; the later of two values of a name wins.
+"""Small values by name in Redis, read and changed by several processes; of two values of a name, the later one wins.
 
-Each process keeps all values and writes its own again if Redis lacks them, so that an emptied Redis loses nothing that
-any process still has. lua/share_names.lua compares the stamps.
+Each process keeps all values and writes its own again if Redis lacks them, so that an emptied Redis regains all values
+that some process has. lua/share_names.lua compares the timestamps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ SHARE_DEADLINE_MS = 500
 
 @dataclass(frozen=True, slots=True, order=True)
 class StampedValue:
-    """A value with its timestamp in ms. An empty value deletes the name. Of two values, the greater one wins."""
+    """A value with its timestamp in ms; empty for a deleted name. Of two values, the greater one by (timestamp, value)
+    wins."""
 
     stamp_ms: int
     value: bytes
@@ -27,15 +28,15 @@ class StampedValue:
 
 @dataclass(frozen=True, slots=True)
 class SharedAnswer:
-    """All values by name, None if their version is the requested one."""
+    """All values by name; None if the caller knows this version."""
 
     version: bytes
     values: Mapping[str, StampedValue] | None
 
 
 class SharedNames(RedisScripts):
-    """At most ``max_names`` names of adapters, including those with empty values, which are forgotten after
-    ``forget_ms``. Raises ConfigError for a bad URL."""
+    """Client of the adapters' names: at most ``max_names``, including deleted ones, which are forgotten after
+    ``forget_ms``. Raises ConfigError for an invalid URL."""
 
     scripts = ("share_names",)
 
@@ -44,8 +45,8 @@ class SharedNames(RedisScripts):
         self._bounds = (max_names, forget_ms)
 
     async def share(self, known: bytes, brought: Sequence[tuple[str, StampedValue]]) -> SharedAnswer:
-        """Write values, and return all values unless Redis's version is ``known``. Raises Unavailable if Redis does not
-        answer in time; the values may have been written nevertheless."""
+        """Write the values ``brought``; return all values, unless their version in Redis is ``known``. Raises
+        Unavailable if Redis does not answer in time; the values may have been written nevertheless."""
         args: list[Argument] = [known, *self._bounds]
         for name, given in brought:
             args += [name, given.stamp_ms, given.value]

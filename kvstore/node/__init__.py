@@ -1,4 +1,4 @@
-"""The KV node's process, which owns one memory domain's pool: it alone leases, commits, pins and evicts (I3, I4).
+"""The KV node's process: it owns the pool of one memory domain, and alone leases, commits, pins and evicts (I3, I4).
 
-kvstore/ledger makes the decisions; nothing here depends on a model or a request's text. Open pool.py first.
+kvstore/ledger makes the decisions. Nothing here depends on the model or on requests' text. Open pool.py first.
 """

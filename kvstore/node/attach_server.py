@@ -1,22 +1,22 @@
-"""Attach socket: gives workers the pool's memory, and detects their death.
+"""Attach socket: passes the pool's memory to workers, and detects their death.
 
     worker                                   node
       | -- connect to the Unix socket ------> |
       | -- AttachHello, one JSON line ------> |  first worker: block_bytes fixes the size of a slot
       | <-- AttachReply + descriptors ------- |  one, or one for each shard (or AttachReply with an error, then the end)
-      |        ... mapped, at work ...        |  the reply says whether this is host memory or a GPU's
+      |        ... mapped, running ...        |  the reply says whether this is host memory or a GPU's
       | -- PROCESSES + descriptors ---------> |  with a GPU's memory: the other processes of a worker of several ranks
-      | ============== the end =============> |  proof that the worker maps nothing any more (I4); with a GPU's memory
+      | ========= connection ends ==========> |  proof that the worker maps nothing any more (I4); with a GPU's memory
                                                  only its processes' exit is proof (PeerProcess), and until then the
                                                  epoch is fenced
-      | <============= the end ============== |  the node is gone: the worker exits; or, with a pool that outlives it,
-                                                 ends its last step and connects to the restarted node
+      | <======== connection ends =========== |  the node has ended: the worker exits; or, with a pool that outlives the
+                                                 node, finishes its step and connects to the restarted node
 
-A connection that begins with RegionHello gets memory beside the pool (kvstore/gpu/region_server.py).
+A connection that begins with RegionHello gets memory outside the pool (kvstore/gpu/region_server.py).
 kvstore/client/attachment.py is the worker's side, pillion/wire/attach.py has the messages.
 
 The socket file is 0600 in a 0700 directory: a process that may connect may read and write all KV. Only file descriptors
-and lines of JSON travel here, so there is nothing to unpickle.
+and lines of JSON are exchanged, so nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -48,28 +48,23 @@ log = logging.getLogger("pillion.kvnode")
 HELLO_TIMEOUT_S = 5.0
 MAX_ATTACHMENTS = 256
 LISTEN_BACKLOG = 64
-UNSEEN = (
-    "the worker of epoch %016x is gone from its socket, and this node cannot see its process: it is of another PID "
-    "namespace. Its slots stay in quarantine until this node restarts. Let node and workers share a PID namespace "
-    "(Kubernetes: shareProcessNamespace), or use Linux 6.5 or newer"
-)
+# Values of PeerProcess.descriptor: a process whose exit cannot be observed; this process, or one that has exited.
 UNSEEN_PROCESS, _GONE = -1, -2
-# Linux' SO_PEERPIDFD, missing in Python: a pidfd of the peer, whatever its PID namespace.
-_SO_PEERPIDFD = 77
 
 
 class AttachServer:
-    """Listening attach socket with all its connections.
+    """Listening attach socket, and all connections to it.
 
     Args:
-        memory_fds: returns the pool's descriptor, or that of each shard; called after a worker was admitted.
-        admit: turns a hello into a reply. Raises PillionErrors to refuse.
+        memory_fds: returns the pool's descriptor, or one per shard; called after a worker was admitted.
+        admit: returns the reply to a hello. Raises PillionError to refuse.
         ended: called once per admitted epoch, when its worker's death is proven.
-        fence: called with an epoch whose worker's connection ended while its exit is unproven.
-        serve_region: serves a connection for a region until its end. Raises PillionErrors to refuse.
-        exit_is_proof: returns whether to await the worker's exit after a connection ends without DETACHED.
-        answering: called before an answer is sent, with the pidfd of the worker or a negative number (see
-            :attr:`PeerProcess.descriptor`); returns more descriptors for the answer.
+        fence: called with an epoch whose worker's connection has ended while its exit is not proven.
+        serve_region: serves a connection for a region until its end. Raises PillionError to refuse.
+        exit_is_proof: returns whether only the worker's exit is proof of its death, if its connection ended without
+            DETACHED.
+        answering: called before an answer is sent, with :attr:`PeerProcess.descriptor` of the worker; returns
+            additional descriptors for the answer.
     """
 
     def __init__(
@@ -102,9 +97,9 @@ class AttachServer:
         self._accepting = asyncio.create_task(self._accept(self._server), name="attach-accept")
 
     async def stop(self) -> None:
-        """End all connections, which tells workers that the node is gone."""
+        """Close all connections, by which workers notice the node's end."""
         await end_tasks(self._accepting)
-        # First, so that a worker that reconnects at once does not find this node again.
+        # Stop listening first, so that a worker that reconnects at once does not reach this node again.
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -118,7 +113,7 @@ class AttachServer:
             try:
                 sock, _ = await loop.sock_accept(server)
             except OSError as error:
-                # E.g. out of descriptors: keep the socket and retry.
+                # E.g. out of descriptors.
                 log.warning("cannot accept an attachment: %s", error)
                 await asyncio.sleep(0.1)
                 continue
@@ -139,21 +134,27 @@ class AttachServer:
                     if not detached:
                         self._fence(epoch)
                         if peer.descriptor == UNSEEN_PROCESS:
-                            log.error(UNSEEN, epoch)
+                            log.error(
+                                "the worker of epoch %016x has closed its socket, and this node cannot see its process,"
+                                " which is in another PID namespace. Its slots stay in quarantine until this node"
+                                " restarts. Let node and workers share a PID namespace (Kubernetes:"
+                                " shareProcessNamespace), or use Linux 6.5 or newer",
+                                epoch,
+                            )
                         await peer.wait_exit()
                     for pidfd in peer.others:
                         await _readable(pidfd)
         except (OSError, PillionError) as error:
             log.debug("attach connection failed: %s", error)
         finally:
-            # Before closing: a peer that sees the connection closed may rely on the slots being free.
+            # Before closing: a peer that sees the connection closed may rely on free slots.
             if epoch:
                 self._ended(epoch)
             peer.close()
             sock.close()
 
     async def _read_hello(self, sock: socket.socket) -> AttachHello | RegionHello | None:
-        """Read the first line of a connection; return its message, or None if refused."""
+        """Read the first line of a connection; return its message, or None if the connection was refused."""
         try:
             if len(self._connections) > MAX_ATTACHMENTS:
                 raise Overloaded(f"{MAX_ATTACHMENTS} workers are attached already")
@@ -165,7 +166,8 @@ class AttachServer:
         return hello
 
     async def _greet(self, sock: socket.socket, hello: AttachHello, process: int) -> int:
-        """Answer a worker; return its epoch, or 0 if refused. An epoch whose answer cannot be sent ends at once."""
+        """Answer a worker; return its epoch, or 0 if it was refused. An epoch whose answer cannot be sent ends at
+        once."""
         try:
             reply = await self._admit(hello)
         except PillionError as error:
@@ -181,12 +183,13 @@ class AttachServer:
 
 
 class PeerProcess:
-    """Process at the other end of a Unix socket. ``others`` are pidfds of further processes that it named. The creator
-    closes it.
+    """Process at the other end of a Unix socket. ``others`` are pidfds of further processes that it named. Its creator
+    must close it.
 
-    A dying process closes its files in order, after its memory is unmapped and its threads have ended. So for host
-    memory the socket's end proves that nothing is mapped any more. A GPU is one more open file: with the socket closed,
-    a launched kernel may still store to the pool. The process's exit is reported only after all its files are closed.
+    A dying process closes its files after its memory is unmapped and its threads have ended. So for host memory, the
+    end of the connection proves that nothing is mapped any more. A GPU is another open file: after the socket is
+    closed, a launched kernel may still write to the pool. The process's exit is reported only after all its files are
+    closed.
 
     Attributes:
         descriptor: pidfd of the process, closed with this object; UNSEEN_PROCESS if its exit cannot be observed,
@@ -198,8 +201,8 @@ class PeerProcess:
         self.others: list[int] = []
 
     async def wait_exit(self) -> None:
-        """Wait for the process's exit, forever if that cannot be observed. This process counts as gone, because it dies
-        with its memory."""
+        """Wait for the process's exit, forever if that cannot be observed. Returns at once if the peer is this
+        process."""
         if self.descriptor != _GONE:
             await _readable(self.descriptor)
 
@@ -225,15 +228,16 @@ async def _readable(descriptor: int) -> None:
 
 
 def _pidfd_of(sock: socket.socket) -> int:
+    """Return a pidfd of the process at the other end, or UNSEEN_PROCESS or _GONE."""
     if not hasattr(os, "pidfd_open"):
         return UNSEEN_PROCESS
     # SO_PEERCRED gives 0 for a process outside of this PID namespace.
     pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     if pid == os.getpid():
         return _GONE
-    # SO_PEERPIDFD needs Linux 6.5 or newer.
+    # SO_PEERPIDFD (Linux 6.5), missing in Python's socket module: a pidfd of the peer in any PID namespace.
     with contextlib.suppress(OSError):
-        (pidfd,) = struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, struct.calcsize("i")))
+        (pidfd,) = struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, 77, struct.calcsize("i")))
         return int(pidfd)
     try:
         return os.pidfd_open(pid) if pid > 0 else UNSEEN_PROCESS
@@ -263,27 +267,27 @@ async def read_line(sock: socket.socket) -> bytes:
 async def until_end(sock: socket.socket, processes: list[int] | None = None) -> bool:
     """Wait for the connection's end; return whether the worker's last message was DETACHED.
 
-    The descriptors of PROCESSES messages are appended to ``processes``, for the caller to close; other content is
-    ignored. After more than MAX_PROCESSES, or where this process is out of descriptors, the connection counts as ended
-    without DETACHED; in the latter case ``processes`` also gets UNSEEN_PROCESS.
+    The descriptors of PROCESSES messages are appended to ``processes``, for the caller to close; other messages are
+    ignored. With more than MAX_PROCESSES, or if this process is out of descriptors, return False before the end; in the
+    latter case UNSEEN_PROCESS is appended to ``processes``.
     """
-    last, found = b"", [] if processes is None else processes
-    most = 0 if processes is None else MAX_PROCESSES
+    last, pidfds = b"", [] if processes is None else processes
+    limit = 0 if processes is None else MAX_PROCESSES
     with contextlib.suppress(ConnectionError):
-        while len(found) <= most and UNSEEN_PROCESS not in found:
+        while len(pidfds) <= limit and UNSEEN_PROCESS not in pidfds:
             try:
-                chunk, descriptors, said, _ = socket.recv_fds(sock, MAX_LINE_BYTES, most)
+                chunk, descriptors, flags, _ = socket.recv_fds(sock, MAX_LINE_BYTES, limit)
             except BlockingIOError:
                 await _readable(sock.fileno())
                 continue
             if not chunk:
                 break
-            found += descriptors
-            if most and said & socket.MSG_CTRUNC:
+            pidfds += descriptors
+            if limit and flags & socket.MSG_CTRUNC:
                 log.error(
                     "the node has too many open files to watch all processes of a worker: its slots stay in quarantine"
                     " until the node restarts"
                 )
-                found.append(UNSEEN_PROCESS)
+                pidfds.append(UNSEEN_PROCESS)
             last = (last + chunk)[-len(DETACHED) :]
-    return last == DETACHED and len(found) <= most and UNSEEN_PROCESS not in found
+    return last == DETACHED and len(pidfds) <= limit and UNSEEN_PROCESS not in pidfds

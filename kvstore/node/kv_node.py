@@ -1,8 +1,8 @@
 """The KV node as a component: memory, pool, attach socket, gRPC services, heartbeats, metrics.
 
-start --> serving --the first worker attaches--> the pool has its shape: storage (pillion.kvstore.tiers.storage)
-                    +-- stop --> sessions and attachments ended --> gone
-                    +-- a background task died --> wait_failed() returns why
+start --> serving --the first worker attaches--> the pool has its shape, and storage (pillion.kvstore.tiers.storage)
+             +-- stop --> sessions and attachments end --> stopped
+             +-- a background task fails --> wait_failed() returns the reason
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class KVNode:
 
     Attributes:
         address: advertised address of its gRPC service.
-        pool, regions, prefix_pins: the node's parts, for tests.
+        pool, regions, prefix_pins: public for tests.
     """
 
     def __init__(
@@ -106,12 +106,12 @@ class KVNode:
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> None:
-        """Start all parts, gRPC first, because attaching workers get its address."""
+        """Start the node, gRPC first, because workers get its address when they attach."""
         flags = self._flags
         await self._memory.open()
         self.pool.pool_bytes = self._memory.pool_bytes
         await self._exchange.start()
-        # The calls of features are in the mapping.
+        # The mapping implements the service's other methods.
         servicer = KVNodeServicer(  # type: ignore[abstract]
             self.pool, flags.node_id, self.status, self.check_integrity, self._stopping, self._calls
         )
@@ -150,7 +150,7 @@ class KVNode:
         server, self._server = self._server, None
         if server is not None:
             await server.stop(max(0.0, grace_s))
-        # After the last call that may change pins.
+        # After the last call that could change a prefix pin.
         await self.prefix_pins.aclose()
         storage, self._storage = self._storage, None
         if storage is not None:
@@ -162,7 +162,8 @@ class KVNode:
         self._memory.close()
 
     async def _hand_over(self, within_s: float) -> float:
-        """Hand over warm blocks to other nodes or the disk; return the seconds spent. Failures are logged."""
+        """Hand over warm blocks to other nodes or the disk, within ``within_s``; return the seconds spent. Failures are
+        logged."""
         storage, began_s = self._storage, time.monotonic()
         if storage is None or self._leaving or within_s <= 0:
             return 0.0
@@ -181,7 +182,7 @@ class KVNode:
         return time.monotonic() - began_s
 
     async def wait_failed(self) -> str:
-        """Return the reason if the node fails; never returns otherwise."""
+        """Wait until the node fails; return the reason."""
         return await asyncio.shield(self._failure)
 
     def status(self) -> NodeStatus:
@@ -196,7 +197,7 @@ class KVNode:
     async def _admit(self, hello: AttachHello) -> AttachReply:
         memory = self._memory
         if not self.pool.shaped:
-            # Before the lock, because another worker that has it may wait for this one.
+            # Before the lock, because the worker that has it may wait for this one.
             memory.asked(hello)
         async with self._shaping:
             try:
@@ -229,7 +230,7 @@ class KVNode:
         self.pool.ended(epoch)
 
     def _attached_shards(self) -> tuple[AttachedShard, ...]:
-        """Describe each shard of a divided pool."""
+        """Return the shards of a pool divided over GPUs; () for another pool."""
         memory = self._memory
         if memory.shards is None or not memory.divided:
             return ()
@@ -274,7 +275,7 @@ class KVNode:
         return chain(self.pool.ledger.hashes(), lower)
 
     def record(self, boot_epoch: int) -> ComponentRecord:
-        """Return the record for the registry."""
+        """Return the node's record for the registry, with the boot epoch of its index entries."""
         status = self.status()
         return ComponentRecord(
             component_id=self._flags.node_id,
@@ -307,7 +308,7 @@ class KVNode:
         while True:
             await asyncio.sleep(interval_s)
             if self.pool.judge_silence(interval_s):
-                # At once, because gateways move a fenced worker's requests when the node's record names it.
+                # Without delay, because gateways replay a worker's requests once the node's record lists it as fenced.
                 self._directory.beat_now()
 
     def _spawn(self, work: Coroutine[None, None, None], name: str) -> None:
@@ -324,13 +325,13 @@ class KVNode:
 
 
 def metric_readings(status: NodeStatus) -> Iterator[Reading]:
-    """Yield the metrics of a status. The four block states add up to the pool."""
+    """Yield the metrics of a status."""
     for state in ("free", "leased", "committed", "quarantined"):
         yield names.KV_BLOCKS, (state,), getattr(status, f"{state}_blocks")
-    held = status.leased_blocks + status.quarantined_blocks + status.pinned_blocks + status.reserved_blocks
+    in_use = status.leased_blocks + status.quarantined_blocks + status.pinned_blocks + status.reserved_blocks
     yield names.KV_HELD, ("pinned",), status.pinned_blocks
     yield names.KV_HELD, ("reserved",), status.reserved_blocks
-    yield names.KV_USAGE, (), min(1.0, held / status.total_blocks) if status.total_blocks else 0.0
+    yield names.KV_USAGE, (), min(1.0, in_use / status.total_blocks) if status.total_blocks else 0.0
     yield names.KV_BLOCK_BYTES, (), status.block_bytes
     yield names.KV_DISK_BLOCKS, (), status.disk_blocks
     yield names.KV_DISK_SHORT, (), status.disk_short_blocks

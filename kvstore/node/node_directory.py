@@ -1,6 +1,6 @@
-"""A KV node's view of the other nodes of its cluster, and its own entries in Redis: its record and its index of blocks.
+"""A KV node's view of the other nodes of its cluster, and its own entries in Redis: its record and its blocks.
 
-Without Redis, a node is alone and announces nothing.
+Without Redis, a node has no view of other nodes, and announces nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TWIN_TIMEOUT_S = 2.0
 
 
 class NodeDirectory:
-    """One node's connection to the registry and the index. Only the node's loop calls it."""
+    """A node's connection to the registry and the index. Used on the node's event loop only."""
 
     def __init__(self, flags: KVNodeFlags) -> None:
         self._flags = flags
@@ -50,16 +50,16 @@ class NodeDirectory:
         ]
 
     async def look_up(self, hashes: bytes) -> dict[str, int]:
-        """Return how many leading blocks of a chain each node has, by the index. Raises Unavailable."""
+        """Return the leading blocks of a chain on each node according to the index, by node id."""
         if self._index is None:
             self._index = Index(self._flags.redis_url)
         return {hit.node_id: hit.blocks for hit in await self._index.longest_prefix(hashes)}
 
     async def refuse_duplicate(self, own_address: str) -> None:
-        """Raise ConfigError if another node with this id is alive: each would mistake the other's index entries for its
-        own.
+        """Raise ConfigError if another live node has this node's id, since they would overwrite each other's index
+        entries.
 
-        A record alone proves nothing, because that of this node's previous life stays for a moment. Only a node that
+        A record is no proof, because that of this node's previous process remains for a moment. Only a node that
         answers at another address counts.
         """
         node_id = self._flags.node_id
@@ -75,13 +75,13 @@ class NodeDirectory:
             return
         twin = NodeClient(address, node_id)
         try:
-            found = (await twin.status(timeout_s=TWIN_TIMEOUT_S)).node_id
+            twin_id = (await twin.status(timeout_s=TWIN_TIMEOUT_S)).node_id
         except PillionError as error:
             log.info("a record of %s at %s belongs to a node that has ended: %s", node_id, address, error.message)
             return
         finally:
             await twin.aclose()
-        if found == node_id:
+        if twin_id == node_id:
             raise ConfigError(
                 f"--node-id {node_id} is taken: a KV node of this name serves at {address}; give each node a name of"
                 " its own"
@@ -90,8 +90,8 @@ class NodeDirectory:
     async def announce(
         self, record: Callable[[int], ComponentRecord], hashes: Callable[[], Iterable[tuple[bytes, bytes]]]
     ) -> None:
-        """Announce this node and its blocks until cancelled. ``record`` builds the node's record from its boot epoch,
-        and ``hashes`` yields (hash, segment) of all blocks."""
+        """Announce this node and its blocks until cancelled. ``record`` returns the node's record for a boot epoch, and
+        ``hashes`` the (hash, segment) of all blocks."""
         self._announcer = Announcer(
             self._flags.redis_url,
             heartbeat_s=self._flags.heartbeat_ms / 1000,
@@ -102,12 +102,12 @@ class NodeDirectory:
         await self._announcer.run()
 
     def push(self, events: list[IndexEvent]) -> None:
-        """Queue blocks that arrived or left for the index."""
+        """Queue arrivals and evictions of blocks for the index."""
         if self._announcer is not None:
             self._announcer.push(events)
 
     def beat_now(self) -> bool:
-        """Send the next heartbeat at once; return False if this node sends none."""
+        """Send the next heartbeat at once; return False if this node sends no heartbeats."""
         if self._announcer is not None:
             self._announcer.beat_now()
         return self._announcer is not None

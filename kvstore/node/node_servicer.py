@@ -1,4 +1,4 @@
-"""gRPC service of the KV node: converts messages and calls the pool, without decisions."""
+"""gRPC service of the KV node: converts messages, and calls the pool."""
 
 # ruff: noqa: N802
 
@@ -22,13 +22,13 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
-    """The servicer of kvnode.proto.
+    """Servicer of kvnode.proto's KVNode.
 
     Args:
-        status: the node's whole status.
-        check_integrity: raises on inconsistency.
-        stopping: ends the sessions when set.
-        calls: the calls that features serve, by name.
+        status: returns the node's status.
+        check_integrity: raises PillionError on inconsistency.
+        stopping: ends all sessions when set.
+        calls: implementations of the methods of other features, by name.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
 
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Context) -> AsyncIterator[pb.SessionEvent]:
         epoch = self._pool.open_session(check_hello(request.hello))
-        # Runs however the call ends, and wherever this generator is suspended.
+        # A callback, since this generator may be suspended when the call ends.
         ended: Any = lambda _: self._pool.ended(epoch)  # noqa: E731
         context.add_done_callback(ended)
         yield pb.SessionEvent(hello=hello_to_pb(self._node_id), epoch=epoch)
@@ -83,7 +83,7 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitReply:
         return pb.CommitReply(results=self._pool.commit(request.epoch, request.runs))
 
-    # Writes to the context instead of yielding, so that a write that a follower does not read can time out.
+    # Writes to the context instead of yielding, so that writing to a follower that does not read can time out.
     async def FollowBlocks(self, request: pb.FollowBlocksRequest, context: Context) -> None:  # type: ignore[override]
         check_hello(request.hello)
         await self._pool.followers.follow(request, context.write)

@@ -1,7 +1,7 @@
-"""A KV node's pool: its slot ledger and waiting queue, connected to real time and callers.
+"""A KV node's pool: its slot ledger and waiting queue, with the clock and asynchronous callers.
 
-Every call that changes slots, tickets or blocks ends in :meth:`Pool.changed`, which admits waiters that fit now and
-updates the index. Everything runs on one asyncio loop, and no change awaits anything halfway, so no lock is needed.
+Every call that changes slots, tickets or blocks ends with :meth:`Pool.changed`, which admits waiters that fit now and
+updates the index. Everything runs on one event loop, and no change awaits anything halfway, so there is no lock.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ log = logging.getLogger("pillion.kvnode")
 
 MAX_HOLDERS = 4096
 MAX_SOURCES = 64
-# Calls that wait for a ticket's chain to grow, over all workers.
+# Max calls that wait for a ticket's chain to grow, over all workers.
 MAX_CHAIN_WAITS = 4096
 
 
 class Pool:
-    """All that a node does with its slots, except for sockets.
+    """The slots, tickets and blocks of a node, and the calls on them.
 
-    Calls raise NotFound for a void epoch, and Conflict for a fenced one where they would change something. A call by a
-    worker or a gateway counts as a sign of life.
+    Calls raise NotFound for a void epoch, and Conflict for a fenced one if they would change anything. A call by a
+    worker or a gateway counts as a heartbeat.
 
     Args:
         followers: streams of the pool's changes.
@@ -63,11 +63,11 @@ class Pool:
         shaped: called once with the pool's shape.
 
     Attributes:
-        pool_bytes: memory to cut into slots when the first worker sets the block size; variable until then.
+        pool_bytes: memory to divide into slots when the first worker sets the block size; may change until then.
         fetcher, spiller: set once the pool has memory.
-        survival: keeps the pool recoverable, where it outlives its node; set with the pool's shape.
+        survival: makes the blocks of a pool that outlives its node recoverable, else None; set with the pool's shape.
         meters: durations of tickets and fetches; the node adds its counts.
-        served_blocks: blocks read by other nodes.
+        served_blocks: number of blocks pinned for other nodes to read.
         chain_waits: calls that wait for a chain to grow.
     """
 
@@ -97,10 +97,10 @@ class Pool:
         self._block_bytes = 0
         self._checked_s = time.monotonic()
         self._waiting: dict[tuple[int, int], asyncio.Future[Grant]] = {}
-        # By ticket: the waiting epoch, the blocks it waits for, and the future that wakes it.
+        # By ticket id: of each waiting call, the epoch, the awaited length, and the future that wakes it.
         self._chain_waits: dict[int, list[tuple[int, int, asyncio.Future[None]]]] = {}
         self.chain_waits = 0
-        # Of workers that drained: first epoch of the attachment -> (last replaced epoch, current epoch).
+        # For workers with a new epoch, by the first epoch of the attachment: (previous epoch, current epoch).
         self._replaced: dict[int, tuple[int, int]] = {}
         self.waiting = WaitingQueue(self.ledger, max_waiting)
 
@@ -111,7 +111,7 @@ class Pool:
 
     def attach(self, hello: AttachHello) -> tuple[int, int]:
         """Create an epoch for a worker; return it and the number of slots. The first worker sets the pool's shape.
-        Raise Conflict for another block size or namespace, InvalidRequest for a block that does not fit."""
+        Raises Conflict for another block size or namespace, InvalidRequest for a block that does not fit."""
         if hello.block_bytes <= 0:
             raise InvalidRequest("a block needs at least one byte")
         if self._block_bytes and hello.block_bytes != self._block_bytes:
@@ -141,58 +141,60 @@ class Pool:
         return self.ledger.attach(hello.component_id, hello.role), self.ledger.num_slots
 
     def open_session(self, name: str) -> int:
-        """Create an epoch for a gateway's session. Raise Overloaded above MAX_HOLDERS."""
+        """Create an epoch for a gateway's session. Raises Overloaded above MAX_HOLDERS."""
         self._bound_holders()
         return self.ledger.attach(name, SESSION)
 
     def ended(self, epoch: int) -> None:
-        """Free everything that an epoch held, once its worker's death or its session's end is proven. Idempotent."""
+        """Free all slots and tickets of an epoch, once its worker's death or its session's end is proven.
+        Idempotent."""
         _, epoch = self._replaced.pop(epoch, (0, epoch))
         self.ledger.end_epoch(epoch)
         self._dismiss(epoch, "the caller is gone")
         self.changed()
 
     def reattach(self, epoch: int) -> int:
-        """Free everything of a drained worker's epoch; return its new epoch. The worker was fenced, or ended the epoch
-        because a call's outcome is unknown. A repeated call gets the same answer until the new epoch is used. Raise
-        NotFound for a void epoch, Conflict for a session's."""
-        if (answered := self._answered_before(epoch)) is not None:
-            return answered
+        """End the epoch of a worker that has drained its steps; return a new one. The worker was fenced, or asks for it
+        because a call's outcome is unknown. A repeated call returns the same epoch until that is used. Raises NotFound
+        for a void epoch, Conflict for a session's."""
+        if (unused := self._unused_replacement(epoch)) is not None:
+            return unused
         old = self.ledger.holders.get(epoch)
         if old is None:
             raise NotFound("the epoch is void: attach again")
         if old.role in (SESSION, FETCH, KEPT):
-            raise Conflict("only a worker takes a new epoch")
+            raise Conflict("only a worker can get a new epoch")
         if not old.fenced:
             self.fence(epoch)
         self.ledger.drained(epoch)
         fresh = self.ledger.attach(old.name, old.role)
-        # The attachment's end will name its first epoch.
+        # When the attachment ends, its first epoch is reported.
         first = next((first for first, (_, last) in self._replaced.items() if last == epoch), epoch)
         self._replaced[first] = epoch, fresh
         log.info("%s drained and has a new epoch", old.name)
         self.changed()
         return fresh
 
-    def _answered_before(self, epoch: int) -> int | None:
-        """Return the epoch that replaced this one if it is unused, i.e. the answer was lost."""
+    def _unused_replacement(self, epoch: int) -> int | None:
+        """Return the epoch that replaced this one, if it is unused because the answer was lost; else None."""
         fresh = next((fresh for old, fresh in self._replaced.values() if old == epoch), None)
         holder = None if fresh is None else self.ledger.holders.get(fresh)
         unused = holder is not None and not (holder.fenced or holder.leased or holder.tickets)
         return fresh if unused else None
 
     def heartbeat(self, epoch: int) -> HeartbeatReply:
-        """Return whether a worker's epoch is fenced, and how many of its free slots it should return."""
+        """Record a heartbeat; return whether the epoch is fenced, and how many unused slots the worker should
+        return."""
         holder = self.ledger.touch(epoch, time.monotonic())
         return HeartbeatReply(fenced=holder.fenced, recall_blocks=self.waiting.recall_blocks())
 
     def judge_silence(self, interval_s: float) -> bool:
-        """Fence workers that were silent for too long; return whether there were any. Called every ``interval_s``:
-        after a much longer pause this process itself slept, so the timers restart."""
+        """Fence workers that were silent for too long; return whether any were. Called every ``interval_s``: after a
+        much longer interval, this process itself was paused, so the silence timers restart."""
         now = time.monotonic()
-        slept = now - self._checked_s > interval_s + self._timeout_s / 2
+        paused = now - self._checked_s > interval_s + self._timeout_s / 2
         self._checked_s = now
-        if slept:
+        if paused:
             self.ledger.restart_silence_timers(now)
         overdue = tuple(self.ledger.overdue(now, self._timeout_s))
         for epoch in overdue:
@@ -201,20 +203,21 @@ class Pool:
         return bool(overdue)
 
     def fence(self, epoch: int) -> None:
-        """Fence an epoch, given by the attachment's first one or its current one; its slots are quarantined."""
+        """Fence an epoch, given by itself or by its attachment's first epoch; its slots are quarantined."""
         _, epoch = self._replaced.get(epoch, (0, epoch))
         self.ledger.fence(epoch)
         self._dismiss(epoch, "the epoch is fenced")
         self.changed()
 
     async def open_ticket(self, request: OpenTicketRequest) -> OpenTicketReply:
-        """Open a ticket; wait in the queue while memory is short.
+        """Open a ticket; wait in the queue while too few slots are available.
 
-        Without ``total_blocks``, pin the present part of the chain at once and reserve nothing. With ``adopt``, the
-        reservation is leased together with the grant.
+        Without ``total_blocks``, pin the chain's present prefix at once and reserve nothing. With ``adopt``, the
+        reserved slots are leased in the same call.
 
-        A caller that goes away leaves neither a waiter nor a ticket. If fewer than ``expected_blocks`` are present, the
-        missing ones are removed from the index, and ``adopt`` raises NotFound, since its slots would not be used.
+        A cancelled call leaves neither a waiter nor a ticket. If fewer than ``expected_blocks`` are present, the
+        missing ones are removed from the index, and a call with ``adopt`` raises NotFound, since its caller would not
+        use it.
         """
         now = time.monotonic()
         self.ledger.touch(request.epoch, now)
@@ -226,9 +229,9 @@ class Pool:
         # Queue entries are keyed by nonce.
         nonce = request.nonce or new_id()
         if request.adopt:
-            self._worker(request.epoch)
+            self._touch_worker(request.epoch)
         if not request.total_blocks:
-            return self._pin_what_is_here(request, nonce, hashes)
+            return self._pin_present(request, nonce, hashes)
         waiter = Waiter(
             epoch=request.epoch,
             nonce=nonce,
@@ -247,37 +250,37 @@ class Pool:
         if grant is None:
             grant = await self._wait(waiter)
         else:
-            # The lease may have evicted blocks.
+            # The adoption may have evicted blocks.
             self.changed()
         self._ticket_wait.observe(time.monotonic() - now)
         if grant.pinned_blocks < request.expected_blocks:
-            self._fewer_than_expected(request, grant, hashes)
+            self._report_missing(request, grant, hashes)
         return OpenTicketReply(ticket_id=grant.ticket_id, pinned_blocks=grant.pinned_blocks, adopted=grant.adopted)
 
-    def _pin_what_is_here(self, request: OpenTicketRequest, nonce: int, hashes: Sequence[bytes]) -> OpenTicketReply:
+    def _pin_present(self, request: OpenTicketRequest, nonce: int, hashes: Sequence[bytes]) -> OpenTicketReply:
         ticket = self.ledger.pin_chain(request.epoch, nonce, hashes)
         self.changed()
         adopted = self.ledger.chain_of(ticket) if request.adopt else None
         return OpenTicketReply(ticket_id=ticket.ticket_id, pinned_blocks=ticket.blocks, adopted=adopted)
 
-    def _fewer_than_expected(self, request: OpenTicketRequest, grant: Grant, hashes: Sequence[bytes]) -> None:
-        """Remove absent blocks from the index. Raise NotFound, with the ticket released, if the caller adopts.
+    def _report_missing(self, request: OpenTicketRequest, grant: Grant, hashes: Sequence[bytes]) -> None:
+        """Remove absent blocks from the index. If the caller adopts, release the ticket and raise NotFound.
 
-        The node reports them rather than the gateway, so they are in order with its other updates, and a commit at the
-        same time is not undone.
+        The node does this and not the gateway, so that it is in order with the node's other updates, and cannot undo a
+        concurrent commit.
         """
-        held = grant.pinned_blocks
+        present = grant.pinned_blocks
         expected = hashes[: request.expected_blocks]
-        # The index has a state's first page, behind its blocks.
+        # The index also has a state's first page, after the state's block.
         chain = [*expected, state_page(expected[-1], 0)] if request.state_pages and expected else expected
-        missing = [at for at in range(held, len(chain)) if chain[at] not in self.ledger.tree.by_hash]
+        missing = [at for at in range(present, len(chain)) if chain[at] not in self.ledger.tree.by_hash]
         self._announce(
             [IndexEvent(chain[at], False, segment=chain[at // SEGMENT_BLOCKS * SEGMENT_BLOCKS]) for at in missing]
         )
         if request.adopt:
             self.ledger.release(request.epoch, [grant.ticket_id])
             self.changed()
-            raise NotFound(f"{held} of {request.expected_blocks} blocks are here: plan again")
+            raise NotFound(f"{present} of {request.expected_blocks} blocks are here: plan again")
 
     async def prefetch(self, request: PrefetchRequest) -> PrefetchReply:
         """Fetch as much as possible of a ticket's chain into the pool."""
@@ -289,7 +292,7 @@ class Pool:
         if self.fetcher is None:
             return PrefetchReply(blocks=self.ledger.extend(epoch, ticket_id, hashes).blocks)
         if len(sources) > MAX_SOURCES:
-            raise InvalidRequest(f"{len(sources)} sources; {MAX_SOURCES} are enough")
+            raise InvalidRequest(f"{len(sources)} sources; at most {MAX_SOURCES}")
         try:
             timeout_s, max_bytes, ahead = request.timeout_ms / 1000, request.max_bytes, request.ahead
             return await self.fetcher.fetch_blocks(
@@ -300,7 +303,8 @@ class Pool:
             self._chain_grown(ticket_id)
 
     async def find_blocks(self, request: FindBlocksRequest) -> FindBlocksReply:
-        """Look for blocks of a chain in lower tiers, shared ones included. A tier that fails is ignored."""
+        """Return how many blocks of a chain, from the first requested one on, lower tiers have, including shared ones.
+        A tier that fails is ignored."""
         hashes, first = split_hashes(request.block_hashes), request.first_block
         if self.fetcher is None or first >= len(hashes):
             return FindBlocksReply()
@@ -312,8 +316,8 @@ class Pool:
     ) -> tuple[int, list[Block]]:
         """Pin a chain for another node to read; return a ticket and its blocks from ``first_block`` on.
 
-        Blocks of lower tiers are loaded first, within room and ``timeout_s`` (0: this node's limit). Without such a
-        block, or if the caller goes away, there is no ticket (0).
+        Missing blocks are loaded from lower tiers first, as far as slots are available and within ``timeout_s`` (0:
+        this node's limit). Returns (0, []) without a ticket if no block from ``first_block`` on is present then.
         """
         self.ledger.touch(epoch, time.monotonic())
         if self.survival is not None:
@@ -321,7 +325,7 @@ class Pool:
         ticket = self.ledger.pin_chain(epoch, nonce, hashes)
         try:
             if self.fetcher is not None and ticket.blocks < len(hashes):
-                # The reading node asks shared tiers itself.
+                # The other node reads shared tiers itself.
                 await self.fetcher.fetch_blocks(epoch, ticket.ticket_id, hashes, timeout_s=timeout_s, far=False)
         except BaseException:
             with contextlib.suppress(NotFound, Conflict):
@@ -338,12 +342,13 @@ class Pool:
         return ticket.ticket_id, chain
 
     def pinned_slots(self, epoch: int, ticket_id: int) -> frozenset[int]:
-        """Return the slots of a ticket's chain. Raise NotFound if the epoch has no such ticket."""
+        """Return the slots of a ticket's chain. Raises NotFound if the epoch does not hold the ticket."""
         self.ledger.touch(epoch, time.monotonic())
         return self.ledger.pinned_slots(epoch, ticket_id)
 
     def release(self, epoch: int, ticket_ids: Sequence[int], nonces: Sequence[int]) -> None:
-        """Release an epoch's tickets, by id or by the nonce of an OpenTicket call that waits or was granted."""
+        """Remove an epoch from the holders of tickets, given by id or by the nonce of an OpenTicket call. A call that
+        still waits is cancelled."""
         self.ledger.touch(epoch, time.monotonic())
         for nonce in nonces:
             if self.waiting.withdraw((epoch, nonce)):
@@ -352,35 +357,33 @@ class Pool:
         self.changed()
 
     def adopt(self, epoch: int, ticket_id: int, lease_blocks: int) -> AdoptTicketReply:
-        self._worker(epoch)
+        self._touch_worker(epoch)
         adopted = self.ledger.adopt(epoch, ticket_id, lease_blocks)
         self.changed()
         return adopted
 
     async def await_chain(self, epoch: int, ticket_id: int, blocks: int, timeout_s: float) -> AdoptTicketReply:
-        """Wait until a ticket's chain has ``blocks`` blocks or ``timeout_s`` is over; return the chain.
-
-        Leases nothing, so the call may be cancelled. Raise NotFound if the epoch has no such ticket, Overloaded above
-        MAX_CHAIN_WAITS, Cancelled if the epoch ends.
-        """
-        self._worker(epoch)
+        """Wait until a ticket's chain has ``blocks`` blocks, at most ``timeout_s``; return the chain, without leased
+        slots. Raises NotFound if the epoch does not hold the ticket, Overloaded above MAX_CHAIN_WAITS, Cancelled if the
+        epoch ends."""
+        self._touch_worker(epoch)
         if self.ledger.held(epoch, ticket_id).blocks < blocks:
             await self._wait_for_chain(epoch, ticket_id, blocks, timeout_s)
         return self.ledger.chain_of(self.ledger.held(epoch, ticket_id))
 
     def lease(self, epoch: int, blocks: int) -> tuple[int, ...]:
-        self._worker(epoch)
+        self._touch_worker(epoch)
         slots = self.ledger.lease(epoch, blocks)
         self.changed()
         return slots
 
     def return_slots(self, epoch: int, slots: Sequence[int]) -> None:
-        self._worker(epoch)
+        self._touch_worker(epoch)
         self.ledger.return_slots(epoch, slots)
         self.changed()
 
     def commit(self, epoch: int, runs: Sequence[CommitRun]) -> list[CommitRunResult]:
-        self._worker(epoch)
+        self._touch_worker(epoch)
         results = self.ledger.commit(epoch, runs)
         for run in runs:
             self._chain_grown(run.ticket_id)
@@ -388,7 +391,7 @@ class Pool:
         return results
 
     def status(self) -> NodeStatus:
-        """Return the node's status without name, boot epoch and storage."""
+        """Return the pool's part of the node's status."""
         status = self.ledger.status()
         status.block_bytes = self._block_bytes
         status.waiting_tickets = len(self.waiting)
@@ -414,18 +417,18 @@ class Pool:
         future: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
         self._waiting[waiter.key] = future
         try:
-            # Its place in its tenant's queue may let another tenant's waiter, which fits, go first.
+            # With this waiter queued, another tenant's waiter may be first, and fit.
             self.changed()
             return await future
         except asyncio.CancelledError:
             self.waiting.withdraw(waiter.key)
             if future.done() and not future.cancelled() and future.exception() is None:
-                # Granted and cancelled at once. A void epoch has released the ticket already.
+                # Granted and cancelled at the same time. If the epoch is void, the ticket is released already.
                 with contextlib.suppress(NotFound, Conflict):
                     self.ledger.release(waiter.epoch, nonces=[waiter.nonce])
             raise
         finally:
-            # A repeated call has the same nonce and another future, which must stay.
+            # Keep the future of a repeated call, which has the same nonce.
             if self._waiting.get(waiter.key) is future:
                 del self._waiting[waiter.key]
             self.changed()
@@ -448,30 +451,30 @@ class Pool:
                 del self._chain_waits[ticket_id]
 
     def _chain_grown(self, ticket_id: int) -> None:
-        """Wake the calls whose awaited length the ticket's chain has reached."""
+        """Wake the calls that wait for at most the current length of a ticket's chain."""
         waits, ticket = self._chain_waits.get(ticket_id), self.ledger.tickets.get(ticket_id)
         for _, blocks, woken in waits or ():
             if ticket is not None and ticket.blocks >= blocks and not woken.done():
                 woken.set_result(None)
 
-    def _worker(self, epoch: int) -> None:
-        """Record a sign of life of an attached worker. Raise InvalidRequest for other holders: hashes are no secret, so
-        a caller that cannot write slots must not commit any."""
+    def _touch_worker(self, epoch: int) -> None:
+        """Record a heartbeat of a worker. Raises InvalidRequest for other holders: they cannot write to slots, so they
+        must not commit any, and hashes are not secret."""
         if self.ledger.touch(epoch, time.monotonic()).role in (SESSION, FETCH, KEPT):
             raise InvalidRequest("only a worker that has attached may do this")
 
     def changed(self) -> None:
-        """Admit waiters that fit now and update the index. Must be called after every change in the ledger."""
+        """Admit waiters that fit now and update the index. Called after every change in the ledger."""
         for grant in self.waiting.poll():
             future = self._waiting.pop(grant.key)
             if future.done():
-                # The caller was cancelled and has not run since; when it does, it polls for the next waiter.
+                # The caller was cancelled and has not run since; when it runs, it calls this method again.
                 self.ledger.release(grant.key[0], nonces=[grant.key[1]])
             else:
                 future.set_result(grant)
         events = self.ledger.drain_events()
         if events:
-            # Before any caller learns of a freed slot.
+            # Before any caller gets a freed slot.
             if self.survival is not None:
                 self.survival.note(events)
             self.followers.note(events)
@@ -480,6 +483,7 @@ class Pool:
             self.spiller.poke()
 
     def _dismiss(self, epoch: int, reason: str) -> None:
+        """Cancel all waiting calls of an epoch."""
         for key in self.waiting.withdraw_epoch(epoch):
             self._fail(key, reason)
         for waits in self._chain_waits.values():
@@ -488,13 +492,14 @@ class Pool:
                     woken.set_exception(Cancelled(reason))
 
     def _fail(self, key: tuple[int, int], reason: str) -> None:
+        """Cancel a waiting OpenTicket call."""
         future = self._waiting.pop(key)
         if not future.done():
             future.set_exception(Cancelled(reason))
 
     def _bound_holders(self) -> None:
         if len(self.ledger.holders) >= MAX_HOLDERS:
-            raise Overloaded(f"{MAX_HOLDERS} workers and gateways hold this node already")
+            raise Overloaded(f"{MAX_HOLDERS} workers and gateways use this node already")
 
 
 def new_id() -> int:

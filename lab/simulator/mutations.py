@@ -294,7 +294,7 @@ MUTATIONS: dict[str, Mutation] = {
     "log probabilities of several tokens are turned round": _instead(Outcome, "report_tokens", _reports_turned),
     "slots are not given back": _instead(NodeClient, "return_slots", _async_nothing),
     "what comes back is offered a request, and not waited for": _instead(
-        ComponentCalls, "_patience_s", lambda _: lambda self, *args: 0.0
+        ComponentCalls, "_wait_limit_s", lambda _: lambda self, *args: 0.0
     ),
     "a block from disk is not verified": _instead(BlockFiles, "read", _read_unverified),
     "a gateway that stops waits for its streams for ever": _instead(GatewayServer, "_drained", _waits_for_ever),

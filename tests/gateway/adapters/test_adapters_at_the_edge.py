@@ -207,7 +207,7 @@ async def test_a_resumed_stream_keeps_its_adapter_version_or_fails(made, flags):
         assert await go_on() == tokens[3:]
         await fakes.client.load_adapter("sql", "v1", in_place=True)
         submits = len(fakes.decode.submits)
-        with pytest.raises(Conflict, match="'sql' has other weights"):
+        with pytest.raises(Conflict, match="weights of 'sql' here differ"):
             await go_on()
         await fakes.client.unload_adapter("sql")
         with pytest.raises(NotFound, match="sql"):

@@ -212,10 +212,8 @@ def test_fetch_sources_are_chosen_by_pace() -> None:
         wanted = plan_fetch(decided.sources, "kv-0", 0, decided.limit_blocks, decided.split_decision)
         assert (wanted.blocks if wanted else 0) == blocks
         if wanted is not None:
-            model = decided.split_decision.route.decode.model
-            assert (
-                wanted.limit_s == model.range_s(0, blocks * 16, decided.split_decision.route.decode.max_step_tokens) > MIN_FETCH_S
-            )
+            side = decided.split_decision.route.decode
+            assert wanted.limit_s == side.model.range_s(0, blocks * 16, side.max_step_tokens) > MIN_FETCH_S
     assert decided.split_decision.fetch_limit_s(0, 1) == MIN_FETCH_S
 
 

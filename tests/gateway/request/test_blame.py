@@ -38,7 +38,7 @@ class LosingCluster:
 
     @property
     def view(self) -> Any:
-        return SimpleNamespace(refused=self.refused.append)
+        return SimpleNamespace(note_refusal=self.refused.append)
 
     def holds(self, _: ev.TicketHold) -> bool:
         return self.node_has_ticket

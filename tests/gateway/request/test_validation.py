@@ -173,9 +173,9 @@ def test_violations_are_reported_together_up_to_a_limit() -> None:
 
 
 def test_long_lists_are_refused_unread() -> None:
-    v.check_counts({"token_ids": v.MAX_PROMPT_IDS, "messages": v.MAX_ITEMS, "sampling.logit_bias": v.MAX_ITEMS})
+    v.check_counts({"token_ids": v.MAX_PROMPT_IDS, "messages": v.MAX_MESSAGES, "sampling.logit_bias": v.MAX_MESSAGES})
     with pytest.raises(InvalidRequest) as failure:
-        v.check_counts({"token_ids": v.MAX_PROMPT_IDS + 1, "messages": 0, "sampling.logit_bias": v.MAX_ITEMS + 1})
+        v.check_counts({"token_ids": v.MAX_PROMPT_IDS + 1, "messages": 0, "sampling.logit_bias": v.MAX_MESSAGES + 1})
     assert [violation.field for violation in failure.value.violations] == ["token_ids", "sampling.logit_bias"]
 
 

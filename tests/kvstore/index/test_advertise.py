@@ -38,10 +38,10 @@ def test_advertised(flag: str, listening: str, redis_url: str, expected: str) ->
 
 
 def test_way_out_without_redis(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(advertise, "SOMEWHERE", (("127.0.0.1", 9),))
+    monkeypatch.setattr(advertise, "DEFAULT_ROUTE_PROBES", (("127.0.0.1", 9),))
     assert advertised("", "0.0.0.0:1", "redis://nowhere.invalid") == "127.0.0.1:1"
     assert advertised("", "0.0.0.0:1", "") == "127.0.0.1:1"
-    monkeypatch.setattr(advertise, "SOMEWHERE", ())
+    monkeypatch.setattr(advertise, "DEFAULT_ROUTE_PROBES", ())
     with pytest.raises(ConfigError, match=r"0\.0\.0\.0:1 has no address"):
         advertised("", "0.0.0.0:1", "redis://nowhere.invalid")
 

@@ -253,7 +253,7 @@ def test_keys_are_spread_and_groups_share_a_slot() -> None:
 
 
 def test_hot_prefixes_are_bounded_and_find_what_is_shared() -> None:
-    hot = HotPrefixes(max_places=20)
+    hot = HotPrefixes(max_entries=20)
     chain = Chain(range(100))
     hot.remember(chain.packed, [("a", 100), ("b", 3)])
     assert hot.find(chain.packed) == {"a": 100, "b": 3}

@@ -103,7 +103,7 @@ async def test_all_blocks_are_announced_again_after_a_redis_flush(redis: RedisSe
 
 async def until_noticed(caplog: pytest.LogCaptureFixture) -> None:
     """Wait until the announcer has met a Redis that accepts nothing."""
-    await until("the announcer to notice", lambda: "going on without Redis" in caplog.text)
+    await until("the announcer to notice", lambda: "continuing without Redis" in caplog.text)
 
 
 async def test_all_blocks_are_announced_again_after_a_redis_restart(

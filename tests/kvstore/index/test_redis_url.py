@@ -7,12 +7,12 @@ import redis.asyncio
 
 from pillion.errors import ConfigError
 from pillion.kvstore.index.index import Index
-from pillion.kvstore.index.redis_url import CLUSTER, ONE, SENTINEL, connect, parse, without_password
+from pillion.kvstore.index.redis_url import CLUSTER, SENTINEL, SINGLE, connect, parse, without_password
 
 
 def test_one_server() -> None:
     place = parse("redis://bob:p%40ss%2Fw@h:7000/3")
-    assert (place.mode, place.hosts) == (ONE, (("h", 7000),))
+    assert (place.mode, place.hosts) == (SINGLE, (("h", 7000),))
     assert place.settings == {"username": "bob", "password": "p@ss/w", "db": 3}
     assert parse("redis://h").hosts == (("h", 6379),)
     assert parse("redis://[::1]:7000").hosts == (("::1", 7000),)

@@ -162,7 +162,7 @@ def _announce(entry: bytes, most: int, blocks: Chain, first: int, came: int, wen
     middle, end = min(first + came, len(blocks)), min(first + came + went, len(blocks))
     events = blocks.events(first, middle) + blocks.events(middle, end, here=False)
     updates = keys.updates_by_group(events, cluster=False).get(b"", {})
-    args = [word for one in updates.values() for word in (bytes(one.came), bytes(one.went))]
+    args = [word for one in updates.values() for word in (bytes(one.arrived), bytes(one.evicted))]
     return "script", "announce", [GENERATION, *updates], entry, b"fresh-%d" % most, most, *args
 
 

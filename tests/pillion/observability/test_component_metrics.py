@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from pillion import errors
 from pillion.engine.scheduling.step_plan import Outcome, StepPlan
 from pillion.engine.worker.worker_telemetry import IDLE, StepMeter, load_readings
-from pillion.gateway.request.request_telemetry import CHAT, RequestMeter, count_refused, model_readings
+from pillion.gateway.request.request_telemetry import RequestMeter, count_refused, model_readings
 from pillion.gateway.request.request_telemetry import readings as under_way
 from pillion.kernels.step import Sampled
 from pillion.kvstore.node.kv_node import metric_readings as books
@@ -145,7 +145,7 @@ def test_a_pools_states_add_up() -> None:
 
 def metered(answers: int = 1) -> tuple[Meters, RequestMeter]:
     meters = Meters()
-    return meters, RequestMeter(meters, "demo", CHAT, 100.0, answers)
+    return meters, RequestMeter(meters, "demo", "chat", 100.0, answers)
 
 
 def test_tokens_that_come_together_share_their_time() -> None:
@@ -174,7 +174,7 @@ def test_tokens_that_come_together_share_their_time() -> None:
 
 def test_a_finished_request_is_in_histograms_of_its_length_and_its_phases() -> None:
     meters = Meters()
-    request = RequestMeter(meters, "demo", CHAT, 100.0, 2, max_tokens=40)
+    request = RequestMeter(meters, "demo", "chat", 100.0, 2, max_tokens=40)
     request.tokens(0, 1, 100.3)
     request.tokens(1, 3, 100.4)
     request.tokens(0, 1, 101.0)
@@ -232,7 +232,7 @@ def test_outcomes_of_requests(error: errors.PillionError | None, reasons: list[s
     meters, request = metered()
     request.ended(101.0, Usage(10, 0, 0), Timings(), reasons, error)
     assert values(meters, names.REQUESTS) == {("demo", outcome): 1}
-    assert list(values(meters, names.DURATION)) == [(CHAT, "demo", kind)]
+    assert list(values(meters, names.DURATION)) == [("chat", "demo", kind)]
     # Without a token, what of the prompt was computed is known only where the request ended by itself (max_tokens=0).
     assert (values(meters, names.PROMPT_TOKENS) == {}) == (error is not None)
 
