@@ -227,7 +227,7 @@ async def test_bad_resumes_are_refused_by_field() -> None:
         assert await violations([one, one], replace(origin, cached_tokens=30)) == ["resume.origin.cached_tokens"]
         with pytest.raises(InvalidRequest, match="best_of"):
             await ask(Resume(origin, (one, one)), SamplingParams(n=2, best_of=3))
-        with pytest.raises(Conflict, match="other weights"):
+        with pytest.raises(Conflict, match="weights of 'toy' here differ"):
             await ask(Resume(replace(origin, digest=bytes(32)), (one, one)))
         (*_, last) = await ask(Resume(origin, (AnswerSoFar((3, 4, 5, 6)), one)))
         assert last.usage.completion_tokens == 8
