@@ -345,7 +345,7 @@ class Backend(Protocol):
     """
 
     @property
-    def max_steps_under_way(self) -> int:
+    def max_steps_in_flight(self) -> int:
         """The max number of steps that may be launched before the results of the first are fetched: 1 for a backend
         that does not run ahead, 2 for a device with one step queued behind the running one, or the stages of a
         pipeline. Constant."""

@@ -43,7 +43,7 @@ class HostBackend(ABC):
     may be called at any time before close and uses a separate pool.
     """
 
-    max_steps_under_way = 1
+    max_steps_in_flight = 1
     gives_vectors = False
     adapters: BackendAdapters | None = None
 

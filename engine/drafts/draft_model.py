@@ -113,7 +113,7 @@ class DraftModel:
         read = plan.num_tokens
         while True:
             kept = [at for at, place in enumerate(drafting) if scheduled[place].draft_tokens > made]
-            if kept and len(under_way) < self.backend.max_steps_under_way:
+            if kept and len(under_way) < self.backend.max_steps_in_flight:
                 # Only the device knows the tokens of passes in flight.
                 ids = [-1 - at if under_way else max(tokens[at], 0) for at in kept]
                 batch = self._next_pass(batch, [seqs[at] for at in kept], kept, ids)

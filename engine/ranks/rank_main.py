@@ -137,7 +137,7 @@ class Rank:
 
     def _on_step(self, payload: bytearray, descriptors: list[int]) -> bytes:
         backend, (batch, copies) = self._backend, step_from_bytes(payload)
-        if backend.max_steps_under_way > 1:
+        if backend.max_steps_in_flight > 1:
             # No need to wait: rank 0 finishes its step no sooner, and has at most two in flight.
             backend.launch(batch, copies, None)
         else:

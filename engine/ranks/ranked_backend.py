@@ -187,7 +187,7 @@ class RankedAheadBackend(RankedCalls):
     launch then returns after all forward passes.
     """
 
-    max_steps_under_way = 2
+    max_steps_in_flight = 2
     gives_vectors = True
     own: AheadRank
 

@@ -85,7 +85,7 @@ class StagedBackend(RankedCalls):
     def __init__(self, own: StageBackend, processes: StageProcesses) -> None:
         """Own ``own`` and ``processes`` from now on."""
         super().__init__(own, processes)
-        self.max_steps_under_way = processes.stages
+        self.max_steps_in_flight = processes.stages
         self._took_s: deque[float] = deque(maxlen=processes.stages)
 
     def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> StagedStep:

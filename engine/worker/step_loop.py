@@ -60,18 +60,18 @@ class StepCycle:
         scheduler: belongs to the caller's thread.
         launch: starts a step. Its error, or that of waiting for the step, fails the step's sequences.
         choose: starts the choice of a launched step that awaits tokens of the one before; its error fails them as well.
-        max_under_way: max launched steps, if the scheduler allows it.
+        max_in_flight: max launched steps, if the scheduler allows it.
         on_step: called when a step has ended, before its commit, with the time since its launch or since the end of the
             step before, whichever was later.
     """
 
     def __init__(
-        self, scheduler: Scheduler, launch: Launch, choose: Choose, *, max_under_way: int, on_step: OnStep
+        self, scheduler: Scheduler, launch: Launch, choose: Choose, *, max_in_flight: int, on_step: OnStep
     ) -> None:
         self._scheduler = scheduler
         self._launch = launch
         self._choose = choose
-        self._max_under_way = max_under_way
+        self._max_in_flight = max_in_flight
         self._on_step = on_step
         self._in_flight: deque[tuple[StepPlan, InFlightStep, float]] = deque()
         self._last_end_s = 0.0
@@ -115,12 +115,12 @@ class StepCycle:
             raise
         except Exception as error:  # noqa: BLE001  (raised again when the step is waited for)
             step = _FailedLaunch(error)
-        if self._max_under_way > 1:
+        if self._max_in_flight > 1:
             self._scheduler.launched(plan)
         self._in_flight.append((plan, step, began_s))
         if isinstance(step, _FailedLaunch):
             return 0
-        return min(self._max_under_way - 1, 1) if plan.awaits_tokens else self._max_under_way - 1
+        return min(self._max_in_flight - 1, 1) if plan.awaits_tokens else self._max_in_flight - 1
 
     def _choose_tokens(self) -> bool:
         """Start the choice of the step in flight. Return False if it has failed."""
@@ -171,7 +171,7 @@ class StepLoop:
 
     Args:
         scheduler: belongs to this thread from :meth:`start` on.
-        launch, choose, max_under_way, on_step: those of :class:`StepCycle`, called on the step thread.
+        launch, choose, max_in_flight, on_step: those of :class:`StepCycle`, called on the step thread.
         on_outcome: called on the event loop before and after every step with something to report.
         on_death: called there once with a reason, if the thread dies of a defect.
         may_publish: called on the event loop before each on_outcome. If False, outcomes are held back, in order, for
@@ -184,14 +184,14 @@ class StepLoop:
         launch: Launch,
         choose: Choose,
         *,
-        max_under_way: int,
+        max_in_flight: int,
         on_outcome: Callable[[Outcome], None],
         on_death: Callable[[str], None],
         on_step: OnStep,
         may_publish: Callable[[], bool],
     ) -> None:
         self._scheduler = scheduler
-        self._cycle = StepCycle(scheduler, launch, choose, max_under_way=max_under_way, on_step=on_step)
+        self._cycle = StepCycle(scheduler, launch, choose, max_in_flight=max_in_flight, on_step=on_step)
         self._on_outcome = on_outcome
         self._on_death = on_death
         self._may_publish = may_publish

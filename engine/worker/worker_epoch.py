@@ -125,7 +125,7 @@ class WorkerEpoch:
             scheduler,
             self._launch,
             self._choose,
-            max_under_way=model.backend.max_steps_under_way,
+            max_in_flight=model.backend.max_steps_in_flight,
             on_outcome=self._on_outcome,
             on_death=on_fail,
             on_step=self._on_step,

@@ -204,7 +204,7 @@ class HashBackend:
         self.adapters = None
         self.layout = layout_of(block_size)
         self.vocab_size = VOCAB_SIZE
-        self.max_steps_under_way = 2 if runs_ahead else 1
+        self.max_steps_in_flight = 2 if runs_ahead else 1
         self._repeats = repeats
         self._costs = costs
         self._watch = watch

@@ -106,7 +106,7 @@ class Loaded:
         under_way: list[Any] = []
         for begin in range(0, len(PROMPT), 40):
             batch = sequences.step([(number, PROMPT[begin : begin + 40]) for number in numbers], ())
-            if len(under_way) == self.backend.max_steps_under_way:
+            if len(under_way) == self.backend.max_steps_in_flight:
                 under_way.pop(0).wait()
             under_way.append(self.backend.launch(batch, (), NO_ROWS))
         for step in under_way:
@@ -188,7 +188,7 @@ async def check_death(registry: ShownWorkers, made: Gateway, oracle: Oracle, nam
     pids = processes.pids()
     os.kill(pids[-1], signal.SIGSTOP)
     asked = asyncio.create_task(answer(made, PROMPT, f"{name} dies"))
-    stages = backend.max_steps_under_way
+    stages = backend.max_steps_in_flight
     await until("as many chunks under way as stages", lambda: backend.ranks.clock.under_way == stages)
     os.kill(pids[-1], signal.SIGKILL)
     assert "stage" in await within("the worker's failure", dying.wait_failed())

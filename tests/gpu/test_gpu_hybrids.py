@@ -103,7 +103,7 @@ def test_a_step_continues_from_the_state_of_the_running_step(attends_last):
     """Steps launched ahead, whose tokens only the device knows, sample the same as steps in sequence; a chunk of the
     rule ends among them."""
     backend = gpu_backend(attends_last)
-    assert backend.max_steps_under_way == 2
+    assert backend.max_steps_in_flight == 2
 
     def answer(ahead: bool) -> list[int]:
         driver = GpuStateDriver(attends_last, num_slots=60, backend=backend)

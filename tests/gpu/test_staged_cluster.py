@@ -119,7 +119,7 @@ class AttachedStages:
         numbers = [sequences.add(adapter=slot)[0] for slot in (-1, 1)]
         for begin in range(0, len(TEXT), 24):
             batch = sequences.step([(number, TEXT[begin : begin + 24]) for number in numbers], ())
-            if len(under_way) == self.backend.max_steps_under_way:
+            if len(under_way) == self.backend.max_steps_in_flight:
                 under_way.pop(0).wait()
             under_way.append(self.backend.launch(batch, (), NO_ROWS))
         for step in under_way:

@@ -65,7 +65,7 @@ class AheadBackend(FakeBackend):
     """``resolved``: tokens that only the device had. ``most_under_way``: max concurrent steps. ``late_choices``: steps
     whose choices were begun after their launch."""
 
-    max_steps_under_way = 2
+    max_steps_in_flight = 2
 
     def __init__(self, block_size: int, seed: int = 0) -> None:
         super().__init__(block_size)

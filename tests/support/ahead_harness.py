@@ -100,7 +100,7 @@ class SimulatedDevice:
 
 class AheadHarness(SchedulerHarness):
     """A scheduler harness that launches one step ahead, as the step loop does for a backend that runs ahead, or more up
-    to ``max_under_way``.
+    to ``max_in_flight``.
 
     ``refuse_commits``: number of orders to refuse. ``breaks``: the next "launch" or "landing" fails.
     """
@@ -115,7 +115,7 @@ class AheadHarness(SchedulerHarness):
         punctual: float = 1.0,
         max_loras: int = 0,
         drafter: Drafter | None = None,
-        max_under_way: int = 2,
+        max_in_flight: int = 2,
         state_pages: int = 0,
     ) -> None:
         super().__init__(
@@ -129,7 +129,7 @@ class AheadHarness(SchedulerHarness):
         )
         self.device = SimulatedDevice(self.pool, Random(draws))
         self.out: deque[tuple[StepPlan, bool]] = deque()
-        self.max_under_way = max_under_way
+        self.max_in_flight = max_in_flight
         self.rival = self.ledger.attach("rival", "decode")
         self.refuse_commits = 0
         self.breaks = ""
@@ -149,7 +149,7 @@ class AheadHarness(SchedulerHarness):
         assert not (coming and outcome.preemptions), "somebody gave way though memory was on its way to the node"
         if not outcome.empty:
             self.receive(outcome)
-        stays = (self.max_under_way - 1) * self._launch(plan) if plan.scheduled else len(self.out) - 1
+        stays = (self.max_in_flight - 1) * self._launch(plan) if plan.scheduled else len(self.out) - 1
         if plan.awaits_tokens:
             stays = min(stays, 1)
         while len(self.out) > max(stays, 0):

@@ -156,7 +156,7 @@ class TeamBackend:
     def __init__(self, team: RankTeam, own: GpuBackend) -> None:
         self.team, self.own = team, own
         self.layout, self.vocab_size = own.layout, own.vocab_size
-        self.max_steps_under_way = own.max_steps_under_way
+        self.max_steps_in_flight = own.max_steps_in_flight
         self.copy_blocks = own.copy_blocks
 
     def bind_pool(self, memory: FakeDevicePool | FakeDividedPool, num_slots: int) -> None:

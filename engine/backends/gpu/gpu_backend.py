@@ -216,7 +216,7 @@ def _latent_attention(model: GpuModel, pool: torch.Tensor, layout: KVLayout, lim
 class GpuBackend:
     """The ``pillion.engine.backends.backend.Backend`` of a GPU; that class's docstring has the contract."""
 
-    max_steps_under_way = 2
+    max_steps_in_flight = 2
     gives_vectors = True
 
     adapters: GpuAdapters | None = None

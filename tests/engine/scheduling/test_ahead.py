@@ -456,7 +456,7 @@ def test_any_history_of_prefill_ranges_in_a_pipeline(
         max_num_seqs=max_num_seqs,
         draws=draws,
         max_loras=max_loras,
-        max_under_way=stages,
+        max_in_flight=stages,
     )
     for kind, *arguments in events:
         play(harness, str(kind), [number for number in arguments if isinstance(number, int)])
@@ -466,7 +466,7 @@ def test_any_history_of_prefill_ranges_in_a_pipeline(
 
 def test_the_chunks_of_a_prompt_are_under_way_together() -> None:
     """As many as there are stages; the next prompt follows without a gap."""
-    harness = AheadHarness(budget=8, slots=200, max_under_way=4)
+    harness = AheadHarness(budget=8, slots=200, max_in_flight=4)
     for kind in (1, 2):
         harness.submit(prompt(kind, 40), 0, chunks=(40,))
     under_way = []

@@ -112,7 +112,7 @@ def test_any_history_of_prefill_ranges_in_a_pipeline(
         budget=max(budget, max_num_seqs),
         max_num_seqs=max_num_seqs,
         draws=draws,
-        max_under_way=stages,
+        max_in_flight=stages,
     )
     for kind, *arguments in events:
         play_ahead(harness, str(kind), [number for number in arguments if isinstance(number, int)])
@@ -178,7 +178,7 @@ def test_a_step_on_a_token_whose_mask_was_late_leaves_no_state() -> None:
 
 def test_steps_that_run_ahead_leave_the_state_where_texts_part() -> None:
     """The second text leaves it for the third, although more steps than states are under way."""
-    harness, found = StatesAhead(2, slots=300, budget=4, max_under_way=5), []
+    harness, found = StatesAhead(2, slots=300, budget=4, max_in_flight=5), []
     for seed in (1, 2, 3):
         number = harness.submit([*prompt(1, 18), *prompt(seed, 48)[18:]], 0, chunks=(48,))
         assert number is not None

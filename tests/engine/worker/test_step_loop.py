@@ -45,7 +45,7 @@ def step_loop(
 ) -> Any:
     """A started loop over ``scheduler``, which has its first event."""
     options: dict[str, Any] = {
-        "max_under_way": 1,
+        "max_in_flight": 1,
         "on_outcome": lambda outcome: None,
         "on_death": lambda reason: None,
         "on_step": lambda plan, seconds, ok: None,
@@ -120,7 +120,7 @@ class _Ahead(Counting):
 async def test_a_step_lands_before_the_next_one_is_scheduled_where_the_scheduler_says_so() -> None:
     scheduler = _Ahead()
     scheduler.may_run_ahead = False
-    loop = step_loop(scheduler, max_under_way=2)
+    loop = step_loop(scheduler, max_in_flight=2)
     await until("some steps", lambda: scheduler.steps > 2)
     await loop.stop()
     assert scheduler.story[:4] == ["launched 1", "committed 1", "launched 2", "committed 2"]
@@ -136,7 +136,7 @@ async def test_choices_begin_when_the_step_before_is_committed(broken: bool) -> 
         if broken and plan.budget_tokens == 3:
             raise ArithmeticError("broken")
 
-    loop = step_loop(scheduler, choose=choose, max_under_way=2)
+    loop = step_loop(scheduler, choose=choose, max_in_flight=2)
     await until("some steps", lambda: scheduler.steps > 4)
     await loop.stop()
     between = ["failed 3", "launched 4", "chosen 4"] if broken else ["launched 4", "committed 3", "chosen 4"]
@@ -157,7 +157,7 @@ class _Pipeline(_Ahead):
 async def test_a_pipeline_has_as_many_steps_under_way_as_stages() -> None:
     """With nothing to schedule one step is committed at a time: what comes meanwhile need not wait for all of them."""
     scheduler = _Pipeline()
-    loop = step_loop(scheduler, max_under_way=3)
+    loop = step_loop(scheduler, max_in_flight=3)
     await until("all steps", lambda: scheduler.steps == 5)
     await loop.stop()
     steps = [f"launched {number}" for number in (1, 2, 3)]
