@@ -1,14 +1,13 @@
 """Choice of tokens on the CPU: a pure function of (logits, history, seed, position) (I6).
 
-    sampler.py         the stages of a row of logits, from its bias and penalties to the chosen token
-    masks.py           what grammars and requests allow
-    allowed_masks.py   the tokens that a request allows, beside its grammar
-    logit_edits.py     what a stream's parameters change in its logits, compiled once
+    sampler.py         rows of logits to tokens: bias, penalties, temperature, filters and noise
+    masks.py           masks of allowed tokens, applied to logits or to candidates
+    allowed_masks.py   masks of allowed_token_ids, combined with those of grammars
+    logit_edits.py     bias, penalties and banned tokens of a stream, compiled once
     cuts.py            top_k, top_p and min_p
-    gumbel.py          the noise, and its random numbers
+    gumbel.py          Gumbel noise from counter-based random numbers
     logprobs.py        log probabilities of chosen and most likely tokens
     scores.py          log probabilities of a prompt's tokens
 
-Read sampler.py first. kernels/gpu/sampling does all this on a GPU. Requests, sequences and stop strings (which the
-gateway finds) are not handled here.
+Read sampler.py first. kernels/gpu/sampling has the GPU's counterparts. Stop strings are matched by the gateway.
 """

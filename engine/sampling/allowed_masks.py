@@ -12,26 +12,25 @@ import numpy as np
 
 from pillion.kernels.step import Bool, Int64, RowMasks, UInt32
 
-_WORD_BITS = 32
-_ALL = np.uint32(2**32 - 1)
+WORD_BITS = 32
 
 
 def mask_of(token_ids: Collection[int], vocab_size: int) -> UInt32:
-    """Return the mask of these tokens, uint32 [ceil(vocab_size / 32)]; all are below ``vocab_size``."""
-    mask = np.zeros(-(-vocab_size // _WORD_BITS), np.uint32)
+    """Return a bit mask of tokens, each below ``vocab_size``: uint32 [ceil(vocab_size / 32)]."""
+    mask = np.zeros(-(-vocab_size // WORD_BITS), np.uint32)
     ids = np.fromiter(token_ids, np.int64, len(token_ids))
-    np.bitwise_or.at(mask, ids // _WORD_BITS, np.uint32(1) << (ids % _WORD_BITS).astype(np.uint32))
+    np.bitwise_or.at(mask, ids // WORD_BITS, np.uint32(1) << (ids % WORD_BITS).astype(np.uint32))
     return mask
 
 
 @dataclass(frozen=True, slots=True)
 class AllowedMasks:
-    """:class:`pillion.kernels.step.RowMasks` for rows with their own masks.
+    """:class:`pillion.kernels.step.RowMasks` of a step with masks of requests (``allowed_token_ids``).
 
     Attributes:
-        rows: [M] rising numbers of the rows with such a mask, a grammar, or both.
-        bits: uint32 [M, words], the rows' own masks; all bits set for a row with only a grammar.
-        grammars: the masks of grammars; None if no row has one.
+        rows: [M], ascending: rows with a request's mask, a grammar's, or both.
+        bits: uint32 [M, words], the requests' masks; all bits set for a row with only a grammar's.
+        grammars: the grammars' masks; None if no row has a grammar.
     """
 
     rows: Int64
@@ -40,24 +39,25 @@ class AllowedMasks:
 
     @classmethod
     def of(cls, own: Mapping[int, UInt32], grammars: RowMasks | None) -> AllowedMasks:
-        """Return the masks of a step's rows: ``own`` by row, at least one, and those of grammars."""
+        """Return the masks of a step's rows. ``own``: the requests' masks by row, not empty."""
         rows = np.array(sorted({*own, *(() if grammars is None else grammars.rows.tolist())}), np.int64)
-        bits = np.full((len(rows), len(next(iter(own.values())))), _ALL)
-        for place, row in enumerate(rows.tolist()):
+        bits = np.full((len(rows), len(next(iter(own.values())))), np.uint32(2**32 - 1))
+        for index, row in enumerate(rows.tolist()):
             if row in own:
-                bits[place] = own[row]
+                bits[index] = own[row]
         return cls(rows, bits, grammars)
 
     def take(self) -> tuple[UInt32, Bool]:
-        """Wait for the grammars' masks. If a grammar allows none of a row's own tokens, it decides alone."""
-        there = np.ones(len(self.rows), dtype=bool)
+        """Wait for the grammars' masks; return them combined with the requests'. If no token passes both masks of a
+        row, only the grammar's applies."""
+        ready = np.ones(len(self.rows), dtype=bool)
         if self.grammars is None:
-            return self.bits, there
-        found, present = self.grammars.take()
-        places = np.searchsorted(self.rows, self.grammars.rows)
-        both = self.bits[places] & found
-        alone = ~both.any(axis=1)
-        both[alone] = found[alone]
+            return self.bits, ready
+        grammar_bits, grammar_ready = self.grammars.take()
+        indices = np.searchsorted(self.rows, self.grammars.rows)
+        both = self.bits[indices] & grammar_bits
+        disjoint = ~both.any(axis=1)
+        both[disjoint] = grammar_bits[disjoint]
         bits = self.bits.copy()
-        bits[places], there[places] = both, present
-        return bits, there
+        bits[indices], ready[indices] = both, grammar_ready
+        return bits, ready

@@ -4,18 +4,19 @@ By the Gumbel-max trick, the token with the largest ``score + noise`` is an exac
 token's noise is Gumbel, which is -log of an exponential number. The exponential number is called the token's *wait*.
 
 Noise for a whole vocabulary is the most expensive part of sampling on a CPU, and nearly all of it is for tokens that
-cannot win. So the waits of 128 neighbours, a *group*, are drawn top-down, which gives the same distribution:
+cannot win. So the waits of 128 adjacent tokens, a *group*, are drawn top-down, which gives the same distribution:
 
-    least wait in the group      E = Exp(1) / 128          the minimum of 128 exponential numbers
-    token that has it            uniform over the 128      independent of E
-    wait of any other token      E + Exp(1)                an exponential number has no memory
+    shortest wait in the group   E = Exp(1) / 128          the minimum of 128 exponential numbers
+    token with this wait         uniform over the 128      independent of E
+    wait of any other token      E + Exp(1)                the exponential distribution is memoryless
 
-One random word gives a group's E and its first token (the one with the least wait), and so an upper bound of the noise
-of 128 tokens. Groups use stream 1 of the counters (index: group / 4), single tokens stream 0 (index: token / 4). The
-last group of a vocabulary is padded to 128 tokens.
+One random word determines a group's E and its first token (the one with the shortest wait), and so an upper bound of
+the noise of 128 tokens. Groups use stream 1 of the counters (index: group / 4), single tokens stream 0 (index: token /
+4). The last group of a vocabulary is padded to 128 tokens.
 
 Random words come from the stateless Philox-4x32-10: the key is a row's seed, the counter (position low, position high,
-index, stream). So a request that moves carries no generator (I6), and any number can be computed alone.
+index, stream). So a stream that moves to another worker takes no generator along (I6), and any number can be computed
+separately.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _GROUP_BITS = 7
 
 WORDS_PER_COUNTER = 4
 
-# Zero-dimensional arrays, which numpy handles faster than its scalars.
+# Zero-dimensional arrays are faster operands than numpy's scalars.
 _WORD = np.array(0xFFFFFFFF, np.uint64)
 _HALF = np.array(32, np.uint64)
 _MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], np.uint64)
@@ -41,10 +42,10 @@ _GROUP_STREAM = np.array(1, np.uint64)
 
 
 def group_waits(seeds: UInt64, positions: Int64, num_groups: int, tokens: Int64) -> tuple[Float32, Int64, Float32]:
-    """Return, for rows with seeds and positions [R], each group's least wait and the token (0 .. 127) that has it, both
-    [R, num_groups], and the wait of one of each row's ``tokens`` [R], which costs little more.
+    """Return each group's shortest wait and its token within the group (0 .. 127), both [R, num_groups], and the wait
+    of the token tokens[i] of each row [R]. ``seeds``, ``positions``: of the rows [R].
 
-    The upper 25 bits of a group's word are the wait, the lower 7 the token.
+    The upper 25 bits of a group's word determine the wait, the lower 7 the token.
     """
     count = -(-num_groups // WORDS_PER_COUNTER)
     counters, streams = np.empty((len(seeds), count + 1), np.uint64), np.full(count + 1, _GROUP_STREAM)
@@ -59,13 +60,14 @@ def group_waits(seeds: UInt64, positions: Int64, num_groups: int, tokens: Int64)
 
 
 def token_waits(seeds: UInt64, positions: Int64, tokens: Int64, first_waits: Float32, firsts: Int64) -> Float32:
-    """Return waits of tokens; all arrays are [N]. ``first_waits`` and ``firsts`` are those of the tokens' groups."""
+    """Return waits of tokens; all arrays are [N]. ``first_waits``, ``firsts``: the shortest wait of each token's group,
+    and the token in the group that has it."""
     index = (tokens // WORDS_PER_COUNTER).astype(np.uint64)
     return _token_waits(random_words(seeds, positions, index, _TOKEN_STREAM), tokens, first_waits, firsts)
 
 
 def _token_waits(words: UInt64, tokens: Int64, first_waits: Float32, firsts: Int64) -> Float32:
-    """Return waits of tokens by the words [N, 4] of their counters."""
+    """Return waits of tokens from the words [N, 4] of their counters, else like :func:`token_waits`."""
     own = _exponential(words[np.arange(len(tokens)), tokens % WORDS_PER_COUNTER], 32)
     own[tokens % GROUP_TOKENS == firsts] = 0.0
     waits: Float32 = first_waits + own
@@ -73,7 +75,8 @@ def _token_waits(words: UInt64, tokens: Int64, first_waits: Float32, firsts: Int
 
 
 def _exponential(words: UInt64, bits: int) -> Float32:
-    """Turn uniform words into Exp(1) numbers, none 0 or infinite. Small numbers, which win, have the finest steps."""
+    """Turn uniform words of ``bits`` bits into Exp(1) numbers, none 0 or infinite. Small numbers, which win, have the
+    finest resolution."""
     uniform = (words.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-bits)
     np.minimum(uniform, np.float32(1 - 2.0**-24), out=uniform)
     numbers: Float32 = -np.log1p(-uniform)
@@ -87,7 +90,7 @@ def philox(counter: tuple[UInt64, UInt64, UInt64, UInt64], key: tuple[UInt64, UI
     the four output words on a new last axis.
     """
     shape = np.broadcast_shapes(*(word.shape for word in (*counter, *key)))
-    # Words 0 and 2 go through the same operations, and so do 1 and 3: each pair is one array.
+    # Words 0 and 2 pass the same operations, as do words 1 and 3, so each two are one array.
     even, odd = _pair(counter[0], counter[2], shape), _pair(counter[1], counter[3], shape)
     pair = (2, *(1 for _ in shape))
     multipliers, steps = _MULTIPLIERS.reshape(pair), _KEY_STEPS.reshape(pair)
@@ -101,9 +104,10 @@ def philox(counter: tuple[UInt64, UInt64, UInt64, UInt64], key: tuple[UInt64, UI
 
 
 def random_words(seeds: UInt64, positions: Int64, index: UInt64, stream: UInt64) -> UInt64:
-    """Return the four words of counters (position, index, stream) under keys ``seeds``, on a new last axis."""
-    places = positions.astype(np.uint64)
-    counter = (places & _WORD, places >> _HALF, index, stream)
+    """Return the four random words of each counter (position, index, stream), keyed by ``seeds``, on a new last
+    axis."""
+    low_high = positions.astype(np.uint64)
+    counter = (low_high & _WORD, low_high >> _HALF, index, stream)
     return philox(counter, (seeds & _WORD, seeds >> _HALF))
 
 

@@ -1,7 +1,7 @@
-"""What a stream's sampling parameters change in its logits, compiled once for the stream.
+"""Changes of a stream's logits by its sampling parameters, compiled once per stream.
 
-Each option becomes some of the few edits that kernels apply (:class:`pillion.kernels.step.RowEdit`), or part of the
-mask of allowed tokens.
+Each parameter becomes part of an edit, which kernels apply (:class:`pillion.kernels.step.RowEdit`), or of the mask of
+allowed tokens.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pillion.types import SamplingParams
 
 
 class LogitEdits:
-    """The edits of one stream's rows.
+    """Factory of the logit edits of one stream.
 
     Attributes:
         allowed: uint32 [ceil(vocab_size / 32)], the mask of ``allowed_token_ids``; None allows all.
-        read_history: True if an edit depends on the tokens before the row.
+        read_history: True if edits depend on the stream's previous tokens.
     """
 
     __slots__ = (
@@ -45,12 +45,12 @@ class LogitEdits:
         self._always = penalties or len(self._biased) > 0 or self._bad_words is not None
 
     def change(self, answered: int) -> bool:
-        """Return whether the row after ``answered`` tokens of the answer is edited."""
+        """Return whether the row that samples token ``answered`` of the answer, from 0, has an edit."""
         return self._always or answered < self._min_tokens
 
     def of_row(self, row: int, tokens: Ids, prompt_tokens: int, position: int) -> RowEdit:
-        """Return the edit of a row that samples the token of a ``position``; ``tokens`` are those before it, less one
-        whose choice failed."""
+        """Return the edit of row number ``row``, which samples the token at ``position``. ``tokens``: all tokens before
+        it, without one that could not be sampled."""
         banned = [*self._stop_token_ids] if position - prompt_tokens < self._min_tokens else []
         if self._bad_words is not None:
             banned += self._bad_words.completing(tokens[max(prompt_tokens, len(tokens) - self._bad_words.longest) :])
@@ -68,11 +68,10 @@ class LogitEdits:
 
 
 class BadWords:
-    """Token sequences that an answer must not contain. Few tokens precede the end of one, so a step mostly looks up a
-    single token.
+    """Token sequences that an answer must not contain, indexed by their last token but one: mostly one lookup per step.
 
     Attributes:
-        longest: tokens of the answer's end that matter.
+        longest: length of the longest sequence without its last token.
     """
 
     __slots__ = ("_after", "_always", "longest")
@@ -80,7 +79,7 @@ class BadWords:
     def __init__(self, sequences: Iterable[tuple[int, ...]]) -> None:
         self.longest = 0
         self._always: list[int] = []
-        # By a sequence's last token but one: the tokens before its last, and the last.
+        # By last token but one: (all tokens but the last, last token) of each sequence.
         self._after: defaultdict[int, list[tuple[tuple[int, ...], int]]] = defaultdict(list)
         for *before, last in sequences:
             self.longest = max(self.longest, len(before))
@@ -90,7 +89,7 @@ class BadWords:
                 self._always.append(last)
 
     def completing(self, answered: Ids) -> list[int]:
-        """Return the tokens that would complete a sequence. ``answered`` are the answer's last tokens, at most
+        """Return the tokens that would complete a sequence. ``answered``: the last tokens of the answer, at most
         ``longest``."""
         ends = self._after.get(int(answered[-1]), ()) if len(answered) else ()
         if not ends:

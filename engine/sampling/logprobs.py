@@ -1,6 +1,6 @@
 """Log probabilities of the chosen and the most likely tokens, by the model's unedited logits.
 
-For a row with a grammar, by the masked distribution: allowed tokens have a mass of one.
+In a row with a grammar, only allowed tokens count: their probabilities add up to 1.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ MIN_LOGPROB = -9999.0
 
 
 class LogprobReport:
-    """The log probabilities of a step's rows that report them: log-softmax of the raw logits.
+    """Log probabilities of a step, for the rows that report some: log-softmax of the unedited logits.
 
-    Made before the logits are edited and read when the edits are undone, so that temperature, penalties and bias have
-    no effect.
+    Created before the logits are edited, and read after the edits are undone.
     """
 
     def __init__(self, table: Float32, vocab_size: int, alternatives: Int64) -> None:
-        """Make a report of ``table`` [R, W], C-contiguous and -inf after the vocabulary; ``alternatives`` is
-        SamplingRows.logprobs."""
+        """``table``: logits [R, W], C-contiguous, with -inf after the vocabulary. ``alternatives`` [R]: number of
+        likeliest tokens to report per row, -1 for rows without a report."""
         self._table = table
         self._reporting = np.flatnonzero(alternatives >= 0)
         counts = np.minimum(alternatives[self._reporting], vocab_size)
@@ -33,13 +32,13 @@ class LogprobReport:
         order = np.argsort(-values, axis=1, kind="stable")[:, : counts.max(initial=0)]
         self._values, self._tokens = np.take_along_axis(values, order, 1), np.take_along_axis(tokens, order, 1)
         self._counts = np.minimum(counts, (self._tokens >= 0).sum(axis=1))
-        top, one = maxima.max(axis=1), np.float32(1.0)
-        masses = [softmax_mass(table[row], peak, one) for row, peak in zip(self._reporting, top, strict=True)]
+        top, unscaled = maxima.max(axis=1), np.float32(1.0)
+        masses = [softmax_mass(table[row], peak, unscaled) for row, peak in zip(self._reporting, top, strict=True)]
         self._log_mass = top + np.log(np.array(masses))
 
     def of(self, chosen: Int64, *, ranked: bool = False) -> tuple[TokenLogprob | None, ...]:
-        """Return an entry for each row's token ``chosen`` [R]; None for rows without a report. ``ranked`` entries have
-        ranks, and NaN for rows whose logits are not finite."""
+        """Return an entry per row, for the token chosen[i] and the likeliest ones; None for rows without a report. With
+        ``ranked``, entries have the token's rank, and NaN if the row's largest logit is not finite."""
         entries: list[TokenLogprob | None] = [None] * len(chosen)
         tokens = chosen[self._reporting]
         logits = self._table[self._reporting, tokens]
@@ -50,14 +49,14 @@ class LogprobReport:
             rows = zip(self._reporting.tolist(), logits, strict=True)
             ranks = [1 + int(np.count_nonzero(self._table[row] > logit)) for row, logit in rows]
         alternatives = _floored(self._values - self._log_mass[:, None])
-        for place, row in enumerate(self._reporting.tolist()):
-            count = self._counts[place]
+        for index, row in enumerate(self._reporting.tolist()):
+            count = self._counts[index]
             entries[row] = TokenLogprob(
-                int(tokens[place]),
-                float(own[place]),
-                tuple(self._tokens[place, :count].tolist()),
-                tuple(alternatives[place, :count].tolist()),
-                ranks[place],
+                int(tokens[index]),
+                float(own[index]),
+                tuple(self._tokens[index, :count].tolist()),
+                tuple(alternatives[index, :count].tolist()),
+                ranks[index],
             )
         return tuple(entries)
 

@@ -2,19 +2,18 @@
 
 A row of logits passes these stages, in the order of Hugging Face's processors:
 
-    the grammar's mask, here or while its tokens race                                             masks.py
+    the mask of allowed tokens, on logits or on candidates                                        masks.py
     bias, repetition penalty, presence and frequency penalty, stop ids banned before min_tokens   here
-    temperature, top_k, top_p, min_p: scores, and the cut below which no token is drawn           cuts.py
+    temperature, top_k, top_p, min_p: scores, and the smallest logit that may be drawn            cuts.py
     the token with the largest score + noise                                                      gumbel.py
 
 Bias is added; the repetition penalty divides positive logits and multiplies others (CTRL, Keskar et al., 2019);
 presence and frequency penalties are subtracted, as OpenAI defines them; banned tokens get -inf. Repetition counts
 tokens of prompt and answer, the other two only those of the answer.
 
-Temperature 0 takes the largest logit, of equals the lowest id. Other rows are drawn all at once. The result is exactly
-that of noise for every token, but a group of 128 tokens, and each of its tokens, is examined only if its largest logit
-with its largest noise could still win. Sums are formed only within a row, so a row's result does not depend on the
-batch.
+Temperature 0 takes the largest logit, of equals the lowest id. Other rows are drawn all at once. The result is that of
+noise for every token, but a group of 128 tokens is examined only if its largest logit could win with its largest noise,
+and so is each token in it. Sums are formed only within a row, so a row's result does not depend on the batch.
 
 A row whose largest logit is NaN or infinite yields NO_TOKEN, and only its request fails. Nothing raises.
 """
@@ -57,7 +56,7 @@ from pillion.kernels.step import (
     SamplingRows,
 )
 
-# Slack of bounds, in units of scores: far above rounding errors.
+# Tolerance of bounds of scores: far above rounding errors.
 _SLACK = np.float32(1e-3)
 
 
@@ -75,10 +74,11 @@ class LargestLogits(NamedTuple):
 
 
 def sample(logits: torch.Tensor, rows: SamplingRows, largest: LargestLogits | None = None) -> Sampled:
-    """Choose a token for each of the first rows of logits [R + Q, V] float32, with log probabilities for rows that
-    report them, and score the others. ``largest`` covers at least the first rows, if known.
+    """Sample a token for each of the first R rows of logits [R + Q, V] float32, with log probabilities for rows that
+    report them, and score the prompt tokens of the last Q rows. ``largest``: of at least the first R rows; None if
+    unknown.
 
-    Edits ``logits`` and undoes it, so they must not be read meanwhile. In rows with a mask, logits and the maxima in
+    Edits the logits temporarily, so they must not be read meanwhile. In rows with a mask, logits and the maxima in
     ``largest`` may be -inf afterwards.
     """
     if rows.scored is not None:
@@ -88,17 +88,17 @@ def sample(logits: torch.Tensor, rows: SamplingRows, largest: LargestLogits | No
         return Sampled()
     late, edits, allowed = NO_IDS, rows.edits, None
     if rows.masks is not None:
-        bits, there = rows.masks.take()
-        late, masked, bits = rows.masks.rows[~there], rows.masks.rows[there], bits[there]
+        bits, ready = rows.masks.take()
+        late, masked, bits = rows.masks.rows[~ready], rows.masks.rows[ready], bits[ready]
         allowed = AllowedTokens.of(masked, bits, rows)
         if allowed is None:
             edits, largest = mask_rows(logits.numpy(), masked, bits, edits), None
     if edits:
         largest = None
     if rows.plain and rows.masks is None:
-        found = largest.tokens[: len(rows)].tolist() if largest is not None else _largest(logits)
-        if found is not None and min(found) >= 0:
-            return Sampled(tuple(found))
+        greedy = largest.tokens[: len(rows)].tolist() if largest is not None else _largest(logits)
+        if greedy is not None and min(greedy) >= 0:
+            return Sampled(tuple(greedy))
     table = whole_groups(logits)
     with np.errstate(all="ignore"):
         report = LogprobReport(table, logits.shape[1], rows.logprobs) if (rows.logprobs >= 0).any() else None
@@ -134,6 +134,7 @@ def edited(table: Float32, edits: Sequence[RowEdit]) -> Iterator[None]:
 
 
 def _apply(row: Float32, edit: RowEdit) -> None:
+    """Edit a row of logits [V] in place."""
     row[edit.biased] += edit.bias
     if len(edit.seen):
         values, penalty = row[edit.seen], np.float32(edit.repetition)
@@ -150,6 +151,7 @@ def _within(ids: Int64, width: int) -> Int64:
 
 
 def _choose(table: Float32, rows: SamplingRows, largest: LargestLogits | None, allowed: AllowedTokens | None) -> Int64:
+    """Choose a token per row of edited logits [R, W]; NO_TOKEN for rows whose largest logit is not finite."""
     each = np.arange(len(table))
     drawn = rows["temperature"] >= MIN_TEMPERATURE
     if allowed is None and not drawn.any():
@@ -182,10 +184,10 @@ def _race_in_nuclei(
     likeliest: Int64,
     allowed: AllowedTokens | None,
 ) -> Int64:
-    """Draw from rows ``racing`` [S] with group maxima [S, G] and most likely tokens [S].
+    """Draw a token [S] of each of the rows ``racing``. ``maxima``: of their groups [S, G]; ``likeliest``: tokens [S].
 
-    A nucleus of all tokens is expensive to find, so rows whose only cut is one are drawn without it first. Mostly the
-    drawn token is inside the nucleus and so is the winner among its tokens; other rows are drawn again.
+    A lone nucleus (:mod:`pillion.engine.sampling.cuts`) is expensive to find, so it is ignored at first. Mostly the
+    winner is inside the nucleus, and so also wins there; the other rows are drawn again.
     """
     cut = cuts(table, maxima, rows, racing, lone=False)
     winners = _race(table, maxima, rows, racing, likeliest, cut, allowed)
@@ -193,12 +195,12 @@ def _race_in_nuclei(
     lone = lone_nuclei(rows, racing, table.shape[1])
     if len(lone):
         lone = lone[~surely_in_nucleus(table, maxima[lone], rows, racing[lone], winners[lone])]
-    for at in lone.tolist():
-        row, top = table[racing[at]], maxima[at].max()
-        temperature, top_p = rows["temperature"][racing[at]], float(rows["top_p"][racing[at]])
-        if not in_nucleus(row, top, temperature, top_p, int(winners[at])):
-            cut[at] = max(cut[at], row_cut(row, top, temperature, 0, top_p))
-            outside.append(at)
+    for index in lone.tolist():
+        row, top = table[racing[index]], maxima[index].max()
+        temperature, top_p = rows["temperature"][racing[index]], float(rows["top_p"][racing[index]])
+        if not in_nucleus(row, top, temperature, top_p, int(winners[index])):
+            cut[index] = max(cut[index], row_cut(row, top, temperature, 0, top_p))
+            outside.append(index)
     if outside:
         winners[outside] = _race(table, maxima[outside], rows, racing[outside], likeliest[outside], cut[outside])
     return winners
@@ -213,37 +215,37 @@ def _race(
     cut: Float32,
     allowed: AllowedTokens | None = None,
 ) -> Int64:
-    """Draw allowed tokens [S] among those whose logits reach ``cut`` [S]."""
+    """Draw a token [S] of each of the rows ``racing``, among allowed tokens whose logits are at least ``cut`` [S]."""
     num_groups = maxima.shape[1]
     top, temperature = table[racing, likeliest][:, None], rows["temperature"][racing][:, None]
     cut = cut[:, None]
     seeds, positions = rows.seeds[racing], rows.positions[racing]
-    waits, firsts, own = group_waits(seeds, positions, num_groups, likeliest)
-    most_noise = -np.log(waits)
+    waits, firsts, wait = group_waits(seeds, positions, num_groups, likeliest)
+    max_noise = -np.log(waits)
 
-    # Lower bound of the winning total: of the most likely token, and of each group's token with the largest noise.
+    # Lower bound of each row's winning total: the largest total among each group's first token and the likeliest token.
     tokens = np.arange(num_groups) * GROUP_TOKENS + firsts
     values = table.reshape(-1).take((racing * table.shape[1])[:, None] + tokens)
-    totals = np.where(values >= cut, (values - top) / temperature + most_noise, np.float32(-np.inf))
+    totals = np.where(values >= cut, (values - top) / temperature + max_noise, np.float32(-np.inf))
     if allowed is not None:
         allowed.pass_over(totals, racing, tokens)
-    least = np.maximum(totals.max(axis=1), -np.log(own))[:, None]
+    min_winning = np.maximum(totals.max(axis=1), -np.log(wait))[:, None]
 
-    # The smallest logits of each group with which a token could still win, rounded down.
-    floor = top + temperature * (least - most_noise - _SLACK).astype(np.float64)
+    # The smallest logit with which a token of each group could still win, rounded down.
+    floor = top + temperature * (min_winning - max_noise - _SLACK).astype(np.float64)
     floor = np.maximum(np.nextafter(floor.astype(np.float32), np.float32(-np.inf)), cut)
     able = np.flatnonzero(maxima >= floor)
-    place, groups = np.divmod(able, num_groups)
-    values = gather_groups(table, racing[place], groups)
-    found, within = np.divmod(np.flatnonzero(values >= floor.reshape(-1)[able, None]), GROUP_TOKENS)
-    row, tokens, values = place[found], groups[found] * GROUP_TOKENS + within, values[found, within]
+    row_index, groups = np.divmod(able, num_groups)
+    values = gather_groups(table, racing[row_index], groups)
+    index, offset = np.divmod(np.flatnonzero(values >= floor.reshape(-1)[able, None]), GROUP_TOKENS)
+    row, tokens, values = row_index[index], groups[index] * GROUP_TOKENS + offset, values[index, offset]
     if allowed is not None:
         row, tokens = allowed.candidates(racing, row, tokens)
         values = table[racing[row], tokens]
     group = tokens // GROUP_TOKENS
     scores = (values - top[row, 0]) / temperature[row, 0]
-    own = token_waits(seeds[row], positions[row], tokens, waits[row, group], firsts[row, group])
-    return _winners(row, tokens, scores - np.log(own), len(racing))
+    wait = token_waits(seeds[row], positions[row], tokens, waits[row, group], firsts[row, group])
+    return _winners(row, tokens, scores - np.log(wait), len(racing))
 
 
 def _winners(row: Int64, tokens: Int64, totals: Float32, count: int) -> Int64:
@@ -251,5 +253,5 @@ def _winners(row: Int64, tokens: Int64, totals: Float32, count: int) -> Int64:
     ``row[i]``; candidates are sorted by row, then by token. Of equal totals the lowest token wins."""
     best = np.maximum.reduceat(totals, np.searchsorted(row, np.arange(count)))
     winning = np.flatnonzero(totals == best[row])
-    won: Int64 = tokens[winning[np.searchsorted(row[winning], np.arange(count))]]
-    return won
+    winners: Int64 = tokens[winning[np.searchsorted(row[winning], np.arange(count))]]
+    return winners

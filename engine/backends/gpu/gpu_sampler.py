@@ -29,7 +29,7 @@ from pillion.engine.backends.gpu.gpu_step import HOST_RECORDS
 from pillion.engine.sampling.cuts import whole_groups
 from pillion.engine.sampling.logprobs import LogprobReport
 from pillion.engine.sampling.masks import possible_bans
-from pillion.engine.sampling.scores import entries, most_alternatives, score
+from pillion.engine.sampling.scores import entries, max_alternatives, score
 from pillion.kernels.gpu.sampling.gpu_sampling import choose
 from pillion.kernels.gpu.sampling.sampling_device import SamplerScratch
 from pillion.kernels.gpu.sampling.sampling_edits import apply_edits, keep_raw
@@ -135,7 +135,7 @@ class GpuSampler:
         if rows.scored is None:
             return None
         tokens = to_device(rows.scored.token_ids, self._device)
-        return to_host(score(logits, tokens, most_alternatives(rows.scored, logits.shape[1])))
+        return to_host(score(logits, tokens, max_alternatives(rows.scored, logits.shape[1])))
 
     def _keep_raw(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor | None:
         reporting = np.flatnonzero(rows.logprobs >= 0)

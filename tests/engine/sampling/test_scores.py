@@ -13,7 +13,7 @@ from pillion.engine.sampling.sampler import sample
 from pillion.engine.sampling.scores import (
     ROUND_ROWS,
     entries,
-    most_alternatives,
+    max_alternatives,
     score,
     score_on_host,
 )
@@ -27,7 +27,7 @@ def on_host(logits: torch.Tensor, tokens: list[int], alternatives: list[int]) ->
 
 def on_device(logits: torch.Tensor, tokens: list[int], alternatives: list[int]) -> list:
     rows = ScoredRows(np.array(tokens, np.int64), np.array(alternatives, np.int64))
-    most = most_alternatives(rows, logits.shape[1])
+    most = max_alternatives(rows, logits.shape[1])
     return list(entries(score(logits, torch.tensor(tokens), most), rows))
 
 
