@@ -1,13 +1,12 @@
-"""Assembly of a worker: its model, the features of its flags, and its KV node.
+"""Assembly of a worker: its model, the features that its flags enable, and its connection to a KV node.
 
-the model                          engine/load_model.py
+model, ranks, stages, lent cores   engine/load_model.py
 grammars                           on decode workers, if llguidance is usable
-draft tokens                       --speculative-config
+speculative decoding               --speculative-config
 adapters                           --enable-lora
 partial blocks                     on decode workers
-states                             for hybrid models
-ranks, stages, lent cores          also engine/load_model.py
-standbys                           the turn for which a loaded worker waits
+recurrent states                   in hybrid models
+standby                            waits for its turn after loading
 """
 
 from __future__ import annotations
@@ -54,21 +53,21 @@ async def start_worker(
     backend_factory: BackendFactory,
     turn: StartTurn,
 ) -> Worker:
-    """Load a model, assemble the worker, attach and run. Has no visible effects before the process's ``turn``. Raises
-    ConfigError for invalid flags, Unavailable if no node answers."""
+    """Load a model, assemble the worker, attach it to its KV node and run it. No other process notices the worker
+    before its ``turn``. Raises ConfigError for invalid flags, Unavailable if no node answers."""
     began_s = time.monotonic()
     model = await asyncio.to_thread(backend_factory, flags, thread_count(flags))
-    longest = flags.max_model_len or model.prepared.max_model_len
+    max_len = flags.max_model_len or model.prepared.max_model_len
     if model.whole_texts:
         # A step must fit the longest text, which is never chunked.
-        max_num_batched_tokens = max(max_num_batched_tokens, longest + max_num_seqs)
-    limits = partial(
+        max_num_batched_tokens = max(max_num_batched_tokens, max_len + max_num_seqs)
+    limited = partial(
         Scheduler,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
         target_itl_s=target_itl_ms / 1000,
         target_itl_steps=target_itl_steps,
-        max_whole_tokens=0 if flags.enable_chunked_prefill and not model.whole_texts else longest,
+        max_whole_tokens=0 if flags.enable_chunked_prefill and not model.whole_texts else max_len,
         max_scored_rows=scored_rows(model.backend.vocab_size),
         even_steps=flags.pipeline_parallel_size > 1,
         expected_cost=model.expected_cost,
@@ -76,8 +75,8 @@ async def start_worker(
     )
     async with contextlib.AsyncExitStack() as undo:
         undo.callback(model.backend.close)
-        # Validate flags early, with a scheduler that is dropped.
-        limits(blocks=BlockManager(flags.block_size))
+        # Construct a scheduler only to validate the flags early.
+        limited(blocks=BlockManager(flags.block_size))
         grammars = await asyncio.to_thread(_load_grammars, model) if role == "decode" else None
         if grammars is not None:
             undo.callback(grammars.close)
@@ -89,21 +88,21 @@ async def start_worker(
             targets = listed_targets(flags.lora_target_modules)
             await asyncio.to_thread(model.backend.bind_adapters, flags.max_loras, flags.max_lora_rank, targets)
         parts = WorkerParts(
-            make_scheduler=partial(_make_scheduler, limits, model, flags, partial_block_percent, grammars, drafts),
+            make_scheduler=partial(_make_scheduler, limited, model, flags, partial_block_percent, grammars, drafts),
             grammars=grammars,
             step_masks=None if grammars is None else StepMasks.of,
             drafts=drafts,
             make_adapters=partial(_adapter_loader, flags, model) if flags.enable_lora else None,
         )
         worker = await Worker.start(
-            flags, role, model, parts, most_tokens=max_num_batched_tokens, turn=turn, began_s=began_s
+            flags, role, model, parts, max_step_tokens=max_num_batched_tokens, turn=turn, began_s=began_s
         )
         undo.pop_all()
     return worker
 
 
 def _make_scheduler(
-    limits: Callable[..., Scheduler],
+    limited: Callable[..., Scheduler],
     model: LoadedModel,
     flags: WorkerFlags,
     partial_block_percent: int,
@@ -111,11 +110,12 @@ def _make_scheduler(
     drafts: WorkerDrafts | None,
     pool_slots: int,
 ) -> Scheduler:
-    """Return the scheduler of one epoch over a pool of ``pool_slots``, with its features."""
+    """Return the scheduler of an epoch over a pool of ``pool_slots`` slots. ``limited``: Scheduler with the
+    worker's limits bound."""
     blocks, pages = BlockManager(flags.block_size), model.backend.layout.state_pages
-    # Hybrid models cannot continue from KV alone.
+    # KV of a partial block is useless without the state at its end.
     percent = 0 if pages else partial_block_percent
-    return limits(
+    return limited(
         blocks=blocks,
         partial_blocks=PartialBlocks(pool_slots * percent // 100, blocks.free_slots) if percent else None,
         states=States(pages, blocks) if pages else None,

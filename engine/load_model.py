@@ -1,9 +1,10 @@
-"""Loading of a worker's model: chooses what its flags ask for, and imports what is heavy or optional.
+"""Loading of a worker's model on the backend for its flags. Imports only the modules of that backend, because some are
+heavy or optional.
 
-an encoder                     torch, each text of a step alone
-several ranks or stages        processes of one worker, on the CPU kernels or on GPUs
-a GPU                          the GPU kernels
-the CPU kernels, or torch      otherwise: the kernels if they support the model
+encoder                        torch, text by text
+several ranks or stages        several processes, on the CPU kernels or on GPUs
+GPU                            the GPU kernels
+otherwise                      the CPU kernels if they support the model, else torch
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ TORCH_BFLOAT16 = (
 
 
 def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
-    """Load a model: on the flags' device, else on the CPU kernels if they support the model, else on torch."""
+    """Load the model of a worker on the device that its flags choose. Raises ConfigError for models and combinations of
+    flags that are not supported."""
     flags = with_budgets(flags)
     device, prepared = resolve_device(flags), prepare(flags, log.info)
     config = load_config(prepared.folder)
@@ -58,16 +60,17 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
     from pillion.engine.checkpoints.checkpoint import chooses_tokens
     from pillion.engine.checkpoints.weights import load_labels
 
-    chooses = flags.load_format == "dummy" or chooses_tokens(prepared.folder, config)
-    if not chooses and (device != CPU or flags.pipeline_parallel_size > 1):
+    has_head = flags.load_format == "dummy" or chooses_tokens(prepared.folder, config)
+    if not has_head and (device != CPU or flags.pipeline_parallel_size > 1):
         raise ConfigError(f"{prepared.name} has no LM head, which GPUs and stages require")
     _check(flags, device, prepared, config)
-    found = _load_decoder(flags, threads, device, prepared, config)
-    labels = None if chooses else load_labels(prepared.folder, config)
-    return replace(found, chooses_tokens=chooses, head=None if labels is None else VectorHead(labels.numpy()))
+    loaded = _load_decoder(flags, threads, device, prepared, config)
+    labels = None if has_head else load_labels(prepared.folder, config)
+    return replace(loaded, chooses_tokens=has_head, head=None if labels is None else VectorHead(labels.numpy()))
 
 
 def _load_encoder(flags: WorkerFlags, threads: int, device: str, prepared: PreparedModel) -> LoadedModel:
+    """Load an encoder on torch. Raises ConfigError for flags that encoders do not support."""
     if device != CPU or flags.processes > 1 or flags.enable_lora or flags.kv_cache_dtype != "auto":
         raise ConfigError(
             f"{prepared.name} is an encoder, which runs on the CPU in one process: without --tensor-parallel-size,"
@@ -79,7 +82,7 @@ def _load_encoder(flags: WorkerFlags, threads: int, device: str, prepared: Prepa
 
 
 def check_processes(flags: PrepareFlags | WorkerFlags, device: str, prepared: PreparedModel) -> None:
-    """Raise ConfigError if the processes of a worker cannot run the model on this device."""
+    """Raise ConfigError if the model cannot be divided over the ranks or stages of a worker on this device."""
     if isinstance(flags, WorkerFlags) and flags.pipeline_parallel_size > 1:
         check_stages(flags, device, prepared)
     elif flags.tensor_parallel_size > 1:
@@ -87,7 +90,7 @@ def check_processes(flags: PrepareFlags | WorkerFlags, device: str, prepared: Pr
 
 
 def _check(flags: WorkerFlags, device: str, prepared: PreparedModel, config: ModelConfig) -> None:
-    """Raise ConfigError for unsupported combinations of flags and decoder, and log notes for the user."""
+    """Raise ConfigError for unsupported combinations of flags and decoder; log notes on precision."""
     if config.linear is not None:
         check_states(flags, device, config)
     check_processes(flags, device, prepared)
@@ -145,10 +148,10 @@ def _load_decoder(
 
 
 def precision_notes(prepared: PreparedModel, device: str = "cpu") -> Iterator[str]:
-    """Yield a sentence for each reason why answers differ from the checkpoint's in transformers."""
+    """Yield a sentence per reason for answers that differ from those of transformers with this checkpoint."""
     saved, config = read_json(prepared.folder / "config.json"), load_config(prepared.folder)
     half = (saved.get("dtype") or saved.get("torch_dtype")) == "float16"
-    # Quantized matrices have the same codes and scales in each type.
+    # Not if quantized: the codes and scales do not depend on the type.
     if prepared.dtype == "bfloat16" and half and config.quantization is None:
         yield (
             "the checkpoint is float16, of whose 11 significant bits bfloat16 keeps 8;"
@@ -165,18 +168,18 @@ def precision_notes(prepared: PreparedModel, device: str = "cpu") -> Iterator[st
 
 
 def make_ready(flags: PrepareFlags, progress: Progress) -> PreparedModel:
-    """Make everything that is made once on a machine: the model, and for the CPU kernels packed weights and machine
-    code, of each rank.
+    """Create all files that workers of a machine share: the prepared model and, for the CPU kernels, the packed weights
+    and machine code of each rank.
 
-    Nothing is loaded, which would take seconds, if the weights are packed and adapters are not asked for. Machine code
-    that is then missing, e.g. after an update, is compiled by the first worker.
+    Weights that are already packed are only loaded if adapters are enabled, since loading takes seconds. Machine code
+    that is still missing, e.g. after an update, is compiled by the first worker.
     """
     prepared = prepare(flags, progress)
     packs = resolve_device(flags) == CPU and choose_kernels(flags, prepared)[0] is not None
     if not packs and flags.load_format != "dummy":
-        # Packing would have checked all tensors.
+        # Otherwise packing checks all tensors.
         _check_tensors(prepared)
-    for isa, shard in _left_to_make(flags, prepared):
+    for isa, shard in _shards_to_load(flags, prepared):
         model = load_for_cpu(flags, prepared, isa, progress, shard)
         if flags.enable_lora:
             from pillion.engine.adapters.cpu_adapters import compile_adapter_kernels
@@ -196,22 +199,22 @@ def _check_tensors(prepared: PreparedModel) -> None:
 
 
 def is_ready(flags: PrepareFlags) -> bool:
-    """Return whether :func:`make_ready` would have nothing to load; takes milliseconds and imports no torch. Raises
-    ConfigError where :func:`make_ready` does."""
-    return is_prepared(flags) and not _left_to_make(flags, prepare(flags))
+    """Return whether :func:`make_ready` has nothing to load. Takes milliseconds, imports no torch, and raises
+    ConfigError like :func:`make_ready`."""
+    return is_prepared(flags) and not _shards_to_load(flags, prepare(flags))
 
 
 def shares_weights(flags: WorkerFlags) -> bool:
-    """Return whether a second process needs next to no memory for the same model, because the CPU kernels map shared
-    weights. Raises ConfigError where :func:`load_model` does."""
+    """Return whether processes with the same model share the memory of its weights, as those on the CPU kernels do.
+    Raises ConfigError like :func:`load_model`."""
     if resolve_device(flags) != CPU or flags.processes > 1:
         return False
     return choose_kernels(flags, prepare(flags, log.info))[0] is not None
 
 
-def _left_to_make(flags: PrepareFlags, prepared: PreparedModel) -> list[tuple[Isa, ModelShard]]:
-    """Return the shards to load for the CPU kernels, if these run the model: those whose weights are not packed yet, or
-    all with adapters, since only a loaded model reveals missing machine code."""
+def _shards_to_load(flags: PrepareFlags, prepared: PreparedModel) -> list[tuple[Isa, ModelShard]]:
+    """Return the shards that must be loaded to pack weights or compile code for the CPU kernels: those that are not
+    packed yet; with adapters all, since only a loaded model shows which code is missing. [] on other backends."""
     device, size = resolve_device(flags), flags.tensor_parallel_size
     if flags.enable_lora:
         check_adapters(load_config(prepared.folder))
@@ -222,16 +225,16 @@ def _left_to_make(flags: PrepareFlags, prepared: PreparedModel) -> list[tuple[Is
         return []
     cache, shards = ModelCache(), shares_of(load_config(prepared.folder), size)
     packed = [cache.packed_weights(prepared.fingerprint, f"cpu{shard.name}").exists() for shard in shards]
-    return [(isa, shard) for shard, there in zip(shards, packed, strict=True) if flags.enable_lora or not there]
+    return [(isa, shard) for shard, is_packed in zip(shards, packed, strict=True) if flags.enable_lora or not is_packed]
 
 
 def shares_of(config: ModelConfig, size: int) -> Sequence[ModelShard]:
-    """Return the shard of each of a worker's ``size`` ranks. Raises ConfigError if they cannot divide the model."""
+    """Return the shards of a worker's ``size`` ranks. Raises ConfigError if the model is not divisible by them."""
     return [ModelShard.of(config, rank, size) for rank in range(size)]
 
 
 def check_adapters(config: ModelConfig) -> None:
-    """Raise ConfigError for a model without support for adapters."""
+    """Raise ConfigError for a model that does not support adapters."""
     if config.values_are_keys:
         raise ConfigError(f"{config.family}: --enable-lora is not supported yet if values are keys (attention_k_eq_v)")
     if config.value_width:

@@ -1,8 +1,8 @@
 """A worker's heartbeats to the KV node, which fences a silent worker (I4), and to the registry, which gateways read.
 
-asked --node answers: not fenced--> EpochTerm renewed, from the moment of asking --heartbeat_timeout_ms--> lapsed
-  ^------------- every heartbeat_ms, lapsed or not ----------------------------------------------------'
-asked --node answers: fenced--> on_lost         asked --node does not answer for too long--> on_fail
+heartbeat --reply: not fenced--> EpochTerm renewed as of the heartbeat's start --heartbeat_timeout_ms--> lapsed
+    ^-------------- every heartbeat_ms, lapsed or not -------------------------------------------------'
+heartbeat --reply: fenced--> on_lost            heartbeat --no reply for heartbeat_timeout_ms--> on_fail
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ log = logging.getLogger("pillion.worker")
 class EpochTerm:
     """A worker's right to emit, valid until the node could have fenced it for silence (I4).
 
-    The node counts from the receipt of a heartbeat, the worker from the start of sending it: so the term lapses first.
-    A paused process finds it lapsed when it wakes, before any answer of the node. ``clock`` returns monotonic seconds.
+    The node counts from the receipt of a heartbeat, the worker from the start of sending it, so the term always lapses
+    before the node fences. A process that was paused finds it lapsed at once. ``clock`` returns monotonic seconds.
     """
 
     def __init__(self, timeout_s: float, clock: Callable[[], float]) -> None:
@@ -39,22 +39,22 @@ class EpochTerm:
         """Record the acknowledgement of a heartbeat begun at ``asked_s``."""
         self._renewed_s = asked_s
 
-    def held(self) -> bool:
+    def valid(self) -> bool:
         """Return whether the node cannot have fenced this worker yet."""
         return self.clock() - self._renewed_s <= self._timeout_s
 
 
 @dataclass(eq=False)
 class Heartbeats:
-    """Sends heartbeats every ``heartbeat_ms`` while :meth:`run` runs.
+    """Sender of an epoch's heartbeats, one per ``heartbeat_ms`` to the node and to the registry.
 
     Attributes:
-        term: renewed by heartbeats.
-        describe: makes the registry's record; called once per heartbeat while the worker is announced and may emit.
+        term: renewed by the node's replies.
+        describe: returns the registry's record; called per heartbeat while the worker is announced and may emit.
         on_lost: called once, when the epoch is fenced.
-        on_fail: called once with a reason, when the worker cannot continue.
+        on_fail: called once with a reason, when the node refuses heartbeats or is silent for too long.
         on_renewed: called when the term is renewed.
-        on_recall: called with the number of free slots that the node asks for.
+        on_recall: called with the number of free slots that the node recalls.
     """
 
     flags: WorkerFlags
@@ -74,13 +74,15 @@ class Heartbeats:
         self._announcing = asyncio.Event()
 
     async def run(self) -> None:
-        """Send heartbeats until cancelled, or until the epoch is over."""
+        """Send heartbeats until cancelled; those to the node end with the epoch."""
         await asyncio.gather(self._beat_node(), self._beat_registry())
 
     def announce(self) -> None:
+        """Begin to send heartbeats to the registry."""
         self._announcing.set()
 
     async def leave(self, component_id: str) -> None:
+        """End the registry's heartbeats and remove the worker's record. Does not raise if the registry is down."""
         self._announcing.clear()
         if self._registry is not None:
             try:
@@ -93,26 +95,27 @@ class Heartbeats:
             await self._registry.aclose()
 
     async def _beat_node(self) -> None:
-        # When this process noticed the first missing answer: time that it slept through proves nothing about the node.
-        missing_s: float | None = None
+        # Time at which this process noticed the first missing reply. The heartbeat's start would include time in which
+        # the process itself was paused.
+        silent_since_s: float | None = None
         while True:
             asked_s = self.term.clock()
             try:
                 reply = await self.node.heartbeat(self.epoch)
             except (Unavailable, DeadlineExceeded) as error:
-                # The node may be busy for a moment; its end shows on the attach socket.
+                # The node may only be busy: its death shows on the attach socket.
                 now = self.term.clock()
-                missing_s = now if missing_s is None else missing_s
-                if now - missing_s > self.flags.heartbeat_timeout_ms / 1000:
+                silent_since_s = now if silent_since_s is None else silent_since_s
+                if now - silent_since_s > self.flags.heartbeat_timeout_ms / 1000:
                     self.on_fail(describe_failure(error))
                     return
             except PillionError as error:
                 self.on_fail(describe_failure(error))
                 return
             else:
-                missing_s = None
+                silent_since_s = None
                 if reply.fenced:
-                    self.on_lost(Conflict("fenced after a silence"))
+                    self.on_lost(Conflict("fenced after missed heartbeats"))
                     return
                 self.term.renew(asked_s)
                 self.on_renewed()
@@ -124,19 +127,19 @@ class Heartbeats:
         if self._registry is None:
             return
         await self._announcing.wait()
-        answers = True
+        available = True
         while self._announcing.is_set():
-            # Do not announce a worker that may not emit. After a pause, ask the node first.
-            if self.term.held():
+            # Do not announce a worker that may be fenced: after a pause, the node's reply comes first.
+            if self.term.valid():
                 try:
                     await self._registry.heartbeat(self.describe())
-                    answers = True
+                    available = True
                 except PillionError as error:
-                    if answers:
+                    if available:
                         log.warning(
-                            "the registry takes no heartbeat; gateways that know this worker go on with it, others do"
-                            " not find it: %s",
+                            "the registry takes no heartbeats; gateways that know this worker continue with it, others"
+                            " do not find it: %s",
                             error.message,
                         )
-                    answers = False
+                    available = False
             await asyncio.sleep(self.flags.heartbeat_ms / 1000)

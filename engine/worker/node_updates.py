@@ -1,13 +1,13 @@
-"""Sends the scheduler's orders to the KV node, in order, one batch at a time; later orders are the next batch.
+"""Sends the scheduler's orders to the KV node in batches: orders that arrive meanwhile are the next batch.
 
-    commit -> release -> give back -> lease        then the batch's resumes and chain orders begin, each on its own
+    commit -> release -> return slots -> lease        then each resume and chain order of the batch starts a task
 
-Orders that nothing waits for, i.e. commits of streams' blocks, gather for GATHER_MS: a call costs the worker, the node
-and the index more than the blocks in it.
+Orders that nothing waits for, i.e. commits of streams' blocks, are collected for GATHER_MS, because a call costs the
+worker, the node and the index more than the blocks in it.
 
-Resumes wait in the node's queue for memory, so they must not wait here, where memory is released. A call with an
-unknown outcome (no answer in time) may have moved slots, so it ends the updates and the worker's epoch: the node frees
-everything once the worker reports that it has drained, or the attach socket ends.
+Resumes have separate tasks because they wait for memory, which the releases of later batches free. A call with an
+unknown outcome (no reply in time) may have moved slots, so it ends the worker's epoch: the node frees everything once
+the worker reports that it has drained, or the attach socket closes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pillion.errors import PillionError
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.v1.kvnode_pb2 import CommitRun, CommitRunResult
 
-# Delay of stream blocks on their way to the node, where other prompts find them. A worker that dies meanwhile loses
-# them.
+# Max delay of commits that nothing waits for. Until then other prompts do not find these blocks, and they are lost if
+# the worker dies.
 GATHER_MS = 100
 
 
@@ -34,11 +34,11 @@ class NodeUpdates:
     """Sends the orders of one epoch to the KV node.
 
     Attributes:
-        tickets: the worker's tickets, which are told of releases.
+        tickets: the worker's tickets, notified of confirmed releases.
         post_event: schedules a call of a Scheduler method between two steps.
-        on_committed: called with an order and the node's answer.
-        on_resume: called for a sequence whose ticket has been released and that needs a new one.
-        on_chain: called for a feature's own chain that needs a ticket.
+        on_committed: called with a commit order and the node's reply.
+        on_resume: called for a preempted sequence, once its ticket is released, to open a new one.
+        on_chain: called to open a ticket for a chain of a draft model's KV.
     """
 
     node: NodeClient
@@ -51,7 +51,8 @@ class NodeUpdates:
     on_chain: Callable[[ChainOrder], None]
 
     def __post_init__(self) -> None:
-        # Bounded by the scheduler: a commit, release or resume per sequence and chain, one lease call, existing slots.
+        # Orders of the next batch. The scheduler bounds them: at most one commit, release or resume per sequence and
+        # chain, one lease, and existing slots.
         self._next = Outcome()
         self._pending = asyncio.Event()
         self._urgent = asyncio.Event()
@@ -59,7 +60,7 @@ class NodeUpdates:
         self._idle.set()
 
     def put(self, outcome: Outcome) -> None:
-        """Add an outcome's orders to the KV node (commits, releases, slots) to the next round of calls."""
+        """Add an outcome's orders to the next batch."""
         if outcome.has_orders:
             self._next.add_orders(outcome)
             self._idle.clear()
@@ -82,11 +83,12 @@ class NodeUpdates:
                 self._idle.set()
 
     async def drained(self) -> None:
-        """Return once the node has answered everything put so far."""
+        """Return once the node has replied to all orders put so far."""
         self._urgent.set()
         await self._idle.wait()
 
     async def _send(self, batch: Outcome) -> None:
+        """Make the calls of a batch. Raises PillionError if one fails."""
         if batch.commits:
             runs = [
                 CommitRun(
@@ -99,7 +101,7 @@ class NodeUpdates:
                 self.on_committed(order, result)
         if batch.releases:
             await self.node.release(self.epoch, batch.releases)
-            self.tickets.released(batch.releases)
+            self.tickets.on_released(batch.releases)
         if batch.returned_slots:
             await self.node.return_slots(self.epoch, batch.returned_slots)
         if batch.lease_blocks:
@@ -111,5 +113,5 @@ class NodeUpdates:
 
 
 def describe_failure(error: PillionError) -> str:
-    """Return why an epoch, or a worker, ends when a call to its node is refused or unanswered."""
-    return f"the KV node did not do as asked ({type(error).__name__}: {error.message})"
+    """Return the reason for the end of an epoch, or of a worker, whose call to its node failed."""
+    return f"a call to the KV node failed ({type(error).__name__}: {error.message})"

@@ -1,20 +1,19 @@
-"""The step thread: events, then one step (:class:`StepCycle`), over and over.
+"""The step thread, which alternates between events and steps (:class:`StepCycle`).
 
     asyncio --post_event--> inbox --between two steps--> scheduler
-    asyncio <--call_soon_threadsafe, before and after a step-- outcome <--held back while the worker may not emit
+    asyncio <--held back while the worker may not emit-- <--call_soon_threadsafe-- outcome, before and after a step
 
 Everything else runs on the event loop's thread. The step thread never waits for an RPC or a client: idle, it sleeps on
 a condition, and it waits for the event loop only if that is MAX_UNREAD_OUTCOMES behind.
 
-A StepCycle runs steps of a scheduler over a backend, without a thread: schedule -> launch -> wait -> commit. If the
-backend runs ahead, the step committed is the one before that just launched: while the device runs the latter, results
-are applied, events happen, and the next step is scheduled. A pipeline has one step under way per stage, and the oldest
-is committed. If the step just launched chooses by tokens of the one before (StepPlan.awaits_tokens), its choice starts
-as soon as that one is committed. With nothing to schedule, or if the scheduler needs their tokens first, the steps in
-flight are committed.
+A StepCycle runs a scheduler's steps on a backend: schedule -> launch -> wait -> commit. If the backend runs ahead, each
+launch is followed by the commit of the previous step, so that the device is busy while results are applied, events are
+handled and the next step is scheduled. A pipeline has one step in flight per stage, of which the oldest is committed.
+If a launched step samples by the previous step's tokens (StepPlan.awaits_tokens), its sampling starts after that step's
+commit. If there is nothing to schedule, or the scheduler needs their tokens first, all steps in flight are committed.
 
-StepLoop drives it on a thread. A driver that must not block polls the in-flight steps that :meth:`StepCycle.step`
-yields, and comes back when they have landed.
+StepLoop drives a StepCycle on a thread. A driver that must not block can poll each in-flight step that
+:meth:`StepCycle.step` yields, and resume the iterator once the step has ended.
 """
 
 from __future__ import annotations
@@ -35,6 +34,8 @@ from pillion.engine.scheduling.step_plan import Outcome, StepPlan
 from pillion.errors import Internal
 from pillion.kernels.step import Sampled, SamplingRows
 
+log = logging.getLogger("pillion.step")
+
 Launch = Callable[[StepPlan], InFlightStep]
 Choose = Callable[[StepPlan, InFlightStep], None]
 OnStep = Callable[[StepPlan, float, bool], None]
@@ -42,7 +43,7 @@ OnStep = Callable[[StepPlan, float, bool], None]
 
 @dataclass(frozen=True, slots=True)
 class _FailedLaunch:
-    """A step that could not be launched, and fails in its turn."""
+    """A step that could not be launched; its error is raised by ``wait``, in launch order."""
 
     error: Exception
 
@@ -57,12 +58,13 @@ class StepCycle:
     """Runs a scheduler over a backend, for one caller at a time.
 
     Args:
-        scheduler: belongs to the caller's thread.
-        launch: starts a step. Its error, or that of waiting for the step, fails the step's sequences.
-        choose: starts the choice of a launched step that awaits tokens of the one before; its error fails them as well.
-        max_in_flight: max launched steps, if the scheduler allows it.
-        on_step: called when a step has ended, before its commit, with the time since its launch or since the end of the
-            step before, whichever was later.
+        scheduler: used only on the caller's thread.
+        launch: starts a step. An error of this call, or of the wait for the step, fails the step's sequences.
+        choose: starts the sampling of a launched step that awaits the previous step's tokens. An error fails the step's
+            sequences.
+        max_in_flight: max launched steps; the scheduler may allow fewer.
+        on_step: called when a step has ended, before its commit, with the plan, the seconds since its launch or since
+            the previous step's end, whichever was later, and whether it succeeded.
     """
 
     def __init__(
@@ -81,24 +83,24 @@ class StepCycle:
         """Schedule and launch one step, and commit the steps that are due.
 
         Yields each outcome, in order, and each in-flight step just before the blocking wait for it. Raises BackendLost
-        if the device has failed for good.
+        if the device has failed permanently.
         """
         plan = self._scheduler.schedule(time.monotonic())
-        # Report the outcomes of earlier events before a step, which may be long.
+        # Report the outcomes of events before the step, which may take long.
         yield self._scheduler.flush(time.monotonic())
         launched = bool(plan.scheduled)
-        stays = self._launch_step(plan) if launched else len(self._in_flight) - 1
+        max_left = self._launch_step(plan) if launched else len(self._in_flight) - 1
         self.busy = bool(self._in_flight)
-        while len(self._in_flight) > max(stays, 0):
+        while len(self._in_flight) > max(max_left, 0):
             yield from self._commit_oldest()
-        if launched and stays:
-            chosen = not plan.awaits_tokens or self._choose_tokens()
-            while self._in_flight and not (chosen and self._scheduler.may_run_ahead):
+        if launched and max_left:
+            sampling_started = not plan.awaits_tokens or self._choose_tokens()
+            while self._in_flight and not (sampling_started and self._scheduler.may_run_ahead):
                 yield from self._commit_oldest()
 
-    def land(self) -> Iterator[InFlightStep]:
-        """Wait for the steps in flight, which use the pool until then, and drop their results. Yields as :meth:`step`
-        does."""
+    def drain(self) -> Iterator[InFlightStep]:
+        """Wait for the steps in flight, which access the pool until they end, and drop their results. Yields each
+        before the blocking wait for it."""
         while self._in_flight:
             _, step, _ = self._in_flight.popleft()
             yield step
@@ -106,7 +108,7 @@ class StepCycle:
                 step.wait()
 
     def _launch_step(self, plan: StepPlan) -> int:
-        """Launch a step. Return how many steps may stay in flight while the next one is scheduled."""
+        """Launch a step. Return the max number of steps that may stay in flight while the next one is scheduled."""
         began_s = time.monotonic()
         step: InFlightStep
         try:
@@ -123,7 +125,7 @@ class StepCycle:
         return min(self._max_in_flight - 1, 1) if plan.awaits_tokens else self._max_in_flight - 1
 
     def _choose_tokens(self) -> bool:
-        """Start the choice of the step in flight. Return False if it has failed."""
+        """Start the sampling of the last launched step. Return False if that failed."""
         plan, step, began_s = self._in_flight[-1]
         try:
             self._choose(plan, step)
@@ -137,7 +139,7 @@ class StepCycle:
     def _commit_oldest(self) -> Iterator[Outcome | InFlightStep]:
         """Wait for the oldest step in flight, and commit its tokens or its failure."""
         plan, step, began_s = self._in_flight[0]
-        # The step stays in the list meanwhile, because a driver that stops here still has to land it.
+        # Until the wait it stays in the list, because a driver that stops here must still drain it.
         yield step
         self._in_flight.popleft()
         began_s = max(began_s, self._last_end_s)
@@ -158,11 +160,11 @@ class StepCycle:
             yield self._scheduler.fail_step(plan, internal, time.monotonic())
 
 
-log = logging.getLogger("pillion.step")
-
-# Max events that wait for the next step; a live sequence causes a few, so reaching it is a defect.
+# Max events waiting for the next step. A live sequence posts only a few, so reaching the limit is a defect.
 MAX_EVENTS = 100_000
+# Max outcomes that the event loop has not handled; at the limit, the step thread waits.
 MAX_UNREAD_OUTCOMES = 64
+# Interval at which a waiting step thread checks whether to stop.
 UNREAD_POLL_S = 1.0
 
 
@@ -170,12 +172,12 @@ class StepLoop:
     """The step thread of a scheduler and a backend.
 
     Args:
-        scheduler: belongs to this thread from :meth:`start` on.
-        launch, choose, max_in_flight, on_step: those of :class:`StepCycle`, called on the step thread.
-        on_outcome: called on the event loop before and after every step with something to report.
-        on_death: called there once with a reason, if the thread dies of a defect.
-        may_publish: called on the event loop before each on_outcome. If False, outcomes are held back, in order, for
-            :meth:`publish`.
+        scheduler: used only on the step thread from :meth:`start` on.
+        launch, choose, max_in_flight, on_step: as in :class:`StepCycle`; called on the step thread.
+        on_outcome: called on the event loop with each outcome that is not empty.
+        on_death: called on the event loop once, with a reason, if the thread dies of a defect.
+        may_publish: called on the event loop before each on_outcome. While it returns False, outcomes are held back, in
+            order, for :meth:`publish`.
     """
 
     def __init__(
@@ -195,7 +197,7 @@ class StepLoop:
         self._on_outcome = on_outcome
         self._on_death = on_death
         self._may_publish = may_publish
-        # Counted with the unread outcomes, and so bounded with them.
+        # Included in the unread outcomes, so bounded by MAX_UNREAD_OUTCOMES.
         self._held_back: deque[Outcome] = deque()
         self._asyncio = asyncio.get_running_loop()
         self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
@@ -226,19 +228,19 @@ class StepLoop:
             self._wake.notify()
 
     def halt(self) -> None:
-        """Launch no more steps."""
+        """Stop launching steps."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
 
     def publish(self) -> None:
-        """Publish the outcomes held back, while ``may_publish``. On the event loop only."""
+        """Publish the outcomes held back, as long as ``may_publish`` allows it. On the event loop only."""
         while self._held_back and self._may_publish():
             self._unread.release()
             self._on_outcome(self._held_back.popleft())
 
     async def stop(self) -> None:
-        """Halt, and wait for the thread's end: no step is in flight then."""
+        """Halt, and wait for the thread to end; then no step is in flight."""
         self.halt()
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
@@ -255,12 +257,12 @@ class StepLoop:
             log.exception("the step thread died")
             self._call_on_asyncio(self._on_death, f"the step thread died: {error!r}")
         finally:
-            # The steps must have ended, although their results are not needed.
-            for _ in self._cycle.land():
+            # The pool may be unmapped only after the last step has ended.
+            for _ in self._cycle.drain():
                 pass
 
     def _handle_events(self, wait: bool) -> bool:
-        """Apply the events in the inbox; sleep for the first one if ``wait``. Return False to stop."""
+        """Apply the events in the inbox; if ``wait``, sleep until there is one. Return False to stop."""
         with self._wake:
             while wait and not self._inbox and not self._stopping:
                 self._wake.wait()

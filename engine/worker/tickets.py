@@ -1,11 +1,11 @@
-"""A worker's tickets: adopted from gateways, or opened for prompts that it computes alone, preempted streams, and
-chains of features.
+"""A worker's tickets: adopted from gateways, or opened for prompts without a prefill worker, for preempted streams and
+for chains of draft models' KV.
 
-    open, adopt --> adopted, chain awaited --> in use by a sequence --node confirms the release--> free again
-                         +-----------------------+--> release_ticket: not needed --------------------^
+    open, adopt --> adopted, chain awaited --> in use by a sequence --node confirms the release--> unused
+                         +-----------------------+--> release_ticket: not needed -------------------^
 
-Answers of the node carry slots that must not be lost. So a call whose answer may carry slots is never cancelled, except
-the opening of a ticket, which the client has the node undo. A call with unknown outcome ends the worker's epoch:
+Replies of the node carry slots that must not be lost. So a call whose reply may carry slots is never cancelled, except
+the opening of a ticket, which the client makes the node undo. A call with an unknown outcome ends the worker's epoch:
 waiting callers get Unavailable, and the node frees everything once the worker has drained or is gone.
 """
 
@@ -25,25 +25,26 @@ from pillion.kvstore.client.node_client import NodeClient, TicketDemand
 from pillion.rules.priority import NO_FLOW, Flow
 from pillion.v1.kvnode_pb2 import AwaitChainReply
 
+# Max wait for memory in the node's queue.
 MEMORY_WAIT_S = 120.0
-# Wait for an awaited chain to grow. The gateway, which follows the prefill worker's queue, ends it much sooner if the
-# range is silent.
+# Max wait for the next block of an awaited chain. A gateway ends the wait much sooner if the prefill worker falls
+# silent.
 CHAIN_STALL_TIMEOUT_S = 3600.0
-# Timeout of a release that a ticket's next use waits for.
+# Max wait of a ticket's next use for the release of the previous one.
 IN_USE_TIMEOUT_S = 1.0
 
 
 class Tickets:
-    """The tickets of one epoch. ``post_event`` has a method of Scheduler called between two steps; ``lost`` is called
-    with the error of a call that ends the epoch."""
+    """The tickets of one epoch. ``post_event`` schedules a call of a Scheduler method between two steps; ``on_lost`` is
+    called with the error of a call that ends the epoch."""
 
     def __init__(
-        self, node: NodeClient, epoch: int, *, post_event: Callable[..., None], lost: Callable[[PillionError], None]
+        self, node: NodeClient, epoch: int, *, post_event: Callable[..., None], on_lost: Callable[[PillionError], None]
     ) -> None:
         self._node = node
         self._epoch = epoch
         self._post_event: Callable[..., Any] = post_event
-        self._lost = lost
+        self._on_lost = on_lost
         self._retired = False
         self._in_use: dict[int, asyncio.Event] = {}
         self._opening: dict[int, asyncio.Task[tuple[AdoptedTicket, bytes]]] = {}
@@ -58,61 +59,60 @@ class Tickets:
         awaited_blocks: int = 0,
         first_lease_blocks: int = 1,
     ) -> tuple[AdoptedTicket, bytes]:
-        """Adopt a ticket and lease the slots that its chain lacks up to ``end_block``; the chain must reach
-        ``start_block``.
+        """Adopt a ticket whose chain has at least ``start_block`` blocks, and lease slots for its blocks from the end
+        of the chain to ``end_block``.
 
-        The first call leases ``first_lease_blocks``; a second one follows only if these are too few. With
-        ``awaited_blocks`` other workers commit the blocks before it: only those after it are leased, and
-        :meth:`await_chain` follows.
-        Return the ticket and the hash of the chain's last block, empty for none. The ticket must end in a sequence or
-        in :meth:`release_ticket`, so shield this call from cancellation.
+        The first call leases ``first_lease_blocks``; a second one follows only if these are too few. Blocks below
+        ``awaited_blocks`` are committed by other workers: only later ones are leased, and :meth:`await_chain` must
+        follow. Return the ticket and the hash of the chain's last block, empty without one. The ticket must be passed
+        to a sequence or to :meth:`release_ticket`, so shield this call from cancellation.
 
         Raises:
-            NotFound: no such ticket, in use here, or its chain is too short: plan again.
-            Overloaded: too few slots at the node beyond the reservation.
-            Unavailable: no answer, or the epoch ended; nothing is adopted.
+            NotFound: the ticket does not exist, is in use here, or its chain is too short: plan again.
+            Overloaded: the node has too few slots beyond the reservation.
+            Unavailable: no reply, or the epoch ended; nothing is adopted.
         """
         await self._claim(ticket_id)
         try:
-            after = end_block - awaited_blocks if awaited_blocks else first_lease_blocks
-            first = await self._node.adopt(self._epoch, ticket_id, after)
+            lease_blocks = end_block - awaited_blocks if awaited_blocks else first_lease_blocks
+            first = await self._node.adopt(self._epoch, ticket_id, lease_blocks)
             self._check_open()
         except PillionError as error:
-            self.released((ticket_id,))
-            raise self._judge(error) from None
+            self.on_released((ticket_id,))
+            raise self._to_caller_error(error) from None
         chain, leased, state = map(tuple, (first.chain_slots, first.leased_slots, first.state_slots))
         try:
             if len(chain) < start_block:
-                raise NotFound(f"the ticket holds {len(chain)} blocks, {start_block} are needed: plan again")
+                raise NotFound(f"the ticket has {len(chain)} blocks, {start_block} are needed: plan again")
             missing = end_block - max(len(chain), awaited_blocks) - len(leased)
             if missing > 0:
                 leased += tuple((await self._node.adopt(self._epoch, ticket_id, missing)).leased_slots)
                 self._check_open()
         except PillionError as error:
             self.release_ticket(AdoptedTicket(ticket_id, chain, leased))
-            raise self._judge(error) from None
+            raise self._to_caller_error(error) from None
         return AdoptedTicket(ticket_id, chain, leased, state, first.known_blocks), first.last_hash
 
     async def await_chain(self, seq_id: int, adopted: AdoptedTicket, blocks: int) -> tuple[AdoptedTicket, bytes]:
-        """Wait until other workers have committed a chain of ``blocks`` blocks. Return the ticket with that chain, and
-        the hash of its last block.
+        """Wait until other workers have committed ``blocks`` blocks of the ticket's chain. Return the ticket with that
+        chain, and the hash of its last block.
 
-        Raise, with the ticket released, NotFound if the chain does not grow for CHAIN_STALL_TIMEOUT_S or
+        Releases the ticket and raises NotFound if the chain does not grow for CHAIN_STALL_TIMEOUT_S or
         :meth:`stop_waiting` was called, Overloaded if too many calls wait at the node, Unavailable if the epoch ends.
         """
         try:
-            chain = await self._grown(seq_id, adopted.ticket_id, blocks, len(adopted.chain_slots))
+            chain = await self._wait_for_chain(seq_id, adopted.ticket_id, blocks, len(adopted.chain_slots))
         except PillionError as error:
             self.release_ticket(adopted)
-            raise self._judge(error) from None
+            raise self._to_caller_error(error) from None
         except BaseException:
             self.release_ticket(adopted)
             raise
         grown = replace(adopted, chain_slots=tuple(chain.chain_slots), state_slots=tuple(chain.state_slots))
         return grown, chain.last_hash
 
-    async def _grown(self, seq_id: int, ticket_id: int, blocks: int, have_blocks: int) -> AwaitChainReply:
-        """Return the chain once it has ``blocks`` blocks. The calls carry no slots and may be cancelled."""
+    async def _wait_for_chain(self, seq_id: int, ticket_id: int, blocks: int, have_blocks: int) -> AwaitChainReply:
+        """Return the chain once it has ``blocks`` blocks. The calls lease no slots, so they may be cancelled."""
         while True:
             waiting = asyncio.create_task(
                 self._node.await_chain(self._epoch, ticket_id, blocks, timeout_s=CHAIN_STALL_TIMEOUT_S)
@@ -122,19 +122,19 @@ class Tickets:
                 chain = await waiting
             except asyncio.CancelledError:
                 self._check_open()
-                raise NotFound("the ticket's chain is not awaited any more") from None
+                raise NotFound("the wait for the ticket's chain was cancelled") from None
             finally:
                 del self._awaiting[seq_id]
             self._check_open()
             if len(chain.chain_slots) >= blocks:
                 return chain
             if len(chain.chain_slots) <= have_blocks:
-                raise NotFound(f"the ticket's chain stood still for {CHAIN_STALL_TIMEOUT_S:.0f} s: plan again")
+                raise NotFound(f"the ticket's chain did not grow for {CHAIN_STALL_TIMEOUT_S:.0f} s: plan again")
             have_blocks = len(chain.chain_slots)
 
     def stop_waiting(self, seq_id: int) -> None:
-        """End a sequence's wait for memory or a chain: :meth:`open` or :meth:`await_chain` raises NotFound, with
-        nothing adopted."""
+        """End a sequence's wait for memory or a chain: its :meth:`open` or :meth:`await_chain` raises NotFound, and its
+        ticket is released."""
         for waits in (self._opening, self._awaiting):
             if seq_id in waits:
                 waits[seq_id].cancel()
@@ -143,7 +143,7 @@ class Tickets:
         """Release an adopted ticket that no sequence uses."""
         self._post_event(Scheduler.release_ticket, adopted)
 
-    def released(self, ticket_ids: Iterable[int]) -> None:
+    def on_released(self, ticket_ids: Iterable[int]) -> None:
         """Record that the node has confirmed the release of these tickets."""
         for ticket_id in ticket_ids:
             freed = self._in_use.pop(ticket_id, None)
@@ -151,18 +151,19 @@ class Tickets:
                 freed.set()
 
     def retire(self) -> None:
-        """End the epoch: the node frees its tickets, and late answers are ignored."""
+        """End the epoch: the node frees its tickets, and late replies are ignored."""
         self._retired = True
         for seq_id in (*self._opening, *self._awaiting):
             self.stop_waiting(seq_id)
-        self.released(tuple(self._in_use))
+        self.on_released(tuple(self._in_use))
 
     def _check_open(self) -> None:
         if self._retired:
             raise Unavailable("the worker's epoch at its KV node has ended")
 
     async def _claim(self, ticket_id: int) -> None:
-        """Mark a ticket as in use, once its last use has ended: each use would release the other's."""
+        """Mark a ticket as in use, after waiting for the release of its previous use: with two uses, the first release
+        would take the other one's slots."""
         while (freed := self._in_use.get(ticket_id)) is not None:
             try:
                 async with asyncio.timeout(IN_USE_TIMEOUT_S):
@@ -180,15 +181,15 @@ class Tickets:
         flow: Flow = NO_FLOW,
         **demand: Unpack[TicketDemand],
     ) -> tuple[AdoptedTicket, bytes]:
-        """Open a ticket and lease all that it reserves, in one call, which waits in the node's queue for memory. For
-        arguments see NodeClient.open_ticket, for the result :meth:`adopt`.
+        """Open and adopt a ticket, and lease all slots that it reserves, in one call, which waits for memory in the
+        node's queue. The arguments are those of NodeClient.open_ticket, the result is that of :meth:`adopt`.
 
         Raises:
-            NotFound: fewer than ``expected_blocks`` are present; or :meth:`stop_waiting` was called, and the client
-                undoes a grant.
+            NotFound: fewer than ``expected_blocks`` blocks are present; or :meth:`stop_waiting` was called, in which
+                case the client releases a ticket that the node opened.
             DeadlineExceeded: no memory was freed within MEMORY_WAIT_S.
             Overloaded: too many calls wait for memory, or the pool is too small.
-            Unavailable: no answer, or the epoch ended; nothing is adopted.
+            Unavailable: no reply, or the epoch ended; nothing is adopted.
         """
         opening = self._open(block_hashes, total_blocks, flow, **demand)
         task = self._opening[seq_id] = asyncio.create_task(opening)
@@ -196,9 +197,9 @@ class Tickets:
             return await task
         except asyncio.CancelledError:
             self._check_open()
-            raise NotFound("nobody waits for the ticket any more") from None
+            raise NotFound("the wait for the ticket was cancelled") from None
         except PillionError as error:
-            raise (error if isinstance(error, DeadlineExceeded) else self._judge(error)) from None
+            raise (error if isinstance(error, DeadlineExceeded) else self._to_caller_error(error)) from None
         finally:
             del self._opening[seq_id]
 
@@ -213,7 +214,7 @@ class Tickets:
             adopt=True,
             flow=flow,
             timeout_s=MEMORY_WAIT_S,
-            on_unreleased=self._judge,
+            on_unreleased=self._to_caller_error,
             **demand,
         )
         self._check_open()
@@ -224,7 +225,7 @@ class Tickets:
 
     @property
     def waiting(self) -> Iterable[int]:
-        """The sequences in the node's queue for memory, in order."""
+        """Ids of the sequences that wait for memory in the node's queue, in order."""
         return self._opening
 
     async def resume(self, order: ResumeOrder) -> None:
@@ -244,23 +245,23 @@ class Tickets:
                 error = Overloaded(f"a preempted stream waited {MEMORY_WAIT_S:.0f} s for memory")
             self._post_event(Scheduler.fail, order.seq_id, error)
             return
-        # If the stream is cancelled now, Scheduler.resumed lets go of the slots.
+        # If the stream has been cancelled, Scheduler.resumed releases the ticket.
         self._post_event(Scheduler.resumed, order.seq_id, adopted)
 
     async def open_chain(self, order: ChainOrder) -> None:
-        """Opens a ticket for a feature's own chain, which pins what the node has of it and reserves nothing."""
+        """Open a ticket for a chain of a draft model's KV: it pins the blocks that the node has and reserves none."""
         adopted: AdoptedTicket | None = None
-        # A failure is ignored: the node's client gives back a ticket whose answer was lost, and no stream needs a
-        # feature's chain.
+        # Ignore failures: the node's client releases a ticket whose reply was lost, and no stream depends on the chain.
         with contextlib.suppress(PillionError):
             adopted, _ = await self._open(order.block_hashes, 0)
         self._post_event(Scheduler.chain_opened, order.chain_id, adopted)
 
-    def _judge(self, error: PillionError) -> PillionError:
-        """Return the error for the caller. A refusal is passed on; an unknown outcome or a fence ends the epoch."""
+    def _to_caller_error(self, error: PillionError) -> PillionError:
+        """Return the error to raise for a failed call: a refusal itself, or Unavailable. Other errors (an unknown
+        outcome, a fence) end the epoch."""
         if self._retired:
             return Unavailable("the worker's epoch at its KV node has ended")
         if isinstance(error, NotFound | Overloaded):
             return error
-        self._lost(error)
+        self._on_lost(error)
         return Unavailable("the worker lost its KV node")

@@ -1,18 +1,18 @@
-"""A worker of either service: a model over a mapped pool, and its place at a KV node, epoch by epoch.
+"""A worker of either service: a model over a mapped pool, attached to a KV node in one epoch after another.
 
-    start:   prepare and load the model -> attach to the node (the pool is mapped) -> bind, warm up -> first WorkerEpoch
-             a process that stands by has loaded and warmed up before its turn to attach comes
+    start:   prepare and load the model -> attach to the node, which maps the pool -> bind, warm up -> first WorkerEpoch
+             (a standby loads and warms up before its turn to attach)
     live:    servicer --run, cancel--> WorkerEpoch --outcomes--> listeners (tokens, chunks) and the node (orders)
     fenced:  the WorkerEpoch ends: no emission, no commit, every listener gets Unavailable, new work is refused
-               -> its last step has ended -> "drained" to the node, which frees what the epoch held -> new epoch
-               -> a fresh WorkerEpoch over the same pool, model and attachment -> back in the registry: live
-    its node is gone, and the pool outlives it: the same, with the node's next life instead of "drained"
-    end:     stop() by the process; or fail(): the node went away, gives no new epoch, or the step thread died
+               -> its last step has ended -> reattach: the node frees the epoch's slots and pins -> new epoch
+               -> new WorkerEpoch over the same pool, model and attachment -> back in the registry: live
+    node died, pool survives: like fenced, but attaching to the node's next process
+    end:     close() by the process; or fail(): the node died, refuses a new epoch, or the step thread died
 
-A worker that was only paused (SIGSTOP, then SIGCONT) passes through *fenced* and loads nothing again (I4). A failed
-worker neither emits nor commits; its process exits and is restarted. The node frees its slots when the attach socket
-ends. The time from *fenced* to *live* is bounded here, except for a step that does not end: then the parent process
-kills it (FENCE_KILL_AFTER_S).
+A worker that was only paused (SIGSTOP, then SIGCONT) passes through *fenced* without loading anything again (I4). A
+failed worker neither emits nor commits; its process exits and is restarted, and the node frees its slots when the
+attach socket closes. The time from *fenced* to *live* is bounded, except for a step that hangs: then the parent process
+kills the worker (FENCE_KILL_AFTER_S).
 """
 
 from __future__ import annotations
@@ -61,24 +61,24 @@ log = logging.getLogger("pillion.worker")
 
 ATTACH_TIMEOUT_S = 30.0
 DRAIN_TIMEOUT_S = 2.0
-# Steps that read all weights and run all kernels once. Larger steps allocate memory when they come, which takes
-# milliseconds; running one at each start would cost more than everything else in a forked worker's.
+# Tokens of the warm-up step, enough to read all weights and run all kernels. Larger steps allocate memory on first use,
+# in milliseconds; warming up with one would take longer than the rest of a forked worker's start.
 WARM_UP_TOKENS = 16
 
 
 class StartTurn(Protocol):
-    """When a process may join the cluster: at once or, as a standby, when its turn comes."""
+    """A process's turn to join the cluster: at once, or later for a standby."""
 
     @property
     def waiting(self) -> bool:
         """True while the process's turn has not come."""
 
     def wait(self) -> float:
-        """Block until the turn has come; return the seconds that this process has waited in all."""
+        """Block until the turn has come; return the total seconds that this process has waited."""
 
 
 class _AtOnce:
-    """The turn of a process that is no standby."""
+    """Turn of a process that is not a standby."""
 
     waiting = False
 
@@ -92,15 +92,14 @@ AT_ONCE = _AtOnce()
 
 @dataclass(frozen=True, slots=True)
 class WorkerParts:
-    """The parts of a worker besides its model; drafts and adapters are optional, and so are grammars on a prefill
-    worker.
+    """Parts of a worker besides its model. Without a feature, its parts are None.
 
     Attributes:
-        make_scheduler: makes an epoch's scheduler for a pool of a number of slots.
-        grammars: compiles the grammars of requests.
-        step_masks: the grammar masks of a step's rows; None without ``grammars``.
-        drafts: drafts tokens.
-        make_adapters: makes the loader of adapters.
+        make_scheduler: returns an epoch's scheduler, given the pool's slots.
+        grammars: compiler of requests' grammars.
+        step_masks: returns the grammar masks of a step.
+        drafts: speculative decoding.
+        make_adapters: returns the loader of adapters.
     """
 
     make_scheduler: Callable[[int], Scheduler]
@@ -110,17 +109,17 @@ class WorkerParts:
     make_adapters: Callable[[NodeClient, Meters], AdapterLoader] | None
 
     def close(self) -> None:
-        """End the threads of grammars and drafts. Idempotent."""
+        """Stop the threads of grammars and drafts. Idempotent."""
         for part in (self.grammars, self.drafts):
             if part is not None:
                 part.close()
 
 
 class Worker:
-    """A decode or prefill worker without its gRPC service; made by :meth:`start`.
+    """A decode or prefill worker without its gRPC service; created by :meth:`start`.
 
-    Attributes are for reading: ``model``, ``component_id``, ``node``, ``attachment``, ``meters``, and ``epoch``, which
-    is replaced when the worker was fenced.
+    Read-only attributes: ``model``, ``component_id``, ``node``, ``attachment``, ``meters``, and ``epoch``, which is
+    replaced after each fence.
     """
 
     def __init__(
@@ -146,7 +145,7 @@ class Worker:
         self._ids = itertools.count(1)
         self._start_s = 0.0
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._returning: asyncio.Task[None] | None = None
+        self._reattaching: asyncio.Task[None] | None = None
         self._node_gone = asyncio.Event()
         self.meters = Meters()
         self._meter = StepMeter(self.meters)
@@ -169,20 +168,21 @@ class Worker:
         model: LoadedModel,
         parts: WorkerParts,
         *,
-        most_tokens: int,
+        max_step_tokens: int,
         turn: StartTurn,
         began_s: float,
     ) -> Worker:
-        """Attach and run, with steps of at most ``most_tokens`` tokens; the start ``began_s``. Nothing is visible to
-        others before the process's ``turn``. On failure, model and parts stay the caller's.
+        """Attach and run, with steps of at most ``max_step_tokens`` tokens. No other process notices the worker before
+        its ``turn``. ``began_s``: monotonic time at which the process started. On failure the caller closes model and
+        parts.
 
-        Raises ConfigError for flags that cannot work, Unavailable if no node answers.
+        Raises ConfigError for unusable flags, Unavailable if no node answers.
         """
         async with contextlib.AsyncExitStack() as undo:
-            warm_up = partial(_warm_up, model, parts.drafts, min(most_tokens, WARM_UP_TOKENS))
+            warm_up = partial(_warm_up, model, parts.drafts, min(max_step_tokens, WARM_UP_TOKENS))
             if warm := turn.waiting:
                 await asyncio.to_thread(warm_up)
-            held_s = await asyncio.to_thread(turn.wait)
+            waited_s = await asyncio.to_thread(turn.wait)
             component_id = flags.component_id or f"{role}-{os.getpid()}"
             attachment = await asyncio.to_thread(_attach, flags.attach_socket, component_id, role, model)
             undo.callback(attachment.close)
@@ -190,14 +190,14 @@ class Worker:
             undo.push_async_callback(worker._abandon)
             await asyncio.to_thread(worker._bind)
             if not warm:
-                # May take long: the node counts silence only from the first heartbeat on.
+                # This may take long, but the node expects heartbeats only after the first one.
                 await asyncio.to_thread(warm_up)
             undo.pop_all()
-        worker._begin(time.monotonic() - began_s - held_s)
+        worker._begin(time.monotonic() - began_s - waited_s)
         return worker
 
     def _begin(self, start_s: float) -> None:
-        """Join the cluster, after a start that took ``start_s``."""
+        """Begin the first epoch, after a start that took ``start_s``."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self.attachment.fileno(), self._on_node_gone)
         if self.model.ranks is not None:
@@ -206,12 +206,13 @@ class Worker:
         self.epoch.start()
 
     async def _abandon(self) -> None:
-        """Undo a start that failed."""
+        """Release the worker's own resources after a failed start."""
         if self._adapters is not None:
             self._adapters.close()
         await self.node.aclose()
 
     def _bind(self) -> None:
+        """Bind model and drafts to the attached pool."""
         self.model.bind_pool(self.attachment)
         if self._parts.drafts is not None:
             self._parts.drafts.bind_pool(self.attachment)
@@ -278,19 +279,20 @@ class Worker:
 
     @property
     def max_model_len(self) -> int:
-        """Max tokens of a sequence: the model's, or what the pool can hold if less."""
+        """Max tokens of a sequence: the model's limit, or the pool's capacity if less."""
         allowed = self.flags.max_model_len or self.model.prepared.max_model_len
-        # If a prompt is split, two sequences under its ticket have states.
-        beside = 2 * self.model.backend.layout.working_pages
-        return min(allowed, (self.attachment.num_slots - beside) * self.block_size)
+        # Both sequences of a split prompt, which share its ticket, have states.
+        state_slots = 2 * self.model.backend.layout.working_pages
+        return min(allowed, (self.attachment.num_slots - state_slots) * self.block_size)
 
     def blocks_of(self, tokens: int) -> int:
-        """Return the slots that a sequence needs: its tokens' blocks, the next token's, and its states."""
+        """Return the number of slots for a sequence of ``tokens`` tokens: its blocks, including the next token's, and
+        its states."""
         return tokens // self.block_size + 1 + self.model.backend.layout.working_pages
 
     @property
     def gives_vectors(self) -> bool:
-        """True if streams may end with the vector of their text."""
+        """True if the worker can return vectors of texts."""
         return gives_vectors(self.model.backend)
 
     def check_open(self) -> None:
@@ -301,15 +303,15 @@ class Worker:
             raise Unavailable(f"{self.component_id} is taking a new epoch at its KV node")
 
     async def compiled(self, grammar: str, answer: Seq[int], stop_token_ids: frozenset[int]) -> GrammarState:
-        """Return a request's compiled grammar, at the end of the ``answer`` so far. Raises InvalidRequest for a grammar
-        that does not compile or does not match this answer."""
+        """Return a request's compiled grammar in the state after ``answer``. Raises InvalidRequest if the worker has no
+        grammars, or the grammar does not compile or does not match the answer."""
         if self._parts.grammars is None:
-            raise InvalidRequest(f"the answer has a grammar, which {self.component_id} cannot follow; its log says why")
+            raise InvalidRequest(f"grammars are not supported by {self.component_id}; its log says why")
         return await asyncio.wrap_future(self._parts.grammars.start(grammar, answer, stop_token_ids))
 
     async def _bring_adapter(self, digest: str) -> None:
         """Return once an adapter's files are on this machine. Raises InvalidRequest for an invalid digest; NotFound,
-        Unavailable or Overloaded if another worker may have the adapter."""
+        Unavailable or Overloaded if another worker should be tried."""
         if not is_adapter_digest(digest):
             raise InvalidRequest.of(FieldViolation("adapter", "the 64 hexadecimal digits of a digest are needed"))
         if self._adapters is None:
@@ -324,13 +326,14 @@ class Worker:
         begin: Callable[[AdoptedTicket], tuple[Sequence, Mapping[int, SequenceListener]]],
         wanted: Callable[[], bool],
     ) -> tuple[SequenceProgress, AdoptedTicket] | None:
-        """Start a sequence, and return its progress and its ticket; None if ``wanted`` turns False. Do not
+        """Start a sequence, and return its progress and its ticket, or None if ``wanted`` turns False meanwhile. Do not
         cancel this call, because an adopted ticket must be released. Raises what the arguments raise.
 
         Args:
-            adapter: digest of its adapter, whose files are brought first; "" for the model alone.
-            hold: adopts or opens the ticket, by the epoch's tickets.
-            begin: makes the sequence with its ticket, and the listeners of it and of its parallel samples.
+            adapter: digest of the adapter, whose files are fetched first; "" for none.
+            hold: adopts or opens the ticket in an epoch; returns it and the hash of its chain's last block.
+            begin: returns the sequence for a ticket, and the listeners, by seq_id, of it and its parallel samples.
+            wanted: returns whether the sequence is still needed.
         """
         if adapter:
             await self._bring_adapter(adapter)
@@ -349,50 +352,52 @@ class Worker:
         return None if progress is None else (progress, ticket)
 
     def next_id(self) -> int:
-        """Return a new seq_id, the place in the order of arrival."""
+        """Return a new seq_id; ids are in the order of arrival."""
         return next(self._ids)
 
     def _epoch_failed(self, reason: str) -> None:
-        """End the epoch, and with it the worker unless its node is gone and will come back."""
-        (self._epoch_lost if self._may_follow() and self.attachment.node_gone else self.fail)(reason)
+        """Handle a failure of the epoch: end the worker too, unless its node has died and will be restarted."""
+        (self._epoch_lost if self._survives_node() and self.attachment.node_gone else self.fail)(reason)
 
-    def _may_follow(self) -> bool:
-        """Return whether this worker can continue with its node's next life. One with further ranks cannot: they would
-        still use the old connection."""
+    def _survives_node(self) -> bool:
+        """Return whether this worker can continue with its node's next process: if a keeper keeps the pool, and there
+        are no other ranks, which would still use the old connection."""
         return bool(self.attachment.pool_id) and self.model.ranks is None
 
     def _epoch_lost(self, reason: str) -> None:
+        """End the epoch, and begin to get a new one."""
         if self.epoch.over:
             return
         log.warning("%s stops its work and asks for a new epoch: %s", self.component_id, reason)
         self.epoch.end(Unavailable(f"{self.component_id} lost its epoch: {reason}"))
         if not self.draining:
-            self._returning = asyncio.create_task(self._return(), name="new epoch")
+            self._reattaching = asyncio.create_task(self._reattach(), name="new epoch")
 
-    async def _return(self) -> None:
+    async def _reattach(self) -> None:
+        """Replace the ended epoch by a new one; end the worker if there is none."""
         old, began_s = self.epoch, time.monotonic()
         try:
             await old.heartbeats.leave(self.component_id)
             await old.close()
             fresh = self._make_epoch(await self._next_number(old.number))
         except Exception as error:  # noqa: BLE001  (a defect must end the process, too)
-            self._returning = None
+            self._reattaching = None
             self.fail(f"no new epoch: {error.message if isinstance(error, PillionError) else repr(error)}")
             return
-        self._returning, self.epoch = None, fresh
+        self._reattaching, self.epoch = None, fresh
         fresh.start()
         if self._address and not self.draining:
             fresh.heartbeats.announce()
         log.info("%s serves again under a new epoch, %.1f s later", self.component_id, time.monotonic() - began_s)
 
     async def _next_number(self, old: int) -> int:
-        """Return a new epoch of the node, or of its next life. No step of the ``old`` one runs any more."""
+        """Return a new epoch of the node, or of its next process. No step of the ``old`` epoch may be in flight."""
         if not self._node_gone.is_set():
             asking = asyncio.create_task(new_epoch(self.node, old))
             gone = asyncio.create_task(self._node_gone.wait())
             try:
                 await asyncio.wait({asking, gone}, return_when=asyncio.FIRST_COMPLETED)
-                if asking.done() and not (asking.exception() is not None and self._follows_node()):
+                if asking.done() and not (asking.exception() is not None and self._awaits_next_node()):
                     return asking.result()
             finally:
                 asking.cancel()
@@ -406,36 +411,36 @@ class Worker:
         await self.node.reopen(self.attachment.node_address)
         return self.attachment.epoch
 
-    def _follows_node(self) -> bool:
-        """Return whether the worker has noticed the node's end, and so waits for its next life."""
-        if not self._node_gone.is_set() and self._may_follow() and self.attachment.node_gone:
+    def _awaits_next_node(self) -> bool:
+        """Return whether the node has died and the worker waits for its next process."""
+        if not self._node_gone.is_set() and self._survives_node() and self.attachment.node_gone:
             self._on_node_gone()
         return self._node_gone.is_set()
 
     @property
     def failed(self) -> bool:
-        """True if the worker has died by itself."""
+        """True if the worker has failed."""
         return self._failure.done()
 
     async def wait_failed(self) -> str:
-        """Return why the worker died by itself; never returns while it lives."""
+        """Wait until the worker fails; return the reason."""
         return await asyncio.shield(self._failure)
 
     def fail(self, reason: str) -> None:
         """End the worker: nothing is emitted or committed any more, and every listener gets Unavailable."""
         if self._failure.done():
             return
-        log.error("%s cannot go on: %s", self.component_id, reason)
+        log.error("%s cannot continue: %s", self.component_id, reason)
         self._failure.set_result(reason)
-        self._stop_returning()
+        self._stop_reattaching()
         self.epoch.end(Unavailable(f"{self.component_id} died: {reason}"))
 
-    def _stop_returning(self) -> None:
-        if self._returning is not None:
-            self._returning.cancel()
+    def _stop_reattaching(self) -> None:
+        if self._reattaching is not None:
+            self._reattaching.cancel()
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse new work, and allow running sequences up to ``grace_s`` seconds, however late the registry answers."""
+        """Refuse new work, and wait for running sequences until ``grace_s`` seconds after this call."""
         self.draining = True
         end_s = asyncio.get_running_loop().time() + grace_s
         await self.epoch.heartbeats.leave(self.component_id)
@@ -448,10 +453,10 @@ class Worker:
         if self._closed:
             return
         self._closed = self.draining = True
-        self._stop_returning()
-        if self._returning is not None:
-            # The worker's thread may be reconnecting the attachment.
-            await asyncio.wait([self._returning])
+        self._stop_reattaching()
+        if self._reattaching is not None:
+            # Its thread may be renewing the attachment.
+            await asyncio.wait([self._reattaching])
         for seq_id in tuple(self.epoch.listeners):
             self.epoch.cancel(seq_id)
         if not self.epoch.over:
@@ -468,7 +473,7 @@ class Worker:
 
     def _on_node_gone(self) -> None:
         asyncio.get_running_loop().remove_reader(self.attachment.fileno())
-        if self._may_follow():
+        if self._survives_node():
             self._node_gone.set()
             self._epoch_lost("the KV node went away")
         else:
@@ -476,9 +481,9 @@ class Worker:
 
 
 def _attach(socket_path: str, component_id: str, role: str, model: LoadedModel) -> Attachment:
-    """Attach a worker that runs ``model``. Raises as :func:`attach`."""
+    """Attach a worker that runs ``model`` to its node. Raises what :func:`attach` raises."""
     layout = model.backend.layout
-    rows, pieces = layout.rows_and_pieces
+    rows, row_heads = layout.rows_and_pieces
     return attach(
         socket_path,
         component_id=component_id,
@@ -486,7 +491,7 @@ def _attach(socket_path: str, component_id: str, role: str, model: LoadedModel) 
         block_bytes=layout.block_bytes,
         namespace=model.namespace().hex(),
         kv_rows=rows,
-        kv_heads=pieces,
+        kv_heads=row_heads,
         block_tokens=layout.block_size,
         has_states=layout.state_pages > 0,
         processes=1 + len(model.ranks.pids()) if model.ranks is not None else 1,
@@ -496,8 +501,7 @@ def _attach(socket_path: str, component_id: str, role: str, model: LoadedModel) 
 
 
 def _warm_up(model: LoadedModel, drafts: WorkerDrafts | None, tokens: int) -> None:
-    """Run steps of up to ``tokens`` tokens so that later ones find everything in memory; buffers grow for larger
-    ones."""
+    """Run a step of ``tokens`` tokens on model and drafts, so that steps up to this size find everything in memory."""
     model.backend.warm_up(tokens)
     if drafts is not None:
         drafts.warm_up(tokens)

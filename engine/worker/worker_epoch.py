@@ -1,13 +1,13 @@
-"""One epoch of a worker and all that lives as long: scheduler and step thread, tickets, node updates, heartbeats.
+"""One epoch of a worker: its scheduler and step thread, tickets, node updates and heartbeats.
 
-    serving --the node was silent, or the process slept: the term has lapsed--> outcomes held back
-       |    <--the node answers: not fenced---------------------------------'      |
-       |                                                                           | the node answers: fenced,
-       +--- a call without an answer, or refused ---------+------------------------+
+    serving --heartbeats unanswered, or process paused: the term lapsed--> outcomes held back
+       |    <--reply: not fenced-------------------------------------------'      |
+       |                                                                          | reply: fenced
+       +--- a call failed, or got no reply ---------------+-----------------------+
                                                           v
     ended: nothing is emitted or committed, every listener got Unavailable --all steps have ended--> closed
 
-After closing, nothing here accesses the pool any more, and the worker may report that to the node (:func:`new_epoch`).
+A closed epoch no longer accesses the pool, so the worker may ask the node for a new one (:func:`new_epoch`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pillion.engine.worker.heartbeat import EpochTerm, Heartbeats
 from pillion.engine.worker.node_updates import NodeUpdates, describe_failure
 from pillion.engine.worker.step_loop import StepLoop
 from pillion.engine.worker.tickets import Tickets
-from pillion.engine.worker.worker_telemetry import PREFILL, TAIL, StepMeter, record, record_step
+from pillion.engine.worker.worker_telemetry import StepMeter, StepUse, record, record_step
 from pillion.errors import Cancelled, Conflict, DeadlineExceeded, Internal, NotFound, PillionError, Unavailable
 from pillion.kernels.step import RowMasks, SamplingRows
 from pillion.kvstore.client.node_client import NodeClient
@@ -52,15 +52,14 @@ log = logging.getLogger("pillion.worker")
 T = TypeVar("T")
 
 SETTLE_POLL_S = 0.01
-# Interval of signs of life to the caller of a waiting stream or prefill range.
+# Interval of heartbeats to the caller of a waiting stream or prefill range.
 QUEUE_HEARTBEAT_MS = 20_000
 MAX_REATTACH_TRIES = 6
 REATTACH_RETRY_S = 1.0
-_SURVIVABLE = (Conflict, Cancelled, Unavailable, DeadlineExceeded)
 
 
 class SequenceListener(Protocol):
-    """Receives the updates of a sequence, on the event loop. ``trace`` is the parent of its spans."""
+    """Receiver of a sequence's updates, on the event loop. ``trace``: parent of the sequence's spans."""
 
     trace: Context
 
@@ -72,18 +71,18 @@ class SequenceListener(Protocol):
 
 
 class WorkerEpoch:
-    """One epoch of a worker. Attributes are for reading: ``number``, ``listeners``, ``load``, ``tickets``,
-    ``heartbeats``, and a step's limits: ``max_num_seqs`` sequences, ``max_step_tokens`` tokens, ``target_s`` seconds or
-    ``target_steps`` plain steps (0: no target).
+    """One epoch of a worker. Read-only attributes: ``number``, ``listeners``, ``load``, ``tickets``, ``heartbeats``,
+    and a step's limits: ``max_num_seqs`` sequences, ``max_step_tokens`` tokens, ``target_s`` seconds or
+    ``target_steps`` decode-only steps (0: no target).
 
     Args:
-        scheduler: a fresh one.
-        describe: makes the registry's record.
-        on_lost: called with a reason, maybe more than once, if the epoch cannot continue but the worker can.
-        on_fail: called with a reason, maybe more than once, if the worker cannot continue.
-        meter: counts the steps.
-        load_adapter: reads and packs an adapter that the scheduler ordered; None without --enable-lora.
-        step_masks: the grammar masks of a step's rows; None if the worker compiles no grammars.
+        scheduler: an unused one.
+        describe: returns the registry's record.
+        on_lost: called with a reason, possibly several times, if the epoch cannot continue but the worker can.
+        on_fail: called with a reason, possibly several times, if the worker cannot continue.
+        meter: counts steps, over all epochs.
+        load_adapter: loads an adapter by digest for the scheduler; None without --enable-lora.
+        step_masks: returns the grammar masks of a step; None if the worker compiles no grammars.
     """
 
     def __init__(
@@ -129,16 +128,16 @@ class WorkerEpoch:
             on_outcome=self._on_outcome,
             on_death=on_fail,
             on_step=self._on_step,
-            may_publish=term.held,
+            may_publish=term.valid,
         )
-        self.tickets = Tickets(node, number, post_event=self._steps.post_event, lost=self._judge)
+        self.tickets = Tickets(node, number, post_event=self._steps.post_event, on_lost=self._end_after)
         self.heartbeats = Heartbeats(
             flags,
             node,
             number,
             term,
             describe=describe,
-            on_lost=self._judge,
+            on_lost=self._end_after,
             on_fail=on_fail,
             on_renewed=self._steps.publish,
             on_recall=lambda blocks: self._steps.post_event(Scheduler.recall, blocks),
@@ -165,11 +164,12 @@ class WorkerEpoch:
         listeners: Mapping[int, SequenceListener],
         last_hash: bytes,
     ) -> SequenceProgress:
-        """Run a sequence with a ticket of :attr:`tickets`; ``last_hash`` is that of its chain's last block.
-        ``listeners`` get its updates and those of its parallel samples, by seq_id, until one has an ending.
+        """Queue a sequence that has a ticket; ``last_hash``: of the last block of the ticket's chain. ``listeners``, by
+        seq_id, get the updates of the sequence and of its parallel samples, up to the ending.
 
-        Raises NotFound if the chain has other tokens than the sequence, because KV of another prompt must never be
-        read, or tokens that are yet to be scored, and Unavailable if the epoch has ended."""
+        Raises NotFound if the chain does not match the sequence's tokens, since KV of another prompt must never be
+        read, lacks a state, or contains tokens that are yet to be scored; Unavailable if the epoch has ended.
+        """
         chain, first = sequence.num_committed, sequence.start_tokens // self._block_size
         if chain > first:
             fits = sequence.left_to_compute >= (0 if sequence.is_prefill else 1)
@@ -180,9 +180,7 @@ class WorkerEpoch:
         fits = fits and (bool(sequence.state_slots) or not (chain and self._model.backend.layout.state_pages))
         unscored = sequence.unscored_from
         if not fits or (unscored is not None and sequence.num_computed > unscored):
-            raise NotFound(
-                "the ticket's chain is not of these tokens, has no state, or has some to be scored: plan again"
-            )
+            raise NotFound("the ticket's chain has other tokens, no state, or tokens yet to be scored: plan again")
         if self._end_error is not None:
             raise self._end_error
         self.listeners.update(listeners)
@@ -191,18 +189,18 @@ class WorkerEpoch:
         return sequence.progress
 
     def expect_adapter(self, digest: str) -> None:
-        """Announce a sequence with this adapter, which may be loaded already."""
+        """Announce that a sequence with this adapter will follow, so that it can be loaded."""
         self._steps.post_event(Scheduler.expect_adapter, digest)
 
     def cancel(self, seq_id: int) -> None:
-        """End a sequence; its listener gets nothing more. Unknown ids are ignored (I8)."""
+        """End a sequence; its listener gets no more updates. Unknown ids are ignored (I8)."""
         if self._forget(seq_id) is None:
             return
         self.tickets.stop_waiting(seq_id)
         self._steps.post_event(Scheduler.cancel, seq_id)
 
     def wake(self) -> None:
-        """Wake the step loop, from any thread: a late mask is ready."""
+        """Wake the step thread because a late mask is ready. Thread-safe."""
         self._steps.post_event(lambda scheduler, now: None)
 
     def _forget(self, seq_id: int) -> SequenceListener | None:
@@ -234,30 +232,31 @@ class WorkerEpoch:
                 listener.on_update(Update(seq_id=seq_id, ending=Ending(error=error)))
 
     async def close(self) -> None:
-        """Return once all steps in flight have ended, however long that takes: they may write to the pool until then.
-        Idempotent."""
+        """Wait for all steps in flight, without a timeout, because they may write to the pool until they end; then stop
+        the heartbeats. Idempotent."""
         await self._steps.stop()
         await asyncio.gather(*self._cancel_tasks(), return_exceptions=True)
         await self.heartbeats.close()
 
     async def settled(self) -> None:
-        """Return once no sequence is left and the node has answered everything."""
+        """Return once no sequence is left and the node has replied to all orders."""
         while await self._count_sequences():  # noqa: ASYNC110  (what is awaited lives in another thread)
             await asyncio.sleep(SETTLE_POLL_S)
-        # Outcomes arrive in order: after a second count, all from before the first have arrived.
+        # Outcomes arrive in order, so after a second count all outcomes from before the first have arrived.
         await self._count_sequences()
         await self._updates.drained()
 
     async def positions(self) -> dict[int, int]:
-        """Return the queue position of each sequence that does not decode yet, by seq_id (Scheduler.positions). Those
-        that wait for memory before they are queued come last.
+        """Return the queue positions, by seq_id, of sequences that do not decode yet (Scheduler.positions). Sequences
+        that wait for memory at the node come last.
 
-        The step thread answers between two steps, so an answer shows that steps go on; empty after QUEUE_HEARTBEAT_MS.
+        The step thread answers between two steps, so an answer shows that it is alive. Returns {} after
+        QUEUE_HEARTBEAT_MS without one.
         """
         try:
             async with asyncio.timeout(QUEUE_HEARTBEAT_MS / 1000):
-                found = await self._ask(Scheduler.positions)
-                return {seq_id: at for at, seq_id in enumerate(self.tickets.waiting, len(found) + 1)} | found
+                queued = await self._ask(Scheduler.positions)
+                return {seq_id: at for at, seq_id in enumerate(self.tickets.waiting, len(queued) + 1)} | queued
         except TimeoutError:
             return {}
 
@@ -267,22 +266,23 @@ class WorkerEpoch:
     async def _ask(self, read: Callable[[Scheduler], T]) -> T:
         """Call ``read`` on the step thread, between two steps, and return its result."""
         loop = asyncio.get_running_loop()
-        found: asyncio.Future[T] = loop.create_future()
+        result: asyncio.Future[T] = loop.create_future()
 
         def ask(scheduler: Scheduler, now: float) -> None:
             loop.call_soon_threadsafe(answer, read(scheduler))
 
         def answer(value: T) -> None:
-            if not found.done():
-                found.set_result(value)
+            if not result.done():
+                result.set_result(value)
 
         self._steps.post_event(ask)
-        return await found
+        return await result
 
-    def _judge(self, error: PillionError) -> None:
+    def _end_after(self, error: PillionError) -> None:
         """End the epoch, or the worker, after a failed call to the node."""
         if not self.over:
-            (self._on_lost if isinstance(error, _SURVIVABLE) else self._on_fail)(describe_failure(error))
+            survivable = isinstance(error, Conflict | Cancelled | Unavailable | DeadlineExceeded)
+            (self._on_lost if survivable else self._on_fail)(describe_failure(error))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -291,14 +291,15 @@ class WorkerEpoch:
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)
-        # A task cancelled by mistake would leave its waiters waiting for ever.
-        lost = Internal("cancelled unexpectedly") if not self._cancels_tasks else None
-        error = lost if task.cancelled() else task.exception()
+        # Report a task that was cancelled by mistake: its waiters would wait forever.
+        cancelled = Internal("cancelled unexpectedly") if not self._cancels_tasks else None
+        error = cancelled if task.cancelled() else task.exception()
         if error is not None:
             log.error("a task of the worker died", exc_info=error)
             self._on_fail(f"a task died: {error!r}")
 
     def _cancel_tasks(self) -> tuple[asyncio.Task[None], ...]:
+        """Cancel all tasks except the running one, and return them."""
         self._cancels_tasks = True
         current = asyncio.current_task()
         tasks = tuple(task for task in self._tasks if task is not current)
@@ -308,8 +309,8 @@ class WorkerEpoch:
 
     def _on_step(self, plan: StepPlan, seconds: float, ok: bool) -> None:
         tokens = self._meter.count_step(plan, seconds, ok)
-        # A step with tokens of prompts may delay its decodes, which is worth a span.
-        if self._traced and (tokens[TAIL] or tokens[PREFILL]):
+        # Only steps with prompt tokens get a span, since they may delay their decodes.
+        if self._traced and (tokens[StepUse.TAIL] or tokens[StepUse.PREFILL]):
             now_s, seq_ids = time.monotonic(), [chunk.sequence.seq_id for chunk in plan.scheduled]
             with contextlib.suppress(RuntimeError):
                 # Posted before the outcome, so that no listener has left yet.
@@ -322,17 +323,17 @@ class WorkerEpoch:
     def _launch(self, plan: StepPlan) -> InFlightStep:
         backend = self._model.backend
         sequences = (chunk.sequence for chunk in plan.scheduled)
-        begun = [one.seq_id for one in sequences if one.progress.tail_steps == 1 and not one.progress.first_token_s]
+        begun = [seq.seq_id for seq in sequences if seq.progress.tail_steps == 1 and not seq.progress.first_token_s]
         if begun:
-            # Report the step before it runs, so that a request that kills this process can be identified.
+            # Report before the step runs, so that a request that crashes this process can be identified.
             with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._tell_begun, begun)
+                self._loop.call_soon_threadsafe(self._report_begun, begun)
         for slot, packed in plan.placements:
             bound_adapters(backend.adapters).place(slot, packed)
         batch = build_step_batch(plan, self._block_size)
         return backend.launch(batch, plan.copies, None if plan.awaits_tokens else self._sampling_rows(plan))
 
-    def _tell_begun(self, seq_ids: list[int]) -> None:
+    def _report_begun(self, seq_ids: list[int]) -> None:
         for seq_id in seq_ids:
             listener = self.listeners.get(seq_id)
             if listener is not None:
@@ -353,7 +354,7 @@ class WorkerEpoch:
             return
         self.load = WorkerLoad(**outcome.load)
         self._meter.count_outcome(outcome)
-        # Node orders first, so that no slot depends on a listener.
+        # Orders first, so that no slot is lost if a listener raises.
         self._updates.put(outcome)
         for digest in outcome.adapter_orders:
             self._spawn(self._load_adapter(digest))
@@ -378,11 +379,11 @@ class WorkerEpoch:
             self._steps.post_event(Scheduler.adapter_loaded, digest, packed)
 
     def resume(self, order: ResumeOrder) -> None:
-        """Open a new ticket for a preempted sequence, if it still has a listener when the task starts."""
+        """Start to open a new ticket for a preempted sequence."""
         self._spawn(self._resume(order))
 
     async def _resume(self, order: ResumeOrder) -> None:
-        # An earlier cancel found nothing in the node's queue to remove, hence the check.
+        # A cancellation before this task started had no wait to end.
         if order.seq_id in self.listeners:
             await self.tickets.resume(order)
 
@@ -390,7 +391,7 @@ class WorkerEpoch:
         try:
             await self._updates.run()
         except PillionError as error:
-            self._judge(error)
+            self._end_after(error)
 
     def _on_committed(self, order: CommitOrder, result: CommitRunResult) -> None:
         listener = self.listeners.get(order.seq_id)
@@ -404,14 +405,13 @@ class WorkerEpoch:
 
 
 async def new_epoch(node: NodeClient, old: int) -> int:
-    """Get a new epoch from the node, which frees the ``old`` one: nothing of it is in use any more.
+    """Get a new epoch from the node, which frees all slots and pins of the ``old`` one; they must be unused.
 
-    A repeated call after a lost answer gets the same answer. Raises Unavailable after MAX_REATTACH_TRIES, NotFound if
-    the old epoch is void.
+    Retries are idempotent. Raises Unavailable after MAX_REATTACH_TRIES, NotFound if the old epoch is void.
     """
     for _ in range(MAX_REATTACH_TRIES):
         try:
             return await node.reattach(old)
         except (Unavailable, DeadlineExceeded):
             await asyncio.sleep(REATTACH_RETRY_S)
-    raise Unavailable(f"the KV node gave no new epoch in {MAX_REATTACH_TRIES} tries")
+    raise Unavailable(f"no new epoch from the KV node in {MAX_REATTACH_TRIES} tries")

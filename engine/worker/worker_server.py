@@ -20,13 +20,13 @@ from pillion.net.rpc import RunningServer, internal_credentials, start_server
 
 log = logging.getLogger("pillion.worker")
 
-# Time for open connections to take the last messages.
+# Time for open connections to deliver their last messages.
 LAST_MESSAGES_S = 0.5
 
 
 class Service(NamedTuple):
-    """A gRPC service of a worker: ``add_to`` registers its servicer. ``finish`` sends the last messages of open
-    connections and ends them, once the worker has drained."""
+    """A gRPC service of a worker. ``add_to`` registers its servicer with a server. ``finish``, called once the worker
+    has drained, sends the last messages of open connections and ends these."""
 
     name: str
     add_to: Callable[[grpc.aio.Server], None]
@@ -37,7 +37,7 @@ class WorkerServer:
     """A running worker that serves at ``address``."""
 
     def __init__(self, worker: Worker, server: RunningServer, services: Sequence[Service], address: str) -> None:
-        """Announce the worker at its reachable ``address``."""
+        """Announce the worker at ``address``, which other machines can reach."""
         worker.announce(address)
         self.worker = worker
         self.meters = worker.meters
@@ -55,7 +55,8 @@ class WorkerServer:
         await self.worker.drain(grace_s)
         for service in self._services:
             service.finish()
-        # A failed worker sends no last messages: the connection's end says the same, and its successor may be waiting.
+        # A failed worker sends no last messages: clients notice the closed connection, and its successor may be
+        # waiting.
         await self._server.stop(0.0 if self.worker.failed else LAST_MESSAGES_S)
         await self.worker.close()
 

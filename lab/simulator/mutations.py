@@ -259,7 +259,7 @@ MUTATIONS: dict[str, Mutation] = {
     "a fence frees what the worker may still write to": _instead(Pool, "fence", _fence_frees),
     "a fence lets go of what the worker still reads": _instead(Ledger, "fence", _fence_unpins),
     "orders do not wait for steps in flight": _instead(InFlightSteps, "hold_back", lambda _: lambda self, out: False),
-    "a term lasts for ever": _instead(EpochTerm, "held", lambda _: lambda self: True),
+    "a term lasts for ever": _instead(EpochTerm, "valid", lambda _: lambda self: True),
     "a worker drains without waiting for its step": _instead(VirtualStepLoop, "stop", _stop_without_landing),
     "an adopted ticket is not held": _instead(Ledger, "adopt", _adopt_without_hold),
     "the gateway releases the ticket with the submit": _instead(RequestMachine, "_start_compute", _release_at_submit),

@@ -70,7 +70,7 @@ class VirtualStepLoop(StepLoop):
             log.exception("the step thread died")
             self._call_on_asyncio(self._on_death, f"the step thread died: {error!r}")
         finally:
-            for step in self._cycle.land():
+            for step in self._cycle.drain():
                 await _landed(step)
 
     async def _follow(self, event: Any) -> None:

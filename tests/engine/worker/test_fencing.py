@@ -205,11 +205,11 @@ async def test_what_the_node_has_not_acknowledged_in_time_is_not_sent(monkeypatc
 def test_a_lease_is_over_before_the_node_can_fence() -> None:
     now = [100.0]
     term = EpochTerm(5.0, lambda: now[0])
-    assert not term.held(), "nobody has acknowledged anything yet"
+    assert not term.valid(), "nobody has acknowledged anything yet"
     term.renew(99.0)
-    assert term.held()
+    assert term.valid()
     now[0] = 104.1
-    assert not term.held(), "the node may have received it as early as it was begun"
+    assert not term.valid(), "the node may have received it as early as it was begun"
 
 
 class SlowNode:
@@ -237,7 +237,7 @@ async def test_an_answer_to_an_old_question_renews_nothing() -> None:
         describe=lambda: ComponentRecord(component_id="w", role="decode", address=""),
         on_lost=failures.append,
         on_fail=failures.append,
-        on_renewed=lambda: held.append(term.held()),
+        on_renewed=lambda: held.append(term.valid()),
         on_recall=failures.append,
     )
     beating = asyncio.create_task(heartbeat.run())

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from pillion import errors
 from pillion.engine.scheduling.step_plan import Outcome, StepPlan
-from pillion.engine.worker.worker_telemetry import IDLE, StepMeter, load_readings
+from pillion.engine.worker.worker_telemetry import StepMeter, StepUse, load_readings
 from pillion.gateway.request.request_telemetry import RequestMeter, count_refused, model_readings
 from pillion.gateway.request.request_telemetry import readings as under_way
 from pillion.kernels.step import Sampled
@@ -56,7 +56,7 @@ class MeteredLine(SchedulerHarness):
         sampled = super().run_plan(plan)
         used = self.meter.count_step(plan, 0.02, ok=True)
         assert sum(used.values()) == plan.budget_tokens
-        assert used[IDLE] == plan.budget_tokens - plan.num_tokens
+        assert used[StepUse.IDLE] == plan.budget_tokens - plan.num_tokens
         self.budgets += plan.budget_tokens
         return sampled
 
@@ -107,7 +107,7 @@ def test_failed_steps_are_counted_apart() -> None:
     meters = Meters()
     StepMeter(meters).count_step(StepPlan(budget_tokens=8), 0.5, ok=False)
     assert values(meters, names.STEPS) == {("ok",): 0, ("failed",): 1}
-    assert values(meters, names.STEP_BUDGET)[IDLE,] == 8
+    assert values(meters, names.STEP_BUDGET)[StepUse.IDLE,] == 8
 
 
 def test_a_workers_lines() -> None:
