@@ -26,21 +26,21 @@ from pillion.kernels.step import (
 )
 from pillion.types import SamplingParams
 
-# A sampled row: sequence, parameters, seed and position.
+# Sequence, parameters, seed and position of a sampled row.
 _Row = tuple[Sequence, SamplingParams, int, int]
-# A row of a text's vector, and the token ids of the logits that it reports; () for a hidden state.
+# Row of a pooled text, and the token ids whose logits are its result; () for its hidden state.
 _Pooled = tuple[int, tuple[int, ...]]
 
 
 def build_step_batch(plan: StepPlan, block_size: int) -> StepBatch:
-    """Build the batch of a plan that has at least one chunk; :class:`StepBatch` describes the arrays."""
+    """Build the batch of a plan with at least one chunk."""
     scheduled = plan.scheduled
     counts = [chunk.count for chunk in scheduled]
     ends = list(accumulate(counts))
     sample_rows = list(_sample_rows(scheduled, ends))
     pooled: list[_Pooled] = []
     if any(chunk.scores or chunk.pools for chunk in scheduled):
-        pooled = _add_rows_of_prompts(sample_rows, scheduled, ends)
+        pooled = _add_prompt_rows(sample_rows, scheduled, ends)
     batch = build_rows(
         [chunk.sequence for chunk in scheduled],
         [chunk.start for chunk in scheduled],
@@ -55,24 +55,22 @@ def build_step_batch(plan: StepPlan, block_size: int) -> StepBatch:
     )
     if pooled:
         poolings = (chunk.sequence.pooling for chunk in scheduled)
-        seconds = [0 if one is None else one.second_from for one in poolings]
-        if any(seconds):
-            batch = replace(batch, second_starts=np.array(seconds, np.int32))
-    for place, chosen in plan.unknown:
-        batch.token_ids[ends[place] - counts[place]] = -1 - chosen
+        second_starts = [0 if pooling is None else pooling.second_from for pooling in poolings]
+        if any(second_starts):
+            batch = replace(batch, second_starts=np.array(second_starts, np.int32))
+    for index, sampled_row in plan.unknown:
+        batch.token_ids[ends[index] - counts[index]] = -1 - sampled_row
     return batch
 
 
-def _add_rows_of_prompts(
-    sample_rows: list[int], scheduled: tuple[ScheduledChunk, ...], ends: list[int]
-) -> list[_Pooled]:
-    """Add the rows of prompts that are scored or pooled, and return the latter."""
+def _add_prompt_rows(sample_rows: list[int], scheduled: tuple[ScheduledChunk, ...], ends: list[int]) -> list[_Pooled]:
+    """Append the rows of prompts that are scored or pooled to ``sample_rows``; return the pooled ones."""
     pooled: list[_Pooled] = []
     for chunk, end in zip(scheduled, ends, strict=True):
         sample_rows += _last_rows(chunk, end, chunk.scores)
         if (pooling := chunk.sequence.pooling) is not None:
             pooled += [(row, pooling.logits_of) for row in _last_rows(chunk, end, chunk.pools)]
-    # Rows with logits precede rows of which only vectors are needed.
+    # Rows that need only hidden states come last.
     sample_rows += [row for row, ids in pooled if ids] + [row for row, ids in pooled if not ids]
     return pooled
 
@@ -90,7 +88,7 @@ def build_rows(
     pooled: int = 0,
     pooled_ids: tuple[tuple[int, ...], ...] = (),
 ) -> StepBatch:
-    """Build the batch of ``counts[i]`` tokens from ``firsts[i]`` on of each chain."""
+    """Build the batch that runs tokens firsts[i] .. firsts[i] + counts[i] - 1 of each chains[i]."""
     starts = np.array(firsts, dtype=np.int32)
     context_lens = [start + count for start, count in zip(firsts, counts, strict=True)]
     query_starts = [0, *accumulate(counts)]
@@ -101,8 +99,8 @@ def build_rows(
         positions += np.repeat(starts - np.array(query_starts[:-1], dtype=np.int32), counts)
     num_blocks = [-(-end // block_size) for end in context_lens]
     tables = np.zeros((len(chains), max(num_blocks)), dtype=np.int32)
-    for row, own, used in zip(tables, chains, num_blocks, strict=True):
-        row[:used] = own.table()[:used]
+    for table, block_chain, count in zip(tables, chains, num_blocks, strict=True):
+        table[:count] = block_chain.table()[:count]
     return StepBatch(
         token_ids=np.concatenate([c.tokens(a, b) for c, a, b in zip(chains, firsts, context_lens, strict=True)]),
         positions=positions,
@@ -119,7 +117,7 @@ def build_rows(
 
 
 def _sample_rows(scheduled: tuple[ScheduledChunk, ...], ends: list[int]) -> Iterator[int]:
-    """Yield each chunk's last ``samples`` rows, and then its last row again for each parallel sample."""
+    """Yield each chunk's last ``samples`` rows, followed by its last row once per parallel sample."""
     for chunk, end in zip(scheduled, ends, strict=True):
         yield from range(end - chunk.samples, end)
         for _ in chunk.parallel_seeds:
@@ -127,16 +125,18 @@ def _sample_rows(scheduled: tuple[ScheduledChunk, ...], ends: list[int]) -> Iter
 
 
 def _last_rows(chunk: ScheduledChunk, end: int, count: int) -> range:
-    """Return the last ``count`` rows of a chunk, whose rows end at ``end``, of those that are scored or pooled."""
-    after = end - (chunk.start + chunk.count - chunk.scores_end)
-    return range(after - count, after)
+    """Return the batch rows of a chunk's ``count`` positions before ``scores_end``. ``end``: end of the chunk's
+    rows."""
+    stop = end - (chunk.start + chunk.count - chunk.scores_end)
+    return range(stop - count, stop)
 
 
 def build_sampling(plan: StepPlan, masks: RowMasks | None) -> SamplingRows:
-    """Build the parameters of each row of the batch's ``sample_rows``, in that order; ``masks``: the tokens that
-    grammars allow (:class:`pillion.engine.grammars.step_masks.StepMasks`).
+    """Build the parameters of the batch's ``sample_rows``, in order. ``masks``: those of grammars
+    (:class:`pillion.engine.grammars.step_masks.StepMasks`).
 
-    A row's position is that of the new token in prompt + output, so a migrated or resumed stream draws the same (I6).
+    A row's position is that of the new token in prompt + output, so a moved or resumed stream draws the same tokens
+    (I6).
     """
     rows = list(chain.from_iterable(_rows_of(chunk) for chunk in plan.scheduled if chunk.samples))
     scoring = [chunk for chunk in plan.scheduled if chunk.scores]
@@ -151,11 +151,13 @@ def build_sampling(plan: StepPlan, masks: RowMasks | None) -> SamplingRows:
 
 
 def build_draft_sampling(after: Seq[tuple[Sequence, int]], vocab_size: int) -> SamplingRows:
-    """Build the parameters of rows of ``vocab_size`` logits that draft a token after the given number of draft tokens
-    of a sequence: those of the row that will verify the draft token. Both use the same noise, so a draft token is
-    accepted more often than the most likely token would be (Daliri, Musco and Suresh 2024). Penalties count only known
-    tokens; there are no masks, because grammars cut draft tokens later, and no edits of a row that biases a missing
-    logit."""
+    """Build the parameters of rows that sample draft tokens, one per (sequence, number of its draft tokens so far) in
+    ``after``; logits have ``vocab_size`` columns.
+
+    Each row has the seed and position of the row that will verify its token. The shared noise makes acceptance more
+    likely than drafting the most likely token would (Daliri, Musco and Suresh 2024). Penalties count only known tokens.
+    There are no masks, since grammars truncate drafts later, and no edits for a row that biases a missing logit.
+    """
     rows = []
     for sequence, draft_tokens in after:
         params = sequence.sampling
@@ -165,13 +167,14 @@ def build_draft_sampling(after: Seq[tuple[Sequence, int]], vocab_size: int) -> S
     return _sampling(rows, edits=tuple(edits))
 
 
-def _sampling(rows: list[_Row], **more: Any) -> SamplingRows:
+def _sampling(rows: list[_Row], **options: Any) -> SamplingRows:
+    """Build the parameters of rows; ``options`` of :meth:`SamplingRows.of`."""
     _, params, seeds, positions = zip(*rows, strict=True) if rows else ((), (), (), ())
-    return SamplingRows.of(params, seeds, positions, **more)
+    return SamplingRows.of(params, seeds, positions, **options)
 
 
 def _scored(scoring: list[ScheduledChunk]) -> ScoredRows:
-    """Return the tokens that these chunks score: the row of a position scores the prompt's next token."""
+    """Return the prompt tokens that chunks score. The row of a position scores the token at the next one."""
     tokens = [p.sequence.tokens(p.scores_end - p.scores + 1, p.scores_end + 1) for p in scoring]
     counts = [p.sequence.scored_alternatives for p in scoring]
     return ScoredRows(
@@ -187,24 +190,24 @@ def _rows_of(chunk: ScheduledChunk) -> list[_Row]:
     seed = params.seed or 0
     if chunk.samples == 1 and not chunk.parallel_seeds:
         return [(sequence, params, seed, end)]
-    own = [(sequence, params, seed, end - back) for back in range(chunk.samples - 1, -1, -1)]
-    return own + [(sequence, params, parallel_seed, end) for parallel_seed in chunk.parallel_seeds]
+    rows = [(sequence, params, seed, end - back) for back in range(chunk.samples - 1, -1, -1)]
+    return rows + [(sequence, params, parallel_seed, end) for parallel_seed in chunk.parallel_seeds]
 
 
 def _edits(rows: list[_Row]) -> Iterator[RowEdit]:
-    """Yield the edits of rows that change logits; most rows change none."""
+    """Yield the edits of the rows that have any."""
     for row, (sequence, _, _, position) in enumerate(rows):
         edits, prompt_tokens = sequence.edits, sequence.prompt_tokens
         if edits is not None and edits.change(position - prompt_tokens):
-            # A stream that failed in the step before lacks a token; the token chosen for it here is dropped.
+            # A stream that failed in the previous step has one token less; the token sampled for it here is dropped.
             end = min(position, sequence.num_tokens + sequence.num_proposed)
             yield edits.of_row(row, sequence.tokens(0, end), prompt_tokens, position)
 
 
 def _allowed(rows: list[_Row]) -> dict[int, UInt32]:
-    """Return the masks of rows whose requests allow only some tokens."""
+    """Return the ``allowed_token_ids`` masks of the rows that have one, by row."""
     return {
         row: edits.allowed
-        for row, one in enumerate(rows)
-        if (edits := one[0].edits) is not None and edits.allowed is not None
+        for row, (sequence, *_) in enumerate(rows)
+        if (edits := sequence.edits) is not None and edits.allowed is not None
     }

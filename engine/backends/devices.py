@@ -1,4 +1,4 @@
-"""Resolution of "auto" in the device flags, once when a process starts."""
+"""Resolution of "auto" and default budgets in flags, once per process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pillion.kvstore.memory.domain import CPU, DEFAULT_HOST_POOL_BYTES
 
 F = TypeVar("F", bound=ComputeFlags)
 W = TypeVar("W", bound=WorkerFlags)
-# Default token budgets on a CPU (docs/decisions/scheduling.md). The larger one is for prefill workers, for an offline
-# LLM, whose prompts arrive together, and for matrix tiles, where reading the weights is a large part of a step.
+# Default token budgets of a step on a CPU (docs/decisions/scheduling.md). The larger one applies to prefill workers, to
+# an offline LLM, whose prompts arrive together, and with matrix tiles, where reading the weights takes a larger share.
 CPU_DECODE_TOKENS, CPU_LARGE_STEP_TOKENS = 256, 512
 
 
@@ -23,7 +23,7 @@ def resolve_device(flags: ComputeFlags) -> str:
     """Return "cpu" or "cuda". Raises ConfigError for a missing GPU, and for flags that the device does not support."""
     device, interpreted = flags.device, gpu_devices.interpreted()
     if interpreted and device != CPU and gpu_devices.REAL_DRIVER.exists():
-        raise ConfigError("TRITON_INTERPRET=1 is for machines without a GPU: unset it, or say --device cpu")
+        raise ConfigError("TRITON_INTERPRET=1 is for machines without a GPU: unset it, or use --device cpu")
     if device == "auto":
         device = "cuda" if gpu_devices.device_count() else CPU
     elif device == "cuda" and not interpreted and not gpu_devices.device_count():
@@ -41,7 +41,7 @@ def gpu_count() -> int:
 
 
 def pool_device(device: str, processes: int = 1) -> str:
-    """Return the value of ``--kv-device`` for workers on ``device`` with at most ``processes`` processes (ranks times
+    """Return the default of ``--kv-device`` for workers on ``device`` of at most ``processes`` processes (ranks times
     stages)."""
     if device == CPU:
         return CPU
@@ -83,8 +83,8 @@ def resolved(flags: F) -> F:
 
 
 def with_budgets(flags: W) -> W:
-    """Return a worker's flags with the token budget of its steps set. Raises ConfigError like :func:`resolve_device`,
-    and for a model that cannot be prepared."""
+    """Return a worker's flags with a token budget per step, computed if none is set. Raises ConfigError like
+    :func:`resolve_device`, and for a model that cannot be prepared."""
     if flags.step_budget_tokens:
         return flags
     device, tokens = resolve_device(flags), 0
@@ -93,23 +93,24 @@ def with_budgets(flags: W) -> W:
         from pillion.engine.backends.gpu.gpu_roofline import step_tokens
 
         tokens = step_tokens(flags, gpu_devices.devices_of(flags.processes))
-    return replace(flags, **{name: max(tokens, least) if tokens else least for name, least in budgets.items()})
+    return replace(flags, **{name: max(tokens, budget) for name, budget in budgets.items()})
 
 
 def _has_tiles(flags: ComputeFlags) -> bool:
-    """Return whether the CPU kernels multiply in matrix tiles. Raises ConfigError for kernels that this processor
-    lacks."""
+    """Return whether the CPU kernels use matrix tiles (AMX). Raises ConfigError for ``--cpu-kernels`` that this
+    processor cannot run."""
     isa = choose_isa(flags.cpu_kernels, host_features())
     return isa is not None and isa.matrix_tiles and flags.dtype != "float32"
 
 
 def cpu_budgets(flags: object, *, tiles: bool = False) -> dict[str, Any]:
-    """Return the CPU's default budgets for those that ``flags`` leave unset, by flag name, but at least the minimum of
-    a step. ``flags``: those of a worker, a cluster or an offline LLM; ``tiles``: whether kernels use matrix tiles."""
+    """Return the CPU's defaults, by flag name, of the step budgets that ``flags`` (of a worker, a cluster or an offline
+    LLM) leave unset: at least a decode of each sequence, or a block of a prompt. ``tiles``: kernels use matrix
+    tiles."""
     budgets: dict[str, Any] = {}
     if isinstance(flags, StepFlags) and not flags.max_num_batched_tokens:
-        usual = CPU_LARGE_STEP_TOKENS if tiles or isinstance(flags, OfflineFlags) else CPU_DECODE_TOKENS
-        budgets["max_num_batched_tokens"] = max(usual, flags.max_num_seqs)
+        default = CPU_LARGE_STEP_TOKENS if tiles or isinstance(flags, OfflineFlags) else CPU_DECODE_TOKENS
+        budgets["max_num_batched_tokens"] = max(default, flags.max_num_seqs)
     if isinstance(flags, PrefillFlags) and not flags.max_num_batched_prefill_tokens:
         budgets["max_num_batched_prefill_tokens"] = max(CPU_LARGE_STEP_TOKENS, flags.block_size)
     return budgets

@@ -24,7 +24,7 @@ from pillion.kernels.step import Float32, Sampled, SamplingRows, States, StateSl
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """The results of a step that has run at its launch."""
+    """A step that ran completely at its launch."""
 
     sampled: Sampled
 
@@ -38,9 +38,9 @@ class FinishedStep:
 class HostBackend(ABC):
     """Base class of :class:`pillion.engine.backends.backend.Backend`s on the host; subclasses implement ``_run``.
 
-    Forward passes and copies can also be called on their own. The logits of a forward pass are valid until the next
-    one, which may reuse their memory. Lifecycle: constructed -> bind_pool -> forward, forward, ... -> close. warm_up
-    may be called at any time before close and uses a separate pool.
+    Forward passes and copies can also be called separately. Logits are valid until the next forward pass, which may
+    reuse their memory. Life cycle: constructed -> bind_pool -> forward, forward, ... -> close. warm_up may be called at
+    any time before close, since it uses a separate pool.
     """
 
     max_steps_in_flight = 1
@@ -50,9 +50,9 @@ class HostBackend(ABC):
     def __init__(self, layout: KVLayout, vocab_size: int) -> None:
         self.layout = layout
         self.vocab_size = vocab_size
-        # Additional seconds that the last forward pass would have taken without borrowed cores.
+        # Seconds that borrowed cores saved in the last forward pass.
         self.borrowed_s = 0.0
-        # Largest logits of the last forward pass's rows, if the backend finds them while it computes.
+        # Largest logits of each row of the last forward pass, if its kernels find them.
         self.largest: LargestLogits | None = None
         self._pool: torch.Tensor | None = None
         # Layers whose inputs a step stores, in the column order of ``Sampled.states``.
@@ -60,7 +60,7 @@ class HostBackend(ABC):
 
     @property
     def here(self) -> HostBackend:
-        """The part of the backend that runs in this process."""
+        """The backend of this process; it differs from ``self`` in a worker of several ranks."""
         return self
 
     def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
@@ -68,21 +68,22 @@ class HostBackend(ABC):
         raise ConfigError("--enable-lora: this backend does not support adapters")
 
     def set_aux_hidden_state_layers(self, layers: Sequence[int]) -> None:
-        """Make each step return the inputs of these layers for all its rows (``Sampled.states``). Called at most once,
-        before ``bind_adapters`` and ``bind_pool``."""
+        """Make each step return these layers' inputs of all its rows (``Sampled.states``). Called at most once, before
+        ``bind_adapters`` and ``bind_pool``."""
         self.state_layers = tuple(layers)
 
     def _read_states(self, num_tokens: int) -> States:
-        """Copy the states of the last forward pass."""
+        """Return a copy of the layer inputs that the last forward pass stored, [num_tokens, layers * hidden]."""
         raise Internal("this backend returns no states")
 
     def _read_vectors(self, batch: StepBatch) -> Float32:
-        """Copy the outputs of the model's last norm for the last ``pooled`` of the batch's ``sample_rows`` in the last
-        forward pass: float32 [pooled, hidden]."""
+        """Return a copy of the last forward pass's hidden states, after the last norm, of the last ``batch.pooled``
+        sample rows: float32 [pooled, hidden]."""
         raise Internal("this backend returns no vectors")
 
     def _pooled(self, batch: StepBatch, logits: torch.Tensor) -> tuple[Float32, ...]:
-        """Copy the result of each row of ``pooled_ids``; ``logits``: those of the rows that request some ids."""
+        """Return a copy of each pooled row's result: its hidden state, or the logits of its ids in
+        ``batch.pooled_ids``. ``logits``: of the rows with ids, in order."""
         vectors = iter(self._read_vectors(batch) if batch.pooled else ())
         rows = iter(logits)
         return tuple(next(rows)[list(ids)].numpy() if ids else next(vectors) for ids in batch.pooled_ids)
@@ -92,7 +93,7 @@ class HostBackend(ABC):
         """Run a forward pass over ``pool``, uint8 [slots, block_bytes]; return the result of :meth:`forward`."""
 
     def check_step(self, pool: torch.Tensor, batch: StepBatch) -> None:  # noqa: B027  (most refuse nothing)
-        """Raise Internal for a batch that :meth:`_run` would refuse before it starts."""
+        """Raise Internal for a batch that :meth:`_run` would reject."""
 
     def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:
         """Use ``memory`` as the KV pool. Raises ConfigError for memory that is too small or read-only."""
@@ -100,35 +101,34 @@ class HostBackend(ABC):
         self._pool = torch.frombuffer(view, dtype=torch.uint8, count=needed).view(num_slots, -1)
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Write the batch's KV. Return float32 logits [R, vocab_size] of ``sample_rows``, in that order, minus trailing
-        pooling rows that need only hidden states."""
+        """Write the batch's KV. Return float32 logits [R, vocab_size] of ``sample_rows``, in order, without the last
+        ``batch.pooled`` ones, which need only hidden states."""
         return self._run(self._bound_pool(), batch)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole slots, sources[i] to targets[i], in order. The targets are leased to this worker. Raises Internal
-        for lists of different length and for slots outside the pool."""
+        """Copy whole slots, sources[i] to targets[i], in order. Targets must be leased to this worker. Raises Internal
+        for lists of different length and for slots out of range."""
         pool = self._bound_pool()
         for source, target in checked_copies(sources, targets, len(pool)):
             pool[target].copy_(pool[source])
 
     def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> FinishedStep:
-        """Run the whole step: copy blocks, run the forward pass and sample."""
+        """Run a whole step: copy blocks, run the forward pass and sample."""
         if rows is None:
             raise Internal("launch: this backend needs the rows of a step")
         if copies:
             self.copy_blocks(*zip(*copies, strict=True))
         logits = self.forward(batch)
-        chosen = logits.shape[0] - sum(map(bool, batch.pooled_ids))
-        sampled = sample(logits[:chosen], rows, self.largest)
+        num_sampled = logits.shape[0] - sum(map(bool, batch.pooled_ids))
+        sampled = sample(logits[:num_sampled], rows, self.largest)
         if batch.pooled_ids:
-            sampled = replace(sampled, pooled=self._pooled(batch, logits[chosen:]))
+            sampled = replace(sampled, pooled=self._pooled(batch, logits[num_sampled:]))
         if self.state_layers:
             sampled = replace(sampled, states=self._read_states(batch.num_tokens))
         return FinishedStep(replace(sampled, borrowed_s=self.borrowed_s) if self.borrowed_s else sampled)
 
     def warm_up(self, max_tokens: int) -> None:
-        """Read all weights and grow buffers to a step of ``max_tokens`` tokens, over a separate pool. Larger steps grow
-        them later."""
+        """Read all weights and grow buffers to a step of ``max_tokens`` tokens, over a separate pool."""
         block_size, pages = self.layout.block_size, self.layout.state_pages
         blocks = -(-max_tokens // block_size)
         pool = torch.zeros(blocks + pages, self.layout.block_bytes, dtype=torch.uint8)
@@ -148,11 +148,11 @@ class HostBackend(ABC):
 
 
 def states_of_rows(rows: torch.Tensor) -> States:
-    """Return rows in host memory as states: float32 as is, bfloat16 as uint16 with the same bits."""
+    """View host rows as an array of Sampled.states: float32, or bfloat16 as uint16 with the same bits."""
     return rows.view(torch.uint16).numpy() if rows.dtype == torch.bfloat16 else rows.numpy()
 
 
 def rows_of_states(states: States) -> torch.Tensor:
-    """Return the rows from which :func:`states_of_rows` made states, over the same memory."""
+    """Inverse of :func:`states_of_rows`: return a tensor over the same memory."""
     rows = torch.from_numpy(states)
     return rows.view(torch.bfloat16) if rows.dtype == torch.uint16 else rows

@@ -1,4 +1,4 @@
-"""A loaded model: the backend that runs it, and its properties that a worker needs."""
+"""A loaded model: its backend, and properties that a worker needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pillion.engine.scheduling.step_model import StepModel
 from pillion.kvstore.hashing import namespace_base
 
 if TYPE_CHECKING:
-    # Tests on a GPU machine run without the packages of these modules.
+    # GPU machines for tests lack packages that these modules import.
     from pillion.engine.ranks.rank_processes import RankProcesses
     from pillion.kvstore.client.attachment import Attachment, MapDevice
 
@@ -26,12 +26,16 @@ if TYPE_CHECKING:
 class LoadedModel:
     """A model and the backend that runs it.
 
-    ``operators``: the kernels' name in logs and metrics. ``core_share``: the worker's own share of the cores in its
-    lending table; 0 without a table, or if it borrows no cores. ``ranks``: the worker's other processes, or None.
-    ``expected_cost``: the cost of a step computed from the device's rates, None if they are unknown. ``pair_tokens``:
-    the cost of a query-key pair in tokens, computed from the model's shape, 0 if unknown. A model without
-    ``chooses_tokens`` computes vectors only; ``head`` computes a classifier's label logits from them. A model with
-    ``whole_texts`` computes each text in one step and caches none. ``map_device`` maps the pool of a model on GPUs.
+    Attributes:
+        operators: name of the kernels in logs and metrics.
+        core_share: fraction of its lending table's cores that the worker owns; 0 without a table.
+        ranks: the worker's other processes, or None.
+        expected_cost: cost of a step estimated from the device's rates; None if these are unknown.
+        pair_tokens: cost of a query-key pair relative to a token's, by the model's shape; 0 if unknown.
+        chooses_tokens: False for a model without an LM head, which only computes vectors of texts.
+        head: computes the label logits of a classifier from a text's vector; None for other models.
+        whole_texts: True if each text is computed in one step, without a KV cache.
+        map_device: maps the pool of a model on GPUs; None on the CPU.
     """
 
     prepared: PreparedModel
@@ -55,7 +59,8 @@ class LoadedModel:
         self.backend.bind_pool(attachment.pool, attachment.num_slots)
 
     def adapter_reader(self, max_rank: int, targets: tuple[str, ...] = ()) -> AdapterReader:
-        """Return a picklable reader of adapters for the backend, of ``targets`` and ranks up to ``max_rank``."""
+        """Return a picklable reader of adapters for the backend, with ranks up to ``max_rank``, limited to ``targets``
+        unless these are empty."""
         from pillion.engine.checkpoints.weights import output_orders
 
         folder = self.prepared.folder
@@ -69,7 +74,7 @@ class LoadedModel:
         )
 
     def namespace(self) -> bytes:
-        """Return the 32 bytes with which a request's root hash begins (I2)."""
+        """Return the 32-byte namespace that seeds the root hashes of requests (I2)."""
         layout = self.backend.layout
         return namespace_base(
             fingerprint=self.prepared.fingerprint,
@@ -79,5 +84,5 @@ class LoadedModel:
         )
 
 
-# Loads a model, given a worker's flags and number of threads. Runs in a thread; raises ConfigError.
+# Loads the model of a worker's flags, with a number of CPU threads. Blocks; raises ConfigError.
 BackendFactory = Callable[[WorkerFlags, int], LoadedModel]

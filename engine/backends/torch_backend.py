@@ -1,4 +1,4 @@
-"""The backend for any processor: plain torch on the CPU."""
+"""The backend for any CPU and model: plain torch."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class TorchBackend(HostBackend):
     gives_vectors = True
 
     def __init__(self, prepared: PreparedModel, block_size: int, threads: int) -> None:
-        """Load the weights. Raises ConfigError if they do not fit the config. ``threads`` sets torch's threads for the
-        whole process; 0: torch's default."""
+        """Load the weights. ``threads``: torch's threads in the whole process; 0 for torch's default. Raises
+        ConfigError if the weights do not fit the config."""
         if threads:
             torch.set_num_threads(threads)
         self.config = load_config(prepared.folder)
@@ -44,13 +44,13 @@ class TorchBackend(HostBackend):
         self._weights = load_weights(prepared.folder, self.config, self._dtype)
         shapes = states_of(self._weights.operations)
         self._state_shapes = shapes if any(shapes) else ()
-        # Inputs of layers in the last step, stored for an EAGLE head.
+        # By layer: its inputs in the last step, for an EAGLE head.
         self._states: dict[int, torch.Tensor] = {}
-        # Rows of the last step with logits, after the last norm.
+        # Sampled rows of the last step after the last norm.
         self._normed = torch.empty(0)
 
     def set_aux_hidden_state_layers(self, layers: Sequence[int]) -> None:
-        """Keep references to the inputs of these layers, which costs no computation."""
+        """Store the inputs of these layers in each step, by reference."""
         super().set_aux_hidden_state_layers(layers)
         self._states = dict.fromkeys(layers, torch.empty(0))
 
@@ -58,8 +58,8 @@ class TorchBackend(HostBackend):
         return states_of_rows(torch.cat([self._states[layer] for layer in self.state_layers], 1))
 
     def _read_vectors(self, batch: StepBatch) -> Float32:
-        found: Float32 = self._normed[-batch.pooled :].float().numpy()
-        return found
+        vectors: Float32 = self._normed[-batch.pooled :].float().numpy()
+        return vectors
 
     def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
         """Allocate the adapter slots."""
@@ -69,8 +69,8 @@ class TorchBackend(HostBackend):
         config = self.config
         with torch.inference_mode():
             attention = self._attention(pool.view(self._dtype), batch)
-            carried = self._carried(pool, batch)
-            rows, places = distinct_rows(batch)
+            states = self._read_recurrent(pool, batch)
+            rows, indices = distinct_rows(batch)
             logits, self._normed = run_decoder(
                 config,
                 self._weights,
@@ -81,15 +81,15 @@ class TorchBackend(HostBackend):
                 _indices(rows),
                 adapters=None if batch.adapters is None else bound_adapters(self.adapters).of_step(batch),
                 states=self._states,
-                carried=carried,
+                carried=states,
                 pooled=batch.pooled,
             )
-            if carried is not None and batch.states is not None:
-                carried.write(pool, batch.states.writes)
-            return logits if places is None else logits[_indices(places)]
+            if states is not None and batch.states is not None:
+                states.write(pool, batch.states.writes)
+            return logits if indices is None else logits[_indices(indices)]
 
     def _attention(self, pool: torch.Tensor, batch: StepBatch) -> StepAttention | MixedAttention:
-        """Plan the attention of a step over a pool [slots, values]."""
+        """Return the attention of a step over a pool [slots, values]."""
         config, layout = self.config, self.layout
         make = partial(
             StepAttention,
@@ -111,24 +111,27 @@ class TorchBackend(HostBackend):
 
     @cached_property
     def _kinds(self) -> dict[LayerHeads, tuple[dict[int, int], tuple[int, ...]]]:
-        """For each kind of KV heads: the offset of each layer with such a place in a block, in values, and the windows
-        of all layers that read them."""
-        config, layout, found = self.config, self.layout, {}
+        """By kind of KV heads: the offset in values of each layer with such heads in a block, and the windows of the
+        layers that read these."""
+        config, layout, kinds = self.config, self.layout, {}
         for kind in config.all_heads:
             own = [layer for layer in range(config.num_layers) if layout.heads(layer) == kind]
             firsts = {layer: layout.place(layer).offset // self._dtype.itemsize for layer in own}
-            sees = (window for layer, window in enumerate(config.sliding_windows) if config.kv_source(layer) in firsts)
-            found[kind] = firsts, tuple(sees)
-        return found
+            windows = (
+                window for layer, window in enumerate(config.sliding_windows) if config.kv_source(layer) in firsts
+            )
+            kinds[kind] = firsts, tuple(windows)
+        return kinds
 
-    def _carried(self, pool: torch.Tensor, batch: StepBatch) -> StepStates | None:
-        """Return the states before a step's tokens; zeros if the batch names none."""
+    def _read_recurrent(self, pool: torch.Tensor, batch: StepBatch) -> StepStates | None:
+        """Return the recurrent states before the step's tokens, read from ``pool``: zeros if the batch has no state
+        slots, None for a model without states."""
         if not self._state_shapes:
             return None
-        carried = StepStates(self._state_shapes, batch.query_starts)
+        states = StepStates(self._state_shapes, batch.query_starts)
         if batch.states is not None:
-            carried.read(pool, batch.states.reads)
-        return carried
+            states.read(pool, batch.states.reads)
+        return states
 
 
 def _indices(values: npt.NDArray[np.integer[Any]]) -> torch.Tensor:
