@@ -1,7 +1,7 @@
 """The backend of the CPU kernels (:mod:`pillion.kernels.cpu`): one native call per step, on a thread pool.
 
-load_cpu_model (weights mapped, kernels compiled or loaded) -> CpuBackend (threads started) -> bind_pool
--> forward, forward, ... -> close (threads ended)
+load_cpu_model (maps weights, compiles or loads kernels) -> CpuBackend (starts threads) -> bind_pool
+-> forward, forward, ... -> close (ends threads)
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class CpuBackend(HostBackend):
         share: CoreShare | None = None,
         common: Mapping[str, Bytes] | None = None,
     ) -> None:
-        """Start ``threads`` - 1 native threads, and one per core that ``share`` lets this worker borrow.
+        """Start ``threads`` - 1 native threads, and one per core that ``share`` allows to borrow.
 
-        ``affinity``: the core of each of the ``threads``, or () for any core. ``common``: memory shared with other
-        processes, for the buffers of these names.
+        ``affinity``: core of each of the ``threads``; () for any. ``common``: by name, the buffers that are in memory
+        shared with other processes.
         """
         super().__init__(model.layout, model.config.vocab_size)
         self.model = model
@@ -79,18 +79,19 @@ class CpuBackend(HostBackend):
         planners = attention_planners(local, model.dtype, model.isa, self._thread_pool.threads)
         self._planners = [(planner, _plan_fields(number)) for number, planner in enumerate(planners)]
         self._step = CpuStepRecord()
-        # Whether buffers were reallocated since the program was bound to them.
+        # True if buffers were reallocated after the programs were bound to them.
         self._unbound = False
         angles = max(len(cos) for cos, _ in model.plan.ropes)
         layout = model.layout
         sizes = layout.block_size, angles, layout.state_pages
         self._bounds = Bounds(model.config.vocab_size, 0, model.max_model_len, *sizes)
-        self._found: dict[int, tuple[torch.Tensor, LargestLogits | None]] = {}
+        # By number of rows: views of the logits and largest logits of that many rows.
+        self._views: dict[int, tuple[torch.Tensor, LargestLogits | None]] = {}
 
     def warm_up(self, max_tokens: int) -> None:
-        """Run a step of ``max_tokens`` tokens, or of ``max_model_len`` if that is less."""
-        most = min(max_tokens, self.model.max_model_len)
-        super().warm_up(most)
+        """Run a step of min(max_tokens, max_model_len) tokens over a separate pool, and log the memory."""
+        tokens = min(max_tokens, self.model.max_model_len)
+        super().warm_up(tokens)
         buffers, tables, scratch = (size / 2**20 for size in self.memory_bytes())
         log.info(
             "memory of this worker beside weights and KV pool: rotary tables %.1f MiB, scratch %.1f, buffers %.1f after"
@@ -98,11 +99,11 @@ class CpuBackend(HostBackend):
             tables,
             scratch,
             buffers,
-            most,
+            tokens,
         )
 
     def memory_bytes(self) -> tuple[int, int, int]:
-        """Return the current bytes of the buffers, of the rotary tables, and of the threads' scratch."""
+        """Return the bytes of the buffers, of the rotary tables, and of the threads' scratch memory."""
         tables = sum(table.numel() * table.element_size() for pair in self.model.plan.ropes for table in pair)
         return self.workspace.nbytes, tables, self._thread_pool.threads * SCRATCH_BYTES
 
@@ -112,7 +113,7 @@ class CpuBackend(HostBackend):
         super().close()
 
     def again(self, operations: Sequence[Operation]) -> Callable[[], None]:
-        """Return a function that repeats ``operations`` over the record of the last step, to measure single kernels."""
+        """Return a function that runs ``operations`` on the last step's data, to measure single kernels."""
         program = Program(operations, self.model.kernels, self.workspace)
         return lambda: self._run_kernels(program)
 
@@ -120,20 +121,20 @@ class CpuBackend(HostBackend):
         self.workspace.check_integrity()
 
     def set_aux_hidden_state_layers(self, layers: Sequence[int]) -> None:
-        """Compile the kernel that stores states for EAGLE; cached per machine."""
+        """Compile the kernel that stores these layers' inputs; machine code is cached."""
         super().set_aux_hidden_state_layers(layers)
         model = self.model
         plan = plan_model(model.builder(), layers)
         self.use(plan, compile_operations(plan.operations, model, log.info))
 
     def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
-        """Allocate the adapter slots; compile their kernels, cached per machine."""
+        """Allocate the adapter slots and compile their kernels; machine code is cached."""
         adapters = CpuAdapters(self.model, self.workspace, max_adapters, max_rank, targets)
         self.use(self.model.plan, adapters.kernels)
         self.adapters = adapters
 
     def use(self, plan: ModelPlan, kernels: CompiledKernels) -> None:
-        """Use ``plan`` and ``kernels`` for steps without adapters."""
+        """Run later steps without adapters by ``plan`` on ``kernels``."""
         self._thread_pool.close()
         self.model = replace(self.model, plan=plan, kernels=kernels)
         self._program = Program(plan.operations, kernels, self.workspace)
@@ -144,7 +145,7 @@ class CpuBackend(HostBackend):
         return (self._program,) if self.adapters is None else (self._program, self.adapters.program)
 
     def _rows(self, buffer: Buffer, count: int, width: int) -> npt.NDArray[Any]:
-        """Return the first ``count`` rows of a buffer, a view [count, width]."""
+        """Return a view [count, width] of a buffer's first rows."""
         rows = self.workspace.array(buffer).view(buffer.dtype)
         return rows.reshape(-1, buffer.stride // rows.itemsize)[:count, :width]
 
@@ -157,15 +158,17 @@ class CpuBackend(HostBackend):
     def _read_vectors(self, batch: StepBatch) -> Float32:
         rows, buffer = distinct_rows(batch)[0], self.model.plan.normed
         assert buffer is not None
-        found = self._rows(buffer, len(rows), self.model.config.hidden_size)[-batch.pooled :]
+        vectors = self._rows(buffer, len(rows), self.model.config.hidden_size)[-batch.pooled :]
         # bfloat16 rows are stored as uint16 with the same bits.
-        return found.copy() if found.dtype == np.float32 else (found.astype(np.uint32) << 16).view(np.float32)
+        return vectors.copy() if vectors.dtype == np.float32 else (vectors.astype(np.uint32) << 16).view(np.float32)
 
     def check_step(self, pool: torch.Tensor, batch: StepBatch) -> None:
         if self._bounds.num_slots != len(pool):
             self._bounds = replace(self._bounds, num_slots=len(pool))
         if self.layout.state_pages and pool.data_ptr() % PIECE_ALIGNMENT_BYTES:
-            raise Internal("a pool with states must begin at a cache line, past which kernels write them")
+            raise Internal(
+                "a pool with states must be aligned to cache lines, since kernels bypass the caches to write them"
+            )
         check_batch(batch, self._bounds)
 
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
@@ -173,7 +176,7 @@ class CpuBackend(HostBackend):
         return self._run_checked(pool, batch)
 
     def _run_checked(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
-        rows, places = distinct_rows(batch)
+        rows, indices = distinct_rows(batch)
         self._fill(pool, batch, rows)
         program = self._program
         if batch.adapters is not None:
@@ -184,18 +187,18 @@ class CpuBackend(HostBackend):
         self.borrowed_s = self._thread_pool.borrowed_s
         if self.model.checked:
             self.check_integrity()
-        return self._read_logits(len(rows) - batch.pooled, places)
+        return self._read_logits(len(rows) - batch.pooled, indices)
 
-    def _read_logits(self, count: int, places: npt.NDArray[np.intp] | None) -> torch.Tensor:
-        """Return ``count`` rows of logits, reordered by ``places``, and set ``largest``."""
-        found = self._found.get(count)
-        if found is None:
+    def _read_logits(self, count: int, indices: npt.NDArray[np.intp] | None) -> torch.Tensor:
+        """Return the first ``count`` rows of logits, indexed by ``indices`` if not None, and set ``largest``."""
+        views = self._views.get(count)
+        if views is None:
             rows = torch.from_numpy(self._rows(self.model.plan.logits, count, self.vocab_size))
-            found = self._found[count] = rows, self._largest_of(count)
-        logits, largest = found
-        if places is not None:
-            logits = logits[torch.from_numpy(places)]
-            largest = largest and LargestLogits(largest.maxima[places], largest.tokens[places])
+            views = self._views[count] = rows, self._largest_of(count)
+        logits, largest = views
+        if indices is not None:
+            logits = logits[torch.from_numpy(indices)]
+            largest = largest and LargestLogits(largest.maxima[indices], largest.tokens[indices])
         self.largest = largest
         return logits
 
@@ -210,14 +213,15 @@ class CpuBackend(HostBackend):
         self._thread_pool.run(program.entries, self._step.words)
 
     def _bind(self) -> None:
-        self._found.clear()
-        # If bind fails for lack of memory, no kernel may run until it has succeeded.
+        """Bind the programs to the reallocated buffers."""
+        self._views.clear()
+        # _unbound stays True if an allocation fails, so that no kernel runs before bind has succeeded.
         for program in self._programs():
             program.bind()
         self._unbound = False
 
     def _fill(self, pool: torch.Tensor, batch: StepBatch, rows: Int32) -> None:
-        """Fill the step's record; buffers grow if this step is larger than all before."""
+        """Fill the step's record, and enlarge the buffers if no earlier step was as large."""
         num_logits = len(rows) - batch.pooled
         for unit, count in (("tokens", batch.num_tokens), ("samples", len(rows)), ("logits", num_logits)):
             self._unbound |= self.workspace.reserve(unit, count)
@@ -233,8 +237,8 @@ class CpuBackend(HostBackend):
         step.point("sample_rows", rows)
         for planner, fields in self._planners:
             plan = planner.plan(batch)
-            for (place, number), records in zip(fields, (plan.items, plan.merges), strict=True):
-                step.point(place, records)
+            for (address, number), records in zip(fields, (plan.items, plan.merges), strict=True):
+                step.point(address, records)
                 step.count(number, len(records))
         if batch.states is not None:
             step.point("state_reads", batch.states.reads)
@@ -249,5 +253,5 @@ class CpuBackend(HostBackend):
 
 
 def _plan_fields(number: int) -> list[tuple[str, str]]:
-    """Return the step's fields for the address and the number of the plan's items, then of its merges."""
+    """Return the record's fields (address, number) of attention plan ``number``: those of its items and its merges."""
     return [(step_field(kind, number), step_field(f"num_{kind}", number)) for kind in ("items", "merges")]

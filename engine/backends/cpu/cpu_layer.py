@@ -6,14 +6,14 @@
 Experts replace the second line:
 
     normed --router--> routing --route--> scores, experts --group--> grouped --gate, up--> activated --down--> found
-    hidden += each row's sum over its experts      (through a norm where the model has one after its experts)
+    hidden += each row's sum over its experts      (normed first, if the model has a norm after its experts)
 
-The result of an MLP beside the experts may have a gate:
+The output of a shared expert (an MLP that all rows pass) may have a gate:
 
     activated --down--> ungated, router's rows --gate--> row_gates: hidden += sigmoid(row_gates) * ungated
 
-Some operations of the description share a kernel: norms of queries and keys run in the kernel that rotates and writes
-them, and a sum into the residual stream runs in the product before it.
+Some operations of the description are fused: norms of queries and keys into the kernel that rotates and writes them,
+and sums into the residual stream into the product before them.
 """
 
 from __future__ import annotations
@@ -88,41 +88,43 @@ EPILOGUE = {
     "relu2": "act_relu2",
     "xielu": "act_xielu",
 }
-# Rows of partial sums per KV head, which limits the number of context splits per step.
+# Max rows of partial attention sums per KV head; limits the context splits of a step.
 MAX_PARTIAL_ROWS = 4096
 
 
 def projections(builder: OperationBuilder, index: int) -> Buffer:
-    """Return the buffer for the queries, keys and values of a layer."""
-    return builder.wide("qkv", builder.weights.linear(f"layers.{index}.qkv").pairs * 32, "float32")
+    """Return the buffer for a layer's projected queries, keys and values."""
+    return builder.layer_buffer("qkv", builder.weights.linear(f"layers.{index}.qkv").pairs * 32, "float32")
 
 
 class LayerEmitter:
-    """Emitter of the kernels of the layer ``index``. After the attention of the ``last`` layer, ``sampled`` builds
-    them: only sampled rows are computed."""
+    """Emitter of the kernels of layer ``index``. In the ``last`` layer, kernels after the attention are built by
+    ``sampled``, which computes only sampled rows."""
 
     def __init__(self, builder: OperationBuilder, sampled: OperationBuilder, index: int, *, last: bool) -> None:
         self._builder, self._sampled, self._index, self._last = builder, sampled, index, last
         self._prefix = f"layers.{index}."
         self._layer: Layer = ()
         self._rows, self._norm_name = builder.hidden, ""
-        self._kept: list[Buffer] = []
-        self._adds_up = False
-        # Rows that begin with gates of attention's results, and the bytes of these gates.
+        self._saved: list[Buffer] = []
+        # True once an operation has added to the layer's sum (AddUp).
+        self._has_layer_sum = False
+        # Rows that begin with the gates of attention's output, and the bytes of these gates per row.
         self._gates, self._gate_bytes = builder.hidden, 0
-        # Remaining operations that mix tokens, each of which writes state for later steps.
+        # Number of the layer's remaining mixers: operations that write KV or states.
         self._mixers = 0
+        # Normed rows in float32, the router's input.
         self._unrounded: Buffer | None = None
 
     def emit(self, layer: Layer, rows: Buffer | None = None) -> Iterator[Operation]:
-        """Yield the kernels of the operations; ``rows`` is the input of the first."""
+        """Yield the kernels of a layer. ``rows``: input of its first operation, by default the residual stream."""
         self._layer, self._rows = layer, rows or self._rows
         self._mixers = sum(isinstance(operation, Mixer) for operation in layer)
         if self._last and not self._mixers:
             yield self._gather(None, None)
             self._rows = self._builder.hidden
         for operation, following in zip_longest(layer, layer[1:]):
-            # Operations that run inside the kernels of attention.
+            # These are fused into the kernels of attention.
             if not isinstance(operation, (NormHeads, NormProjections, NormValues, Rotate, GrowQueries)):
                 yield from _EMIT[type(operation)](self, operation, following) or ()
 
@@ -144,27 +146,26 @@ class LayerEmitter:
         yield from self._builder.gemm(self._prefix + name, x, self._rows, "store")
 
     def attend(self, operation: Attend, _: LayerOperation | None) -> Iterator[Operation]:
-        """Yield the kernels of attention, from the buffer qkv to attended; they also write the layer's KV into the
-        pool."""
+        """Yield the kernels of attention, from the buffer qkv to attended; they write the layer's KV into the pool."""
         builder, layout = self._builder, self._builder.layout
         shape = attention_shape(builder.config, layout, builder.dtype, self._index)
         place = layout.place(builder.config.kv_source(self._index))
-        # The pool has the KV of all heads; the process reads and writes only its own.
+        # The pool has the KV of all heads; this process accesses only that of its own.
         first = builder.shard.kv_heads_of(place.kv_heads).start
-        places = {
+        locations = {
             "head_stride": HeadStride(shape.group * shape.head_dim * shape.element_bytes),
             "layer_offset": place.offset + first * place.piece_bytes,
             "slot_bytes": layout.block_bytes,
             "value_offset": place.kv_heads * place.piece_bytes,
         }
-        queries = builder.wide("queries", builder.config.num_heads * shape.head_dim, builder.row_dtype)
-        yield from self._rotate_and_write(shape, queries, places)
+        queries = builder.layer_buffer("queries", builder.config.num_heads * shape.head_dim, builder.row_dtype)
+        yield from self._rotate_and_write(shape, queries, locations)
         self._after_mixer()
-        yield from self._attention(operation, shape, queries, places)
+        yield from self._attention(operation, shape, queries, locations)
         yield from self._continue_with(self._attended)
 
     def short_convolution(self, operation: ShortConvolution, _: LayerOperation | None) -> Iterator[Operation]:
-        """Yield the kernel of a convolution, which also writes its last inputs into the pool."""
+        """Yield the kernel of a short convolution, which also writes its last inputs into the pool."""
         yield from StateEmitter(self._builder, self._index).short_convolution(operation, self._rows)
         self._after_mixer()
         yield from self._continue_with(lambda builder: convolved(builder, channels_of(builder, operation)))
@@ -188,11 +189,11 @@ class LayerEmitter:
         yield from self._continue_with(lambda builder: gated(builder, self._state_heads() * operation.head_dim))
 
     def _state_heads(self) -> int:
-        """Return the number of the layer's heads with a matrix in this process."""
+        """Return the number of this process's heads with a state."""
         return len(self._builder.shard.state_heads)
 
     def keep_gate(self, operation: KeepGate, _: LayerOperation | None) -> None:
-        """Record that the rows before attention begin with gates of its results."""
+        """Record that the current rows begin with gates of attention's output."""
         self._gates, self._gate_bytes = self._rows, operation.values.size * 4
 
     def apply_gate(self, _: Gate, __: LayerOperation | None) -> Iterator[Operation]:
@@ -202,46 +203,45 @@ class LayerEmitter:
         yield Operation(GateRows(builder.bf16, builder.rows_of, width // gates), values, builder.when)
 
     def _after_mixer(self) -> None:
-        """Record that one operation has written its state for later steps. After the last one of all layers, a step
-        without sampled rows needs nothing more."""
+        """Count a mixer as done. After the model's last one, kernels are only needed in steps with sampled rows."""
         self._mixers -= 1
         if not self._mixers and self._index == self._builder.last_kept_layer:
-            self._builder = replace(self._builder, wanted=True)
+            self._builder = replace(self._builder, for_samples=True)
 
     def attend_latents(self, operation: AttendLatents, _: LayerOperation | None) -> Iterator[Operation]:
-        """Yield the kernels of attention over latents, from normed rows to the results of all heads."""
+        """Yield the kernels of attention over latents (MLA), from normed rows to the outputs of all heads."""
         builder, latents, prefix, x = self._builder, self._builder.config.latents, self._prefix, self._rows
         assert latents is not None
         shape = attention_shape(builder.config, builder.layout, builder.dtype, self._index)
         heads = builder.config.num_heads
         if operation.query_down is not None and operation.query_norm is not None:
-            few, width = builder.buffer("few", latents.q_lora_rank, "float32"), latents.q_lora_rank
-            yield from builder.gemm(prefix + operation.query_down.name, x, few, "store")
-            x = builder.buffer("few_normed", width, builder.row_dtype)
-            yield builder.norm(prefix + operation.query_norm.name, x, few, width, operation.query_norm.eps)
+            q_latent, width = builder.buffer("q_latent", latents.q_lora_rank, "float32"), latents.q_lora_rank
+            yield from builder.gemm(prefix + operation.query_down.name, x, q_latent, "store")
+            x = builder.buffer("q_latent_normed", width, builder.row_dtype)
+            yield builder.norm(prefix + operation.query_norm.name, x, q_latent, width, operation.query_norm.eps)
         projected = builder.buffer("projected", heads * latents.head_dim, builder.row_dtype)
         yield from builder.gemm(prefix + operation.query_up.name, x, projected, "act_none")
         rows = builder.buffer("latents", builder.config.head_dim, "float32")
         yield from builder.gemm(prefix + operation.down.name, self._rows, rows, "store")
         yield builder.norm(prefix + operation.norm.name, rows, rows, latents.kv_lora_rank, operation.norm.eps)
-        absorbed, ups = builder.buffer("absorbed", heads * latents.kv_lora_rank, "float32"), prefix + operation.up.name
-        steps = latents.head_dim * shape.element_bytes, latents.kv_lora_rank * 4
-        yield from builder.gemm(f"{ups}.keys", projected, absorbed, "store", steps=steps)
+        q_absorbed, up = builder.buffer("absorbed", heads * latents.kv_lora_rank, "float32"), prefix + operation.up.name
+        strides = latents.head_dim * shape.element_bytes, latents.kv_lora_rank * 4
+        yield from builder.gemm(f"{up}.keys", projected, q_absorbed, "store", head_strides=strides)
         queries = builder.buffer("queries", heads * shape.head_dim, builder.row_dtype)
         cos, sin = (None, None) if operation.rope is None else builder.ropes[operation.rope]
-        places: dict[str, Any] = {
+        locations: dict[str, Any] = {
             "slot_bytes": builder.layout.block_bytes,
             "layer_offset": builder.layout.place(self._index).offset,
         }
         values = {
-            "absorbed": absorbed,
+            "absorbed": q_absorbed,
             "projected": projected,
             "latents": rows,
             "queries": queries,
             "cos": cos,
             "sin": sin,
-            "growth": builder.growth if operation.grows else None,
-            **places,
+            "growth": builder.query_scales if operation.grows else None,
+            **locations,
         }
         index_key = None
         if operation.index_key is not None and operation.index_norm is not None:
@@ -264,27 +264,27 @@ class LayerEmitter:
         if operation.index is not None:
             selected = builder.buffer("selected", len(builder.ropes[0][0]) // (2 * LANES) + 1, "int32")
             yield from self._select(operation, shape, x, selected)
-        places |= {"head_stride": HeadStride(shape.group * shape.head_dim * shape.element_bytes), "value_offset": 0}
+        locations |= {"head_stride": HeadStride(shape.group * shape.head_dim * shape.element_bytes), "value_offset": 0}
         self._mixers -= 1
-        yield from self._attention(Attend(0), shape, queries, {**places, "selected": selected})
+        yield from self._attention(Attend(0), shape, queries, {**locations, "selected": selected})
         yield from self._continue_with(self._attended)
-        steps = latents.kv_lora_rank * shape.element_bytes, latents.v_head_dim * shape.element_bytes
-        found = self._builder.buffer("found_values", heads * latents.v_head_dim, builder.row_dtype)
-        yield from self._builder.gemm(f"{ups}.values", self._rows, found, "act_none", steps=steps)
-        self._rows = found
+        strides = latents.kv_lora_rank * shape.element_bytes, latents.v_head_dim * shape.element_bytes
+        out = self._builder.buffer("value_outputs", heads * latents.v_head_dim, builder.row_dtype)
+        yield from self._builder.gemm(f"{up}.values", self._rows, out, "act_none", head_strides=strides)
+        self._rows = out
 
     def _select(
-        self, operation: AttendLatents, shape: AttentionShape, few: Buffer, selected: Buffer
+        self, operation: AttendLatents, shape: AttentionShape, x: Buffer, selected: Buffer
     ) -> Iterator[Operation]:
-        """Yield the kernels from the input of queries to the bits of the selected tokens; none in a layer that reuses
-        those of the layer before."""
+        """Yield the kernels that select tokens by an indexer, from the query projection's input ``x`` to bits in
+        ``selected``; none in a layer that reuses the previous layer's selection."""
         builder, index, latents, prefix = self._builder, operation.index, self._builder.config.latents, self._prefix
         assert index is not None
         assert latents is not None
         if operation.index_queries is None or operation.index_weights is None:
             return
         queries = builder.buffer("index_queries", index.heads * index.dim, builder.row_dtype)
-        yield from builder.gemm(prefix + operation.index_queries.name, few, queries, "act_none")
+        yield from builder.gemm(prefix + operation.index_queries.name, x, queries, "act_none")
         weights = builder.buffer("index_weights", index.heads, "float32")
         rows = builder.buffer("unrounded", builder.config.hidden_size, "float32")
         yield builder.norm(self._norm_name, rows)
@@ -310,8 +310,10 @@ class LayerEmitter:
         inner = builder.weights.linear(self._prefix + down).depth
         activated = builder.buffer(f"activated{inner}", inner, builder.row_dtype)
         epilogue = (GATED_EPILOGUE if operation.gated else EPILOGUE)[operation.activation]
-        bends = self._bends(operation.bends)
-        yield from builder.gemm(self._prefix + operation.gate_up.name, self._rows, activated, epilogue, bends=bends)
+        xielu = self._xielu_params(operation.bends)
+        yield from builder.gemm(
+            self._prefix + operation.gate_up.name, self._rows, activated, epilogue, xielu_params=xielu
+        )
         assert isinstance(following, AddToResidual | AddToLayerSum)
         if operation.row_gate is None:
             yield from self._add_product(down, activated, following)
@@ -319,23 +321,24 @@ class LayerEmitter:
             assert isinstance(following, AddToResidual)
             yield from self._add_weighed(down, activated, operation.row_gate, following)
 
-    def _bends(self, tensor: LayerTensor | None) -> tuple[float, float]:
-        """Return the factors of xIELU above and below 0."""
+    def _xielu_params(self, tensor: LayerTensor | None) -> tuple[float, float]:
+        """Return the parameters of xIELU for inputs above and below 0; zeros for other activations."""
         if tensor is None:
             return 0.0, 0.0
         above, below = np.logaddexp(0.0, self._builder.weights.tensors[self._prefix + tensor.name].tolist())
         return float(above), float(below) + XIELU_SLOPE
 
     def apply_token_inputs(self, operation: ApplyTokenInputs, following: LayerOperation | None) -> Iterator[Operation]:
-        """Yield the kernels that add the token's input of this layer to the residual stream. Every process computes
-        all of it, so there is no all-reduce."""
+        """Yield the kernels that add a product from the per-layer token inputs to the residual stream. Every process
+        computes all of it, so there is no all-reduce."""
         builder, inputs = self._builder, self._builder.config.token_inputs
         assert inputs is not None
-        gate, every = builder.buffer("input_gate", inputs.width, builder.row_dtype), builder.token_inputs
+        gate, all_inputs = builder.buffer("input_gate", inputs.width, builder.row_dtype), builder.token_inputs
         yield from builder.gemm(self._prefix + operation.gate.name, self._rows, gate, EPILOGUE[operation.activation])
-        values = {"gate": gate, "inputs": every, "width": inputs.width, "layer_bytes": self._index * inputs.width * 4}
+        values = {"gate": gate, "inputs": all_inputs, "width": inputs.width}
+        values["layer_bytes"] = self._index * inputs.width * 4
         yield Operation(WeighByTokenInputs(builder.bf16, builder.rows_of), values, builder.when)
-        yield from builder.gemm(self._prefix + operation.projection.name, gate, builder.found, "store")
+        yield from builder.gemm(self._prefix + operation.projection.name, gate, builder.layer_output, "store")
         assert isinstance(following, AddToResidual)
         assert following.norm is not None
         yield builder.norm_add(self._prefix + following.norm.name, following.scale)
@@ -350,17 +353,18 @@ class LayerEmitter:
         yield Operation(ScaleRows(builder.rows_of), values, builder.when)
 
     def add_to_layer_sum(self, _: AddToLayerSum, following: LayerOperation | None) -> Iterator[Operation]:
-        """Yield the kernel that adds the sum to the residual stream; the operation before has added its rows to it."""
-        builder, self._adds_up = self._builder, True
+        """Yield the kernel that adds the layer's sum to the residual stream, if that follows. The previous operation
+        has added its rows to the sum."""
+        builder, self._has_layer_sum = self._builder, True
         if isinstance(following, AddToResidual):
             assert following.norm is not None
-            yield builder.norm_add(self._prefix + following.norm.name, following.scale, found=builder.added_up)
+            yield builder.norm_add(self._prefix + following.norm.name, following.scale, x=builder.layer_sum)
 
     def keep(self, _: SaveRows, __: LayerOperation | None) -> None:
-        self._kept.append(self._rows)
+        self._saved.append(self._rows)
 
     def again(self, _: RestoreRows, __: LayerOperation | None) -> None:
-        self._rows = self._kept.pop()
+        self._rows = self._saved.pop()
 
     def experts(self, operation: Experts, following: LayerOperation | None) -> Iterator[Operation]:
         builder, prefix, count, chosen = self._builder, self._prefix, operation.gate_up.experts, operation.per_token
@@ -373,7 +377,7 @@ class LayerEmitter:
         grouped = builder.buffer("grouped", hidden, builder.row_dtype, chosen)
         inner = builder.weights.linear(prefix + operation.down.name).depth
         activated = builder.buffer("activated_groups", inner, builder.row_dtype, chosen)
-        found = builder.buffer("found_groups", hidden, "float32", chosen)
+        outputs = builder.buffer("grouped_outputs", hidden, "float32", chosen)
 
         router_norm = operation.router_norm
         yield builder.norm(self._norm_name if router_norm is None else prefix + router_norm.name, unrounded)
@@ -411,11 +415,11 @@ class LayerEmitter:
         epilogue = epilogues[operation.activation] if clamped is None else "gated_clamped"
         groups = ExpertGroups(starts, experts, places, chosen)
         yield from builder.gemm(gate_up, grouped, activated, epilogue, groups=groups, clamped=clamped)
-        yield from builder.gemm(prefix + operation.down.name, activated, found, "store", groups=groups)
+        yield from builder.gemm(prefix + operation.down.name, activated, outputs, "store", groups=groups)
         assert isinstance(following, AddToResidual | AddToLayerSum)
         out, adds, after = self._to_residual(following)
         combine = {
-            "found": found,
+            "found": outputs,
             "scores": scores,
             "places": places,
             "out": out,
@@ -426,7 +430,7 @@ class LayerEmitter:
         yield from after
 
     def add(self, _: AddToResidual, __: LayerOperation | None) -> None:
-        """Emit nothing: the product before has added its rows to the residual stream."""
+        """Emit nothing, since the product before is fused with the sum."""
         self._rows = self._builder.hidden
 
     def _add_product(self, name: str, x: Buffer, operation: AddToResidual | AddToLayerSum) -> Iterator[Operation]:
@@ -438,17 +442,17 @@ class LayerEmitter:
         yield from after
 
     def _add_weighed(self, name: str, x: Buffer, gate: LayerTensor, operation: AddToResidual) -> Iterator[Operation]:
-        """Yield the kernels that multiply ``x`` by the matrix ``name``, weigh each row of the result by the sigmoid of
-        the router's row times ``gate``, and add that to the residual stream."""
+        """Yield the kernels that multiply ``x`` by the matrix ``name``, multiply each row of the result by a sigmoid
+        gate (the product of the router's input with ``gate``), and add it to the residual stream."""
         builder, hidden, rows = self._builder, self._builder.config.hidden_size, self._unrounded
         assert rows is not None
-        found, gates = builder.buffer("ungated", hidden, "float32"), builder.buffer("row_gates", 1, "float32")
-        yield from builder.gemm(self._prefix + name, x, found, "store")
+        ungated, gates = builder.buffer("ungated", hidden, "float32"), builder.buffer("row_gates", 1, "float32")
+        yield from builder.gemm(self._prefix + name, x, ungated, "store")
         yield from builder.gemm(self._prefix + gate.name, rows, gates, "store")
         out, adds, after = self._to_residual(operation)
         values = {
             "gates": gates,
-            "found": found,
+            "found": ungated,
             "out": out,
             "width": hidden,
             "factor": operation.scale if adds else 1.0,
@@ -457,38 +461,40 @@ class LayerEmitter:
         yield from after
 
     def _to_residual(self, operation: AddToResidual | AddToLayerSum) -> tuple[Buffer, bool, list[Operation]]:
-        """Return the buffer for rows to be added to the residual stream or to the layer's sum; whether the product adds
-        them there itself; and the operations after it: the all-reduce, and a norm."""
+        """Return how to add a product to the residual stream or to the layer's sum: its output buffer, whether it adds
+        to that buffer instead of overwriting it, and the operations after it (all-reduce and norm)."""
         builder, normed = self._builder, operation.norm is not None
         plain_sum = not normed and isinstance(operation, AddToLayerSum)
-        out, after = builder.found if normed else builder.added_up if plain_sum else builder.hidden, []
-        adds = not normed and (self._adds_up or not plain_sum)
+        out, after = builder.layer_output if normed else builder.layer_sum if plain_sum else builder.hidden, []
+        adds = not normed and (self._has_layer_sum or not plain_sum)
         if builder.collective is not None:
             factor = operation.scale if adds and isinstance(operation, AddToResidual) else 1.0
             out, total = builder.collective.sum(out, builder.rows_of, builder.when, add=adds, factor=factor)
             after.append(total)
             adds = False
         if isinstance(operation, AddToLayerSum) and operation.norm is not None:
-            name, total_rows = self._prefix + operation.norm.name, builder.added_up
-            more = builder.norm_add(name, 1.0, hidden=total_rows) if self._adds_up else None
-            after.append(more or builder.norm(name, total_rows, builder.found))
+            name, total_rows = self._prefix + operation.norm.name, builder.layer_sum
+            add = builder.norm_add(name, 1.0, hidden=total_rows) if self._has_layer_sum else None
+            after.append(add or builder.norm(name, total_rows, builder.layer_output))
         elif isinstance(operation, AddToResidual) and operation.norm is not None:
             after.append(builder.norm_add(self._prefix + operation.norm.name, operation.scale))
         return out, adds, after
 
-    def _one(self, kind: type[Kind]) -> Kind | None:
-        """Return the layer's operation of a kind that occurs at most once."""
-        return next((one for one in self._layer if isinstance(one, kind)), None)
+    def _find(self, kind: type[Kind]) -> Kind | None:
+        """Return the layer's first operation of a kind, or None."""
+        return next((operation for operation in self._layer if isinstance(operation, kind)), None)
 
-    def _rotate_and_write(self, shape: AttentionShape, queries: Buffer, places: dict[str, Any]) -> Iterator[Operation]:
-        """Yield the kernels from the buffer qkv to queries, and to KV in the pool."""
-        builder, qkv, norm, rotation = self._builder, self._rows, self._one(NormHeads), self._one(Rotate)
+    def _rotate_and_write(
+        self, shape: AttentionShape, queries: Buffer, locations: dict[str, Any]
+    ) -> Iterator[Operation]:
+        """Yield the kernel that norms and rotates queries, from the buffer qkv, and writes KV into the pool."""
+        builder, qkv, norm, rotation = self._builder, self._rows, self._find(NormHeads), self._find(Rotate)
         config, layout, heads = builder.config, builder.layout, builder.config.heads_of(self._index)
-        kind = "projection" if self._one(NormProjections) else ""
+        kind = "projection" if self._find(NormProjections) else ""
         if norm is not None:
             kind = "layer_by_head" if norm.weight.by_head else "head"
         norm_last = norm is not None and rotation in self._layer[: self._layer.index(norm)]
-        grows, squares = self._one(GrowQueries) is not None, None
+        grows, squares = self._find(GrowQueries) is not None, None
         if kind == "projection" and builder.collective is not None:
             squares = builder.buffer("squares", 2, "float32")
             yield from builder.collective.squares(qkv, squares, builder.rows_of, builder.when)
@@ -504,7 +510,7 @@ class LayerEmitter:
             squares is not None,
             norm_last,
             grows,
-            self._one(NormValues) is not None,
+            self._find(NormValues) is not None,
             config.kv_source(self._index) != self._index,
         )
         cos, sin = (None, None) if rotation is None else builder.ropes[rotation.rope]
@@ -516,8 +522,8 @@ class LayerEmitter:
             "sin": sin,
             **dict(zip(("q_norm", "k_norm"), norms, strict=True)),
             "squares": squares,
-            "growth": builder.growth if grows else None,
-            **places,
+            "growth": builder.query_scales if grows else None,
+            **locations,
             "query_width": builder.model_heads * shape.head_dim,
             "key_width": layout.num_kv_heads * shape.head_dim,
             "eps": config.rms_norm_eps,
@@ -525,12 +531,12 @@ class LayerEmitter:
         yield Operation(spec, values, builder.when)
 
     def _attention(
-        self, operation: Attend, shape: AttentionShape, queries: Buffer, places: dict[str, Any]
+        self, operation: Attend, shape: AttentionShape, queries: Buffer, locations: dict[str, Any]
     ) -> Iterator[Operation]:
-        """Yield the kernels from queries to attended rows."""
+        """Yield the kernels of attention itself, from queries to the buffer attended."""
         builder, config, window = self._builder, self._builder.config, operation.window
         out, kv_heads = self._attended(builder), config.heads_of(self._index).kv_heads
-        # Partial sums are [kv_heads][MAX_PARTIAL_ROWS], of one size for all steps.
+        # Partial sums are [kv_heads, MAX_PARTIAL_ROWS], whatever the step's size.
         name = f"partials{builder.kind_of(self._index)}"
         partials = Buffer(name, shape.sum_bytes // 4, "float32", "steps", kv_heads * MAX_PARTIAL_ROWS)
         shared = {
@@ -545,7 +551,7 @@ class LayerEmitter:
             **shared,
             "queries": queries,
             "selected": None,
-            **places,
+            **locations,
             "piece_bytes": shape.piece_bytes,
             "scale": config.attention_scale,
             "softcap": config.attention_softcap,
@@ -558,30 +564,31 @@ class LayerEmitter:
         yield Operation(AttentionMerge(shape, *kind), shared, step_field("num_merges", plan))
 
     def _continue_with(self, rows: BufferOf) -> Iterator[Operation]:
-        """Continue with the output ``rows`` of an operation; in the last layer, after the last operation that mixes
-        tokens, gather the sampled ones of them and of hidden."""
-        self._rows = made = rows(self._builder)
+        """Continue with an operation's output; in the last layer, after the last mixer, only with its sampled rows.
+        ``rows`` returns a builder's output buffer."""
+        self._rows = all_rows = rows(self._builder)
         if not self._last or self._mixers:
             return
         self._rows = rows(self._sampled)
-        yield self._gather(made, self._rows)
+        yield self._gather(all_rows, self._rows)
 
-    def _gather(self, rows: Buffer | None, chosen: Buffer | None) -> Operation:
-        """Gather the sampled rows of hidden, and of ``rows`` into ``chosen``; later operations see only these."""
+    def _gather(self, rows: Buffer | None, sampled_rows: Buffer | None) -> Operation:
+        """Return the kernel that gathers the sampled rows of hidden, and of ``rows`` into ``sampled_rows``; later
+        kernels are built for sampled rows."""
         builder, self._builder = self._builder, self._sampled
         values = {
             "hidden": builder.hidden,
             "attended": rows,
             "sampled_hidden": self._sampled.hidden,
-            "sampled_attended": chosen,
+            "sampled_attended": sampled_rows,
         }
         return Operation(GatherRows(alone=rows is None), values, "num_samples")
 
     def _attended(self, builder: OperationBuilder) -> Buffer:
-        """Return the buffer for the results of the layer's attention."""
+        """Return the buffer for the output of the layer's attention."""
         config = builder.config
         width = config.heads_of(self._index).head_dim if config.latents is None else config.value_dim
-        return builder.wide("attended", config.num_heads * width, builder.row_dtype)
+        return builder.layer_buffer("attended", config.num_heads * width, builder.row_dtype)
 
 
 _EMIT: dict[type, Callable[[LayerEmitter, Any, LayerOperation | None], Iterator[Operation] | None]] = {

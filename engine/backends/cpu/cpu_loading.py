@@ -1,5 +1,5 @@
-"""Choice of the CPU kernels for a model, and loading of a process's share. Imports torch only in functions, because a
-supervisor checks what a machine supports."""
+"""Choice of the CPU kernels for a model, and loading of a process's share. Imports torch only in functions, because
+supervisors import this module to check what a machine supports."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ log = logging.getLogger("pillion.worker")
 
 
 def load_cpu_share(flags: WorkerFlags, prepared: PreparedModel, isa: Isa, shard: ModelShard | None = None) -> CpuModel:
-    """Load the share of a model that this process computes on the CPU kernels: ``shard``, or the whole model."""
+    """Load ``shard`` of a model, by default all of it, for the CPU kernels, and limit torch to one thread."""
     import torch
 
-    # Torch only passes arrays on here; its threads would compete with the kernels.
+    # Torch computes next to nothing here, and its threads would compete with the kernels.
     torch.set_num_threads(1)
     return load_for_cpu(flags, prepared, isa, log.info, shard)
 
@@ -39,7 +39,7 @@ def load_cpu_share(flags: WorkerFlags, prepared: PreparedModel, isa: Isa, shard:
 def load_for_cpu(
     flags: ComputeFlags, prepared: PreparedModel, isa: Isa, progress: Progress, shard: ModelShard | None
 ) -> CpuModel:
-    """Load a share of a model and pack its weights, as at its first start on a machine."""
+    """Load ``shard`` of a model, by default all of it, packing its weights unless they are packed."""
     from pillion.engine.backends.cpu.cpu_model import load_cpu_model
 
     return load_cpu_model(
@@ -65,8 +65,8 @@ def log_kernels(model: CpuModel, threads: int, share: CoreShare | None) -> None:
 
 
 def core_share(flags: WorkerFlags) -> CoreShare | None:
-    """Open the core lending table of the flags, and return the worker's cores in it. A worker that cannot open it logs
-    that and computes on its own cores, since only speed depends on the table."""
+    """Open the core lending table, and return the worker's cores in it; None without a table. If it cannot be opened,
+    logs a warning and returns None, since only speed depends on it."""
     if not flags.core_lending_table:
         return None
     try:
@@ -77,7 +77,7 @@ def core_share(flags: WorkerFlags) -> CoreShare | None:
 
 
 def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | None, str]:
-    """Return the instruction set whose kernels run the model, or None and the reason why torch runs it.
+    """Return the instruction set of the kernels that run the model and "", or None and the reason for torch.
 
     Raises ConfigError for kernels that this processor cannot run, and for 8-bit KV without the CPU kernels.
     """
@@ -85,8 +85,8 @@ def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | 
     exact = flags.exact_weights or config.quantization is None
     isa = choose_isa(flags.cpu_kernels, host_features(), exact_codes=exact)
     if isa is None:
-        chosen = flags.cpu_kernels == "torch"
-        reason = "--cpu-kernels torch" if chosen else "there are no kernels for this processor"
+        by_flag = flags.cpu_kernels == "torch"
+        reason = "--cpu-kernels torch" if by_flag else "there are no kernels for this processor"
     else:
         reason = unsupported(config, flags.block_size)
         layout = kv_layout(prepared, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype)
@@ -103,7 +103,7 @@ def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | 
 
 
 def unsupported(config: ModelConfig, block_size: int) -> str:
-    """Return why the CPU kernels cannot run a model of this shape, or ""."""
+    """Return the reason why the CPU kernels cannot run a model of this shape, or ""."""
     if config.encoder is not None:
         return "encoders run on torch"
     if config.linear is not None and config.linear.head_dim % PIECE_COLUMNS:
@@ -117,9 +117,9 @@ def unsupported(config: ModelConfig, block_size: int) -> str:
         return f"index keys need a multiple of {LANES} values, not {latents.index.dim}"
     if config.token_inputs is not None and config.token_inputs.width % LANES:
         return f"embeddings for each layer need a multiple of {LANES} values, not {config.token_inputs.width}"
-    odd = [heads.head_dim for heads in config.all_heads if heads.head_dim % LANES]
-    if odd:
-        return f"attention needs heads of a multiple of {LANES} values, not {odd[0]}"
+    unsupported_dims = [heads.head_dim for heads in config.all_heads if heads.head_dim % LANES]
+    if unsupported_dims:
+        return f"attention needs heads of a multiple of {LANES} values, not {unsupported_dims[0]}"
     if len(config.kv_head_counts) > ATTENTION_PLANS:
         return f"layers have {len(config.kv_head_counts)} different numbers of KV heads"
     if block_size % LANES:
@@ -128,13 +128,14 @@ def unsupported(config: ModelConfig, block_size: int) -> str:
 
 
 def _unsupported_index(kv_cache_dtype: str, max_model_len: int) -> str:
+    """Return the reason why the CPU kernels cannot select tokens by an indexer, or ""."""
     if kv_cache_dtype != "auto":
-        return "rows with index keys are not kept in 8 bits"
+        return "KV with index keys cannot be stored in 8 bits"
     if max_model_len > MAX_SELECTED_TOKENS:
         return f"tokens are selected of at most {MAX_SELECTED_TOKENS}; set --max-model-len"
     return ""
 
 
 def thread_count(flags: WorkerFlags) -> int:
-    """Return ``--cpu-threads``, or the number of cores in ``--cpu-affinity``, or of those this process may use."""
+    """Return ``--cpu-threads``; if 0, the number of cores in ``--cpu-affinity``, or of usable cores."""
     return flags.cpu_threads or len(parse_cores(flags.cpu_affinity)) or min(usable_cores(), MAX_CPU_THREADS)

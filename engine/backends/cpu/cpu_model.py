@@ -3,17 +3,17 @@
 The program computes the same as :mod:`pillion.engine.models.decoder`, from the same description of the layers
 (:mod:`pillion.engine.backends.cpu.cpu_layer`). From the last layer's attention on, it computes only the sampled rows.
 
-Steps with adapters have a separate program, in which each product that adapters may change is two operations:
+Steps with adapters have a separate program, in which each adapted product is two operations:
 
     x --A of each row's adapter--> shrunk        x --W, then B of each row's adapter over shrunk--> out
 
-If several processes share the model, each runs this program over its own heads, inner values and tokens. Rows to be
-added to ``hidden`` are then partial sums, which are all-reduced (:mod:`pillion.engine.ranks.rank_collective`):
+With tensor parallelism, each rank runs this program over its own heads, inner values and tokens. Rows to be added to
+``hidden`` are then partial sums, which are all-reduced (:mod:`pillion.engine.ranks.rank_collective`):
 
-    x --W--> partial (shared memory) --sum over parts--> hidden, or found where a norm is after it
-    tokens --embedding--> partial --sum over parts--> hidden        hidden --head--> logits (shared memory)
+    x --W--> partial (shared memory) --all-reduce--> hidden, or layer_output before a norm
+    tokens --embedding--> partial --all-reduce--> hidden        hidden --head--> logits (shared memory)
 
-In a process that computes only some layers, the program begins and ends with the buffer ``hidden``.
+The program of a pipeline stage begins and ends with the buffer ``hidden``.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ from pillion.kernels.state_pieces import STATE_LAYOUT_VERSION
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """The operations of a step and the buffers that callers read.
+    """The operations of a step, and the buffers that callers read.
 
     Attributes:
         hidden: the residual stream.
-        logits: those of the sampled rows.
-        ropes: the tables of the rotary embeddings.
-        states: the inputs of the layers whose inputs a step stores, by layer.
-        normed: the sampled rows after the last norm.
-        largest: the largest logits by groups, and the token of each row's largest one, if the program computes them.
+        logits: logits of sampled rows.
+        ropes: rotary tables.
+        states: by layer, its inputs, for the layers whose inputs are stored.
+        normed: sampled rows after the last norm.
+        largest: group maxima of the logits, and the token of each row's largest logit; None if not computed.
     """
 
     operations: tuple[Operation, ...]
@@ -73,10 +73,14 @@ class ModelPlan:
 
 @dataclass(frozen=True, slots=True)
 class CpuModel:
-    """A model with its kernels, or a process's share of it: everything that is independent of threads and KV pool.
+    """A model, or a process's shard of it, with its kernels; independent of threads and KV pool.
 
-    ``config`` and ``layout``: those of the whole model. ``dtype``: the type of rows; ``layout`` has that of KV.
-    ``code_folder``: cache of machine code."""
+    Attributes:
+        config, layout: of the whole model.
+        dtype: type of activations; ``layout`` has that of KV.
+        checked: True if kernels check every memory access.
+        code_folder: cache of machine code.
+    """
 
     config: ModelConfig
     shard: ModelShard
@@ -91,7 +95,7 @@ class CpuModel:
     code_folder: Path
 
     def builder(self, ropes: tuple[CosSin, ...] = ()) -> OperationBuilder:
-        """Return a builder of another plan of the model; ``ropes``: the rotary tables of an earlier plan."""
+        """Return a builder for another plan of the model. ``ropes``: rotary tables to reuse."""
         return model_builder(
             self.config,
             self.weights,
@@ -114,10 +118,10 @@ def load_cpu_model(
     checked: bool | None = None,
     shard: ModelShard | None = None,
 ) -> CpuModel:
-    """Map the weights, packed at the first call, and load the kernels, compiled at the first call.
+    """Map the packed weights and load the kernels; pack and compile what is not in the models' cache.
 
-    ``shard``: the share of the model that this process computes; None for all. With ``checked`` kernels check every
-    access; None reads PILLION_CHECK_KERNELS. The caller has checked that the kernels can run the model
+    ``shard``: the process's share of the model; None for all of it. ``checked``: kernels check every memory access;
+    None reads PILLION_CHECK_KERNELS. The caller has checked that the kernels support the model
     (``pillion.engine.backends.cpu.cpu_loading``). Raises ConfigError for weights that do not fit the config.
     """
     checked = os.environ.get("PILLION_CHECK_KERNELS") == "1" if checked is None else checked
@@ -140,7 +144,7 @@ def load_cpu_model(
 
 
 def compile_operations(operations: Sequence[Operation], model: CpuModel, progress: Progress) -> CompiledKernels:
-    """Return the kernels of ``operations``, compiled as those of ``model``."""
+    """Return the kernels of ``operations``, compiled with the options of ``model``."""
     specs = [operation.spec for operation in operations]
     return compile_kernels(specs, model.isa, checked=model.checked, cache_folder=model.code_folder, progress=progress)
 
@@ -156,40 +160,41 @@ def model_builder(
     *,
     rounds_codes: bool = False,
 ) -> OperationBuilder:
-    """Return a builder of the operations of ``shard`` of a model. ``ropes``: the rotary tables of an earlier plan;
-    ``rounds_codes``: the attribute of the instruction set."""
+    """Return a builder of the operations of ``shard`` of a model. ``ropes``: rotary tables to reuse; ``rounds_codes``:
+    that of the instruction set."""
     ropes = ropes or rope_tables(config, max_model_len)
     local, heads = shard.local(config), config.num_heads
-    growth = growth_table(config, max_model_len)
+    query_scales = growth_table(config, max_model_len)
     return OperationBuilder(
-        local, weights, layout, dtype, ropes, shard, heads, growth=growth, rounds_codes=rounds_codes
+        local, weights, layout, dtype, ropes, shard, heads, query_scales=query_scales, rounds_codes=rounds_codes
     ).with_collective()
 
 
 def plan_model(builder: OperationBuilder, state_layers: Sequence[int] = ()) -> ModelPlan:
-    """List the operations of a step. The inputs of the layers in ``state_layers`` are stored for an EAGLE head."""
+    """Return the plan of a step, which stores the inputs of ``state_layers`` for an EAGLE head."""
     config, weights, shard, collective = builder.config, builder.weights, builder.shard, builder.collective
     builder = replace(builder, keeps_states=bool(state_layers))
     sampled = replace(builder, rows_of="samples")
-    mine, layers = shard.own_layers(config), layers_of(config)
-    operations = [*_embed(builder)] if mine.start == 0 else []
-    for index in mine:
+    own_layers, layers = shard.own_layers(config), layers_of(config)
+    operations = [*_embed(builder)] if own_layers.start == 0 else []
+    for index in own_layers:
         if index in state_layers:
             operations.append(builder.norm("", builder.state(index)))
-        last, own = index == config.num_layers - 1, replace(builder, wanted=index > builder.last_kept_layer)
-        operations += LayerEmitter(own, sampled, index, last=last).emit(layers[index])
+        last = index == config.num_layers - 1
+        for_layer = replace(builder, for_samples=index > builder.last_kept_layer)
+        operations += LayerEmitter(for_layer, sampled, index, last=last).emit(layers[index])
     width = weights.linear("lm_head").pairs * 32 if weights.has("lm_head") else config.vocab_size
-    # The sampler edits logits in place if rows are contiguous.
-    chosen = replace(builder, rows_of="logits")
-    logits = replace(chosen.buffer("logits", width, "float32"), dense=True)
+    # Contiguous rows, so that the sampler can edit them in place.
+    for_logits = replace(builder, rows_of="logits")
+    logits = replace(for_logits.buffer("logits", width, "float32"), dense=True)
     if collective is not None:
         logits = collective.logits(config, logits)
     largest = None
-    if mine.stop == config.num_layers:
-        operations += _head(sampled, chosen, logits)
+    if own_layers.stop == config.num_layers:
+        operations += _head(sampled, for_logits, logits)
         if collective is None and weights.has("lm_head") and config.vocab_size % GROUP_TOKENS == 0:
-            maxima = chosen.buffer("maxima", config.vocab_size // GROUP_TOKENS, "float32")
-            largest = maxima, replace(chosen.buffer("largest", 1, "int32"), dense=True)
+            maxima = for_logits.buffer("maxima", config.vocab_size // GROUP_TOKENS, "float32")
+            largest = maxima, replace(for_logits.buffer("largest", 1, "int32"), dense=True)
             operations += _largest(config.vocab_size, logits, *largest)
     if collective is not None:
         operations.append(collective.end())
@@ -197,12 +202,13 @@ def plan_model(builder: OperationBuilder, state_layers: Sequence[int] = ()) -> M
     return ModelPlan(tuple(operations), builder.hidden, logits, builder.ropes, states, sampled.normed, largest)
 
 
-def _head(sampled: OperationBuilder, chosen: OperationBuilder, logits: Buffer) -> Iterator[Operation]:
+def _head(sampled: OperationBuilder, for_logits: OperationBuilder, logits: Buffer) -> Iterator[Operation]:
+    """Yield the kernels from the sampled residual stream to logits; only the norm in a model without an LM head."""
     config = sampled.config
     yield sampled.norm("final_norm")
     if not sampled.weights.has("lm_head"):
         return
-    yield from chosen.gemm("lm_head", sampled.normed, logits, "store")
+    yield from for_logits.gemm("lm_head", sampled.normed, logits, "store")
     if config.logit_divisor != 1.0 or config.logit_softcap:
         values = {
             "logits": logits,
@@ -215,12 +221,14 @@ def _head(sampled: OperationBuilder, chosen: OperationBuilder, logits: Buffer) -
 
 
 def _largest(width: int, logits: Buffer, maxima: Buffer, tokens: Buffer) -> Iterator[Operation]:
+    """Yield the kernels from logits to their group maxima and each row's likeliest token."""
     values = {"logits": logits, "maxima": maxima, "width": width, "stride": logits.stride}
     yield Operation(GroupMaxima(GROUP_TOKENS), values, "num_logits")
     yield Operation(LargestTokens(GROUP_TOKENS), {**values, "tokens": tokens}, "num_logits")
 
 
 def _embed(builder: OperationBuilder) -> Iterator[Operation]:
+    """Yield the kernels from token ids to the residual stream, and to per-layer token inputs if any."""
     config, tokens = builder.config, builder.shard.vocabulary(builder.config.vocab_size)
     out, total = builder.hidden, None
     if builder.collective is not None:
@@ -250,7 +258,7 @@ def _embed(builder: OperationBuilder) -> Iterator[Operation]:
 
 
 def _token_inputs(builder: OperationBuilder, inputs: TokenInputs) -> Iterator[Operation]:
-    """Yield the kernels from the embeddings of a step's tokens to the inputs of all layers per token."""
+    """Yield the kernels from token ids and their embeddings to the per-layer token inputs of all layers."""
     config, rows, tensors = builder.config, builder.token_inputs, builder.weights.tensors
     own = {
         "table": tensors["token_inputs.embedding"],
@@ -270,20 +278,20 @@ def _token_inputs(builder: OperationBuilder, inputs: TokenInputs) -> Iterator[Op
         "weight": tensors["token_inputs.norm"],
         "width": inputs.width,
         "layers": config.num_layers,
-        # Compensates for products that the model divides by the root of the hidden size before the norm.
+        # The model scales the projection by hidden_size**-0.5 before this norm; scaling eps instead is equivalent.
         "eps": config.rms_norm_eps * config.hidden_size,
     }
     yield Operation(MixTokenInputs(), values)
 
 
 def attention_planners(config: ModelConfig, dtype: str, isa: Isa, threads: int) -> tuple[CpuAttentionPlanner, ...]:
-    """Return the planners that cut a step's attention into items, one per number of KV heads of layers."""
-    found = []
+    """Return the planners that divide a step's attention into work items: one per distinct number of KV heads."""
+    planners = []
     for count in config.kv_head_counts:
-        every = config.layer_heads or (config.heads_of(0),) * config.num_layers
-        layers = (layer for layer, heads in enumerate(every) if heads is not None and heads.kv_heads == count)
+        layer_heads = config.layer_heads or (config.heads_of(0),) * config.num_layers
+        layers = (layer for layer, heads in enumerate(layer_heads) if heads is not None and heads.kv_heads == count)
         windows = [config.sliding_windows[layer] for layer in layers]
         group, window = config.num_heads // count, max(windows) if all(windows) else 0
         counts = row_counts(isa, group, dtype == "bfloat16")
-        found.append(CpuAttentionPlanner(group, counts, count, threads, MAX_PARTIAL_ROWS, window))
-    return tuple(found)
+        planners.append(CpuAttentionPlanner(group, counts, count, threads, MAX_PARTIAL_ROWS, window))
+    return tuple(planners)

@@ -1,6 +1,6 @@
 """Builder of the operations of a program of CPU kernels, and their buffers.
 
-``hidden`` is float32; rows that matrices are multiplied by have the model's type.
+The residual stream ``hidden`` is float32; inputs of matrix products have the model's type.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from pillion.kernels.cpu.runtime.program import Buffer, Columns, Operation
 
 
 class ExpertGroups(NamedTuple):
-    """Buffers that assign rows to experts: ``starts`` [experts + 1] of each expert's grouped rows, and for each of the
-    ``chosen`` experts of a row the expert in ``experts`` and the grouped row in ``places``."""
+    """Buffers that assign rows to experts: ``starts`` [experts + 1], the first of each expert's grouped rows; and per
+    row and choice (``chosen`` per row) the expert in ``experts`` and the grouped row in ``places``."""
 
     starts: Buffer
     experts: Buffer
@@ -42,7 +42,8 @@ class ExpertGroups(NamedTuple):
 
 
 class MatrixRows(NamedTuple):
-    """The input rows of a product: ``x``, with ``sums`` of their inputs, valid after ``operations``."""
+    """Input rows ``x`` of a product, and the ``sums`` of their groups of inputs if needed; ``operations`` compute
+    both."""
 
     x: Buffer
     sums: Buffer | None = None
@@ -53,13 +54,20 @@ class MatrixRows(NamedTuple):
 class OperationBuilder:
     """Builder of a model's operations.
 
-    ``rows_of``: "tokens", "samples" after the last layer's attention, or "logits" for the head, which rows of vectors
-    skip. ``dtype``: the model's type, also of the KV of ``layout`` unless it is 8-bit. ``adapters``: the slots, in a
-    program for steps with adapters. ``config``: the shape of the process's own layers; ``layout`` is that of all KV,
-    and ``model_heads`` counts all query heads. ``collective``: None for a program of the whole model. ``growth``: the
-    factors of queries that grow with their position. ``wanted``: these operations run only in a step with sampled rows.
-    ``keeps_states``: a step needs the rows of all layers, sampled or not. ``rounds_codes``: the attribute of the
-    instruction set."""
+    Attributes:
+        config: shape of the process's shard.
+        layout: of the whole model's KV.
+        dtype: the model's type; KV also has it unless it is 8-bit.
+        model_heads: query heads of the whole model.
+        rows_of: rows that operations compute: "tokens"; "samples" after the last layer's attention; or "logits" in the
+            LM head, without rows that only need hidden states.
+        adapters: slots, in a program for steps with adapters.
+        collective: all-reduces of ranks; None for the whole model.
+        query_scales: position-dependent factors of queries, if any.
+        for_samples: True if the operations are only needed in steps with sampled rows.
+        keeps_states: True if a step needs all rows of all layers, sampled or not.
+        rounds_codes: that of the instruction set.
+    """
 
     config: ModelConfig
     weights: PackedMatrices
@@ -71,13 +79,13 @@ class OperationBuilder:
     rows_of: str = "tokens"
     adapters: AdapterTable | None = None
     collective: RankCollective | None = None
-    growth: torch.Tensor | None = None
-    wanted: bool = False
+    query_scales: torch.Tensor | None = None
+    for_samples: bool = False
     keeps_states: bool = False
     rounds_codes: bool = False
 
     def with_collective(self) -> OperationBuilder:
-        """Return a builder that all-reduces the partial sums of ranks, unless ``shard`` is the whole model."""
+        """Return a builder that all-reduces partial sums of ranks; itself if ``shard`` is the whole model."""
         if self.shard.whole:
             return self
         return replace(self, collective=RankCollective(self.shard, self.config, self.layout.num_kv_heads))
@@ -89,32 +97,32 @@ class OperationBuilder:
 
     @property
     def row_dtype(self) -> str:
-        """The numpy type of rows that matrices are multiplied by; uint16 for bfloat16."""
+        """The numpy type of products' inputs; uint16 for bfloat16."""
         return "uint16" if self.bf16 else "float32"
 
     @property
     def when(self) -> str:
-        """The condition under which these operations run: without sampled rows nothing runs after the last layer's
-        KV."""
+        """Name of the step's count that must not be 0 for the operations to run; "" if they always run. Without
+        sampled rows nothing runs after the last layer's KV is written."""
         if self.rows_of == "logits":
             return "num_logits"
-        return "num_samples" if self.rows_of == "samples" or self.wanted else ""
+        return "num_samples" if self.rows_of == "samples" or self.for_samples else ""
 
     @property
     def last_kept_layer(self) -> int:
-        """The last layer whose output a step without sampled rows needs."""
+        """The last layer that a step without sampled rows needs."""
         return self.config.num_layers - 1 if self.keeps_states else self.config.last_kept_layer
 
     def buffer(self, name: str, width: int, dtype: str, each: int = 1) -> Buffer:
-        """Return the buffer ``name``, with ``each`` rows per row of ``rows_of``."""
+        """Return the buffer ``name``, with ``each`` rows of ``width`` values per row of ``rows_of``."""
         return Buffer(f"{self.rows_of}.{name}", -(-width // 32) * 32, dtype, self.rows_of, each)
 
-    def wide(self, name: str, width: int, dtype: str) -> Buffer:
-        """Return the buffer ``name`` of rows whose width depends on the layer, if layers differ."""
+    def layer_buffer(self, name: str, width: int, dtype: str) -> Buffer:
+        """Return the buffer ``name``, a separate one per width if layers differ."""
         return self.buffer(name if self.layout.even else f"{name}{width}", width, dtype)
 
     def kind_of(self, layer: int) -> int:
-        """Return the index of a layer's kind of KV heads among those of the model."""
+        """Return the index of a layer's KV heads in ``config.all_heads``."""
         return self.config.all_heads.index(self.config.heads_of(layer))
 
     @property
@@ -126,18 +134,18 @@ class OperationBuilder:
         return self.buffer("normed", self.config.hidden_size, self.row_dtype)
 
     @property
-    def found(self) -> Buffer:
-        """The output of attention or MLP, if a norm runs before it is added to ``hidden``."""
-        return self.buffer("found", self.config.hidden_size, "float32")
+    def layer_output(self) -> Buffer:
+        """Output of attention or MLP that is normed before it is added to ``hidden``."""
+        return self.buffer("layer_output", self.config.hidden_size, "float32")
 
     @property
-    def added_up(self) -> Buffer:
-        """The sum of rows that are normed again before they are added to ``hidden``."""
-        return self.buffer("added_up", self.config.hidden_size, "float32")
+    def layer_sum(self) -> Buffer:
+        """Sum of several outputs of a layer, which is then normed or added to ``hidden``."""
+        return self.buffer("layer_sum", self.config.hidden_size, "float32")
 
     @property
     def token_inputs(self) -> Buffer:
-        """The inputs of all layers per token, beside the residual stream."""
+        """Per-layer token inputs of all layers."""
         inputs = self.config.token_inputs
         assert inputs is not None
         return Buffer("tokens.token_inputs", self.config.num_layers * inputs.width, "float32")
@@ -152,9 +160,9 @@ class OperationBuilder:
         *,
         centered: bool = False,
     ) -> Operation:
-        """Return hidden, or ``x``, -> normed, or ``out``; only a cast if the model has no norm ``name``. ``width`` and
-        ``eps``: those of the norm, if they differ from the residual stream's. ``centered``: a LayerNorm, regardless of
-        the model's norms."""
+        """Return the norm ``name`` of ``x`` (by default hidden) into ``out`` (by default normed); only a cast if the
+        model has no such norm. ``width``, ``eps``: of the norm, if they differ from the residual stream's.
+        ``centered``: a LayerNorm, even if the model's other norms are not."""
         weight, bias = self.weights.tensors.get(name), self.weights.tensors.get(f"{name}.bias")
         out, x = out or self.normed, x or self.hidden
         values = {
@@ -170,7 +178,7 @@ class OperationBuilder:
         return Operation(spec, values, self.when)
 
     def state(self, index: int) -> Buffer:
-        """Return the buffer for the inputs of the layer ``index``, in steps that store them."""
+        """Return the buffer in which a step stores the inputs of layer ``index``."""
         return self.buffer(f"state{index}", self.config.hidden_size, self.row_dtype)
 
     def gemm(
@@ -183,13 +191,19 @@ class OperationBuilder:
         groups: ExpertGroups | None = None,
         factor: float = 1.0,
         clamped: ClampedSwiglu | None = None,
-        bends: tuple[float, float] = (0.0, 0.0),
-        steps: tuple[int, int] = (0, 0),
+        xielu_params: tuple[float, float] = (0.0, 0.0),
+        head_strides: tuple[int, int] = (0, 0),
     ) -> Iterator[Operation]:
-        """Yield the product of ``x`` with the matrix ``name``, with those of experts, whose rows are in ``groups``, or
-        with those of heads, whose columns of ``x`` and ``out`` are ``steps`` bytes apart. The epilogue "add" multiplies
-        by ``factor``, "gated_clamped" is ``clamped``, and "act_xielu" has the factors ``bends``. Raises ConfigError if
-        the matrix does not fit ``x`` or ``out``."""
+        """Yield the kernels of a product of ``x`` with the matrix ``name``, or with one matrix per expert or head.
+        Raises ConfigError if the matrix does not fit ``x`` or ``out``.
+
+        Args:
+            groups: the rows of each expert.
+            factor: of the product, for the epilogue "add".
+            clamped: activation, for the epilogue "gated_clamped".
+            xielu_params: for the epilogue "act_xielu", above and below 0.
+            head_strides: bytes between the heads' columns in ``x`` and in ``out``; zeros without heads.
+        """
         linear = self.weights.linear(name)
         columns = linear.pairs * (16 if epilogue in GATED else 32)
         if linear.depth > x.width or columns > out.width:
@@ -198,15 +212,15 @@ class OperationBuilder:
         added: dict[str, Any] = {}
         if self.adapters is not None and name in self.adapters.slots:
             spec_type = AdapterGemm
-            heads = linear.num_matrices if steps[0] else 0
-            before, added = self._shrink(self.adapters, name, x, groups, heads, steps[0])
-            yield before
+            heads = linear.num_matrices if head_strides[0] else 0
+            shrink, added = self._shrink(self.adapters, name, x, groups, heads, head_strides[0])
+            yield shrink
         rows = "fp32" if x.dtype == "float32" else "bf16"
-        ready = MatrixRows(x)
-        if linear.order is not None or linear.meets_codes or linear.offsets:
-            ready = _rows_for_codes(self, linear, x)
-            yield from ready.operations
-        x, sums = ready.x, ready.sums
+        inputs = MatrixRows(x)
+        if linear.order is not None or linear.quantizes_rows or linear.offsets:
+            inputs = _quantized_inputs(self, linear, x)
+            yield from inputs.operations
+        x, sums = inputs.x, inputs.sums
         spec = spec_type(
             linear.kind,
             rows,
@@ -215,8 +229,8 @@ class OperationBuilder:
             bias=linear.bias is not None,
             grouped=groups is not None,
             offsets=linear.offsets,
-            x_step=steps[0],
-            out_step=steps[1],
+            x_step=head_strides[0],
+            out_step=head_strides[1],
         )
         values = {
             "x": x,
@@ -233,8 +247,8 @@ class OperationBuilder:
             "factor": factor,
             "alpha": 0.0 if clamped is None else clamped.alpha,
             "limit": 0.0 if clamped is None else clamped.limit,
-            "above": bends[0],
-            "below": bends[1],
+            "above": xielu_params[0],
+            "below": xielu_params[1],
             **added,
         }
         yield Operation(spec, values, self.when)
@@ -242,28 +256,27 @@ class OperationBuilder:
     def _shrink(
         self, adapters: AdapterTable, name: str, x: Buffer, groups: ExpertGroups | None, heads: int, x_step: int
     ) -> tuple[Operation, dict[str, Any]]:
-        """Return the operation shrunk = A x for the rows with an adapter, before the product of ``x`` with the matrix
-        ``name``, or with those of experts or of ``heads``, and the additional arguments of that product."""
+        """Return the operation shrunk = A x for rows with an adapter, and the arguments with which the product of ``x``
+        with the matrix ``name``, or with one matrix per expert or head, adds B shrunk. ``x_step``: bytes between the
+        heads' columns in ``x``."""
         kind, each = "fp32" if x.dtype == "float32" else "bf16", 1 if groups is None else groups.chosen
         width = adapters.form.width(experts=groups is not None, heads=heads)
         shrunk = self.buffer(f"shrunk_{kind}_{width}_{each}", width, x.dtype, each)
-        own = None if groups is None else self.buffer("place_slots", 1, "int32", each)
-        both = {"slots": adapters.slots[name], "shrunk": shrunk, "adapted": adapters.step.words}
-        values = {**both, "x": x, "depth": adapters.form.depth(name)}
+        place_slots = None if groups is None else self.buffer("place_slots", 1, "int32", each)
+        common = {"slots": adapters.slots[name], "shrunk": shrunk, "adapted": adapters.step.words}
+        values = {**common, "x": x, "depth": adapters.form.depth(name)}
         spec: KernelSpec = Shrink(kind, self.rows_of, heads, x_step)
         if groups is not None:
-            values |= {"experts": groups.experts, "places": groups.places, "place_slots": own}
+            values |= {"experts": groups.experts, "places": groups.places, "place_slots": place_slots}
             values |= {"most_tiles": -(-width // TILE_COLUMNS)}
             spec = ExpertShrink(kind, self.rows_of, each)
-        return Operation(spec, values, self.when), {**both, "place_slots": own}
+        return Operation(spec, values, self.when), {**common, "place_slots": place_slots}
 
-    def norm_add(
-        self, name: str, factor: float, *, found: Buffer | None = None, hidden: Buffer | None = None
-    ) -> Operation:
-        """Compute hidden += ``factor`` times the norm ``name`` of ``found``; both buffers can be replaced."""
-        found, hidden = found or self.found, hidden or self.hidden
+    def norm_add(self, name: str, factor: float, *, x: Buffer | None = None, hidden: Buffer | None = None) -> Operation:
+        """Return the operation hidden += ``factor`` * norm ``name`` of ``x``, by default layer_output."""
+        x, hidden = x or self.layer_output, hidden or self.hidden
         values = {
-            "found": found,
+            "found": x,
             "weight": self.weights.tensors[name],
             "hidden": hidden,
             "width": self.config.hidden_size,
@@ -273,19 +286,20 @@ class OperationBuilder:
         return Operation(NormAdd(self.rows_of), values, self.when)
 
 
-def _rows_for_codes(builder: OperationBuilder, linear: CpuLinear, x: Buffer) -> MatrixRows:
-    """Build the operations on a matrix's inputs: to reorder them, to quantize them, and to sum them up by groups."""
+def _quantized_inputs(builder: OperationBuilder, linear: CpuLinear, x: Buffer) -> MatrixRows:
+    """Return the inputs of a product with a quantized matrix: ``x`` reordered, quantized and summed by groups, as the
+    matrix requires."""
     operations, sums = [], None
     if linear.order is not None:
         ordered = builder.buffer(f"ordered{linear.depth}", linear.depth, x.dtype)
         values: dict[str, Any] = {"x": x, "order": linear.order, "out": ordered, "depth": linear.depth}
         operations.append(Operation(GatherInputs(builder.bf16, builder.rows_of), values, builder.when))
         x = ordered
-    if linear.meets_codes:
-        operation = _coded(builder, linear, x)
+    if linear.quantizes_rows:
+        operation = _quantize(builder, linear, x)
         x, sums = operation.values["out"], operation.values["constants"]
         operations.append(operation)
-    # Offsets are part of each rounded weight, or are multiplied by the sums of inputs.
+    # Kernels that dequantize weights to the rows' type apply offsets there; others multiply them by sums of inputs.
     if linear.offsets and sums is None and not (builder.rounds_codes and x.dtype == "uint16"):
         groups = -(-linear.depth // linear.group)
         sums = builder.buffer(f"input_sums{groups}x{x.each}", groups, "float32", x.each)
@@ -294,8 +308,8 @@ def _rows_for_codes(builder: OperationBuilder, linear: CpuLinear, x: Buffer) -> 
     return MatrixRows(x, sums, operations)
 
 
-def _coded(builder: OperationBuilder, linear: CpuLinear, x: Buffer) -> Operation:
-    """Build the operation that quantizes ``x`` for an integer product with the matrix."""
+def _quantize(builder: OperationBuilder, linear: CpuLinear, x: Buffer) -> Operation:
+    """Return the operation that quantizes ``x`` to int8 for an integer product with the matrix."""
     depth, inputs = linear.depth, linear.group or linear.depth
     groups = -(-depth // inputs)
     out = replace(builder.buffer(f"codes{depth}x{x.each}", depth, x.dtype, x.each), dtype="int8")

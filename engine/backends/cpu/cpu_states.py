@@ -11,11 +11,11 @@
     x --in--> convolution_inputs --convolve--> mixed --scan--> remembered, gates of convolution_inputs --gate--> gated
     mixed --sides--> sides --norms--> narrow, writes, reads         narrow --steps--> steps       (Jamba, for the scan)
 
-The product after them adds to the residual stream, like attention's. If several processes share the model, each has
-some of the heads: it reads and writes their pieces, and those of the channels that they need. If it has part of a group
-that is normed together, the squares of all parts are added up before:
+The output projection adds to the residual stream, like attention's. With tensor parallelism, each rank has some of the
+heads, and accesses the pieces of these and of the channels that they need. If ranks have parts of a norm group, its
+squares are all-reduced first:
 
-    remembered --gate, square--> partial --sum over parts--> squares      remembered, squares --norm--> gated
+    remembered --gate, square--> partial --all-reduce--> squares      remembered, squares --norm--> gated
 """
 
 from __future__ import annotations
@@ -45,29 +45,32 @@ from pillion.kernels.cpu.states.gates import GroupSquares, NormGated
 from pillion.kernels.cpu.states.state_spaces import PrepareSpace, RunSelectiveScan, RunStateSpace
 from pillion.kernels.state_pieces import PIECE_CHANNELS, PIECE_COLUMNS
 
-# Creates a buffer of a builder: the one for all tokens, or for sampled rows.
+# Returns a buffer for the rows of a builder: all tokens, or sampled rows.
 BufferOf = Callable[[OperationBuilder], Buffer]
 
 
 def in_pieces(channels: int) -> int:
-    """Round up ``channels`` to whole pieces."""
+    """Return ``channels`` rounded up to whole pieces."""
     return -(-channels // PIECE_CHANNELS) * PIECE_CHANNELS
 
 
 def inputs_of(builder: OperationBuilder, name: str, channels: int, first: int) -> Buffer:
-    """Return the buffer for the product with the matrix ``name``; the convolution reads ``channels`` of its columns
-    from ``first`` on."""
+    """Return the buffer for the product with the matrix ``name``, wide enough for a convolution that reads ``channels``
+    columns, in whole pieces, from ``first`` on."""
     width = max(builder.weights.linear(name).pairs * 32, first + in_pieces(channels))
     return builder.buffer("convolution_inputs", width, "float32")
 
 
 @dataclass(frozen=True, slots=True)
 class NormGroups:
-    """The groups in which a row's values are normed: ``count`` of ``width`` values.
+    """Groups of a gated norm: ``count`` groups of ``width`` values per row.
 
-    They share one vector of weights, or each has its own; the gate multiplies after the norm, or before it, by silu or
-    a sigmoid. ``shared``: first group, number of groups and values per group in the whole model, if several processes
-    have a part of each group."""
+    Attributes:
+        own_weights: True if each group has its own weights.
+        gate_first: True if the gate is applied before the norm.
+        sigmoid: True for a sigmoid gate, False for silu.
+        shared: (first group, groups, values per group) in the whole model, if several ranks have parts of a group.
+    """
 
     count: int
     width: int
@@ -78,48 +81,49 @@ class NormGroups:
 
 
 class StateEmitter:
-    """Emitter of the kernels of the layer ``index`` that read and write its state."""
+    """Emitter of the kernels of layer ``index`` that read and write its recurrent state."""
 
     def __init__(self, builder: OperationBuilder, index: int) -> None:
         self._builder, self._prefix = builder, f"layers.{index}."
-        places = builder.layout.state_layout
-        found = None if places is None else places.layers[index]
-        assert found is not None
-        self._pieces: LayerPieces = found
+        layout = builder.layout.state_layout
+        pieces = None if layout is None else layout.layers[index]
+        assert pieces is not None
+        self._pieces: LayerPieces = pieces
         self._shard = builder.shard
 
     def short_convolution(self, operation: ShortConvolution, x: Buffer) -> Iterator[Operation]:
-        """Yield the kernel from the three parts of ``x`` to :func:`convolved`."""
+        """Yield the kernel of a short convolution, from projections ``x`` (gate, output gate, values) to
+        :func:`convolved`."""
         channels = channels_of(self._builder, operation)
         yield self._convolve(operation, x, convolved(self._builder, channels), part_bytes=channels * 4)
 
     def delta_rule(self, operation: DeltaRule, x: Buffer) -> Iterator[Operation]:
-        """Yield the gated delta rule's kernels from normed ``x`` to :func:`gated`."""
+        """Yield the kernels of a gated delta rule, from normed ``x`` to :func:`gated`."""
         builder, prefix = self._builder, self._prefix
         heads, keys = self._own_heads()
         channels, values = self._shard.channels(operation.taps.rows), heads * operation.head_dim
         count = len(channels.numbers)
-        made = inputs_of(builder, prefix + operation.inputs.name, count, 0)
-        yield from builder.gemm(prefix + operation.inputs.name, x, made, "store")
+        projected = inputs_of(builder, prefix + operation.inputs.name, count, 0)
+        yield from builder.gemm(prefix + operation.inputs.name, x, projected, "store")
         rates = builder.buffer("rates", 2 * heads, "float32")
         yield from builder.gemm(prefix + operation.rates.name, x, rates, "store")
         mixed = builder.buffer("mixed", in_pieces(count), "float32")
-        yield self._convolve(operation, made, mixed)
+        yield self._convolve(operation, projected, mixed)
         of_queries, of_keys, of_values = (Columns(mixed, start * 4) for start in channels.starts)
         lanes = -(-operation.key_dim // LANES) * LANES
         units = builder.buffer("units", 2 * keys * lanes, "float32")
         by_rows = operation.forget_up is not None
         learns = builder.buffer("learns", heads, "float32")
         forgets = builder.buffer("forgets", heads * (operation.key_dim if by_rows else 1), "float32")
-        yield from self._of_few(x, operation.forget_down, operation.forget_up, forgets)
-        made_of_rows = {"units": units, "learns": learns, "forgets": forgets}
+        yield from self._low_rank_product(x, operation.forget_down, operation.forget_up, forgets)
+        row_buffers = {"units": units, "learns": learns, "forgets": forgets}
         prepare = {
             "queries": of_queries,
             "keys": of_keys,
             "rates": rates,
             "decay": self._decay(operation.decay, heads, operation.key_dim if by_rows else 0),
             "shift": builder.weights.tensors[prefix + operation.shift.name],
-            **made_of_rows,
+            **row_buffers,
             "mixed_stride": mixed.stride,
             "heads_stride": learns.stride,
         }
@@ -127,43 +131,45 @@ class StateEmitter:
         yield Operation(PrepareDelta(*shape, operation.doubled, by_rows), prepare, builder.when)
         remembered = builder.buffer("remembered", values, "float32")
         run = {
-            **made_of_rows,
+            **row_buffers,
             "values": of_values,
             "out": remembered,
             "heads_stride": learns.stride,
-            **self._places(self._own_pieces(operation).memory),
+            **self._locations(self._own_pieces(operation).memory),
         }
         yield Operation(RunDeltaRule(*shape, operation.head_dim, by_rows), run, builder.when)
-        gates, sigmoid = Columns(made, count * 4), operation.gate_up is not None
+        gates, sigmoid = Columns(projected, count * 4), operation.gate_up is not None
         if sigmoid:
-            of_few = builder.buffer("gates", values, "float32")
-            yield from self._of_few(x, operation.gate_down, operation.gate_up, of_few)
-            gates = Columns(of_few, 0)
+            gate_rows = builder.buffer("gates", values, "float32")
+            yield from self._low_rank_product(x, operation.gate_down, operation.gate_up, gate_rows)
+            gates = Columns(gate_rows, 0)
         groups = NormGroups(heads, operation.head_dim, sigmoid=sigmoid)
         yield from self._norm_gated(remembered, gates, operation.norm, operation.eps, groups)
 
-    def _of_few(self, x: Buffer, down: LayerTensor | None, up: LayerTensor | None, out: Buffer) -> Iterator[Operation]:
-        """Yield the product of ``x`` with one matrix and then with another; nothing without them."""
+    def _low_rank_product(
+        self, x: Buffer, down: LayerTensor | None, up: LayerTensor | None, out: Buffer
+    ) -> Iterator[Operation]:
+        """Yield the kernels of ``x`` times ``down`` times ``up``, into ``out``; none if the model lacks them."""
         if down is None or up is None:
             return
-        few = self._builder.buffer("narrow", down.shape[0], self._builder.row_dtype)
-        yield from self._builder.gemm(self._prefix + down.name, x, few, "act_none")
-        yield from self._builder.gemm(self._prefix + up.name, few, out, "store")
+        narrow = self._builder.buffer("narrow", down.shape[0], self._builder.row_dtype)
+        yield from self._builder.gemm(self._prefix + down.name, x, narrow, "act_none")
+        yield from self._builder.gemm(self._prefix + up.name, narrow, out, "store")
 
     def state_space(self, operation: StateSpace, x: Buffer) -> Iterator[Operation]:
-        """Yield Mamba-2's kernels from normed ``x`` to :func:`gated`."""
+        """Yield the kernels of a state space (Mamba-2), from normed ``x`` to :func:`gated`."""
         builder, prefix, tensors = self._builder, self._prefix, self._builder.weights.tensors
         heads, groups = self._own_heads()
         channels, values = self._shard.channels(operation.taps.rows), heads * operation.head_dim
         count = len(channels.numbers)
-        # Time steps, which come last, are read in whole vectors; the excess is less than a piece's channels.
-        made = inputs_of(builder, prefix + operation.inputs.name, count + heads, values)
-        yield from builder.gemm(prefix + operation.inputs.name, x, made, "store")
+        # Time steps, the last columns, are read in whole vectors, which need less padding than whole pieces.
+        projected = inputs_of(builder, prefix + operation.inputs.name, count + heads, values)
+        yield from builder.gemm(prefix + operation.inputs.name, x, projected, "store")
         mixed = builder.buffer("mixed", in_pieces(count), "float32")
-        yield self._convolve(operation, Columns(made, values * 4), mixed)
+        yield self._convolve(operation, Columns(projected, values * 4), mixed)
         times, keeps = (builder.buffer(name, heads, "float32") for name in ("times", "keeps"))
         prepare = {
-            "steps": Columns(made, (values + count) * 4),
+            "steps": Columns(projected, (values + count) * 4),
             "decay": self._decay(operation.decay, heads),
             "shift": tensors[prefix + operation.shift.name],
             "times": times,
@@ -183,28 +189,28 @@ class StateEmitter:
             "out": remembered,
             "mixed_stride": mixed.stride,
             "heads_stride": times.stride,
-            **self._places(self._own_pieces(operation).memory),
+            **self._locations(self._own_pieces(operation).memory),
         }
         yield Operation(RunStateSpace(heads, operation.head_dim, groups, operation.state_dim), run, builder.when)
         yield from self._norm_gated(
-            remembered, Columns(made, 0), operation.norm, operation.eps, self._normed_groups(operation, values)
+            remembered, Columns(projected, 0), operation.norm, operation.eps, self._normed_groups(operation, values)
         )
 
     def selective_scan(self, operation: SelectiveScan, x: Buffer) -> Iterator[Operation]:
-        """Yield the kernels from normed rows ``x`` to :func:`gated`. Each process has whole pieces of the convolution's
-        channels."""
+        """Yield the kernels of a selective scan, from normed ``x`` to :func:`gated`. Ranks have whole pieces of the
+        convolution's channels."""
         builder, prefix, tensors = self._builder, self._prefix, self._builder.weights.tensors
         heads, columns = len(self._shard.state_heads), operation.state_dim
         values = heads * operation.head_dim
-        made = inputs_of(builder, prefix + operation.inputs.name, values, 0)
-        yield from builder.gemm(prefix + operation.inputs.name, x, made, "store")
+        projected = inputs_of(builder, prefix + operation.inputs.name, values, 0)
+        yield from builder.gemm(prefix + operation.inputs.name, x, projected, "store")
         mixed = builder.buffer("mixed", in_pieces(values), "float32")
-        yield self._convolve(operation, made, mixed)
-        few = builder.buffer("narrow", operation.few, builder.row_dtype)
+        yield self._convolve(operation, projected, mixed)
+        narrow = builder.buffer("narrow", operation.few, builder.row_dtype)
         writes, reads = (builder.buffer(name, columns, "float32") for name in ("writes", "reads"))
-        yield from self._sides(operation, mixed, (few, writes, reads))
+        yield from self._shared_inputs(operation, mixed, (narrow, writes, reads))
         steps = builder.buffer("steps", values, "float32")
-        yield from builder.gemm(prefix + operation.steps.name, few, steps, "store")
+        yield from builder.gemm(prefix + operation.steps.name, narrow, steps, "store")
         decay = tensors[prefix + operation.decay.name][: values * columns].exp() * -LOG2E
         remembered = builder.buffer("remembered", values, "float32")
         run = {
@@ -215,14 +221,14 @@ class StateEmitter:
             "decay": decay.view(-1, PIECE_COLUMNS, columns).transpose(1, 2).contiguous(),
             "skip": tensors[prefix + operation.skip.name],
             "out": remembered,
-            **self._places(self._own_pieces(operation).memory),
+            **self._locations(self._own_pieces(operation).memory),
         }
         yield Operation(RunSelectiveScan(heads, operation.head_dim, columns), run, builder.when)
-        yield from self._norm_gated(remembered, Columns(made, values * 4), None, 0.0, NormGroups(1, values))
+        yield from self._norm_gated(remembered, Columns(projected, values * 4), None, 0.0, NormGroups(1, values))
 
-    def _sides(self, operation: SelectiveScan, mixed: Buffer, out: tuple[Buffer, ...]) -> Iterator[Operation]:
-        """Yield the kernels from convolved values to the normed inputs that all channels share: of time steps, of
-        writes and of reads. Processes have parts of the values, and all-reduce the products."""
+    def _shared_inputs(self, operation: SelectiveScan, mixed: Buffer, out: tuple[Buffer, ...]) -> Iterator[Operation]:
+        """Yield the kernels from convolved values to inputs that all channels share, normed: of time steps, writes and
+        reads. Ranks have parts of the values, so their products are all-reduced."""
         builder, name = self._builder, self._prefix + operation.sides.name
         sides = builder.buffer("sides", operation.sides.shape[0], "float32")
         if builder.collective is None:
@@ -238,18 +244,19 @@ class StateEmitter:
             first += width
 
     def _normed_groups(self, operation: StateSpace, values: int) -> NormGroups:
-        """Return the groups in which this process's ``values`` values of a row are normed."""
-        mine, every = self._shard.state_keys, operation.groups
-        count = 1 if operation.norm is None else len(mine)
+        """Return the norm groups of this rank's ``values`` values per row."""
+        own, num_groups = self._shard.state_keys, operation.groups
+        count = 1 if operation.norm is None else len(own)
         shared = None
-        if operation.norm is not None and self._shard.size > every:
-            shared = mine.start, every, operation.heads * operation.head_dim // every
+        if operation.norm is not None and self._shard.size > num_groups:
+            shared = own.start, num_groups, operation.heads * operation.head_dim // num_groups
         return NormGroups(count, values // count, own_weights=True, gate_first=operation.gate_first, shared=shared)
 
     def _norm_gated(
         self, x: Buffer, gates: Columns, norm: LayerTensor | None, eps: float, groups: NormGroups
     ) -> Iterator[Operation]:
-        """Yield the gated norm of ``groups`` of the values of ``x``; only the gate without a norm."""
+        """Yield the kernels of a gated norm of ``x``, in ``groups``, into :func:`gated`; only of the gate if ``norm``
+        is None."""
         out = gated(self._builder, groups.count * groups.width)
         squares, group, group_width = None, 0, 0
         if groups.shared is not None:
@@ -274,7 +281,7 @@ class StateEmitter:
         yield Operation(spec, values, self._builder.when)
 
     def _squares(self, x: Buffer, gates: Columns, out: Buffer, groups: NormGroups) -> Iterator[Operation]:
-        """Yield the squares of this process's part of a group, and their all-reduce."""
+        """Yield the kernels that sum the squares of this rank's part of a norm group, and all-reduce the sums."""
         builder = self._builder
         assert groups.shared is not None
         assert builder.collective is not None
@@ -291,22 +298,22 @@ class StateEmitter:
         yield total
 
     def _decay(self, decay: LayerTensor, heads: int, rows: int = 0) -> torch.Tensor:
-        """Return the decay rates of ``heads`` from their logarithms, scaled by log2(e) for the kernels; repeated for
-        ``rows`` rows of each head's matrix if rows have separate decays."""
-        found = self._builder.weights.tensors[self._prefix + decay.name].exp() * -LOG2E
-        return found[:heads].repeat_interleave(rows) if rows else found
+        """Return the decay rates of ``heads``, whose logarithms the model stores, times log2(e) for the kernels;
+        repeated ``rows`` times per head if the rows of a head's matrix have separate decays."""
+        rates = self._builder.weights.tensors[self._prefix + decay.name].exp() * -LOG2E
+        return rates[:heads].repeat_interleave(rows) if rows else rates
 
     def _own_heads(self) -> tuple[int, int]:
-        """Return the number of the layer's heads, and of the key heads that they share, in this process."""
+        """Return this process's number of the layer's heads, and of key heads."""
         return len(self._shard.state_heads), len(self._shard.state_keys)
 
     def _own_pieces(self, operation: StateOperation) -> LayerPieces:
-        """Return the places of the pieces of this process's channels and heads."""
+        """Return the locations of the pieces of this process's channels and heads."""
         return own_pieces(self._pieces, operation, self._shard)
 
     def _convolve(self, operation: StateOperation, x: Buffer | Columns, out: Buffer, part_bytes: int = 0) -> Operation:
-        """Return the convolution of ``x``; with ``part_bytes``, the distance of the parts of ``x`` in bytes, that of
-        the product of the first and the third part, multiplied by the second."""
+        """Return the operation that convolves ``x``. With ``part_bytes``, ``x`` has three parts that many bytes apart:
+        the product of the first and the third is convolved, and the result multiplied by the second."""
         taps, tensors, gated = operation.taps, self._builder.weights.tensors, part_bytes > 0
         name, pieces = self._prefix + taps.name, self._own_pieces(operation).inputs
         bias = tensors.get(f"{name}.bias")
@@ -317,18 +324,18 @@ class StateEmitter:
             "out": out,
             "part_bytes": part_bytes,
             "pieces": len(pieces),
-            **self._places(pieces),
+            **self._locations(pieces),
         }
         spec = Convolve(taps.shape[1], bias is not None, gated, gated and self._builder.bf16)
         return Operation(spec, values, self._builder.when)
 
-    def _places(self, pieces: tuple[tuple[int, int], ...]) -> dict[str, Any]:
-        """Return the fields of a kernel's record that locate pieces."""
+    def _locations(self, pieces: tuple[tuple[int, int], ...]) -> dict[str, Any]:
+        """Return the kernel arguments that locate ``pieces`` (page, offset)."""
         return {"places": torch.tensor(pieces, dtype=torch.int32), "slot_bytes": self._builder.layout.block_bytes}
 
 
 def gated(builder: OperationBuilder, values: int) -> Buffer:
-    """Return the buffer for the gated results of heads with states."""
+    """Return the buffer for the gated outputs of heads with states."""
     return builder.buffer("gated", values, builder.row_dtype)
 
 

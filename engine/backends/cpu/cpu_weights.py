@@ -1,9 +1,8 @@
-"""Weights packed for the CPU kernels: one file per model and kind, packed once and mapped by every worker.
+"""Weights packed for the CPU kernels: one file per model and shard, packed once and mapped by every worker.
 
-    checkpoint --layer by layer, its share--> packed file (models' cache) --mapped, shared, read-only--> CpuWeights
+    checkpoint --pack layer by layer--> file in the models' cache --map, shared, read-only--> CpuWeights
 
-Later workers and starts map the file that the first worker packed. Packing goes layer by layer, so a large model needs
-the memory of one layer.
+Packing needs the memory of one layer. Later workers and starts only map the file.
 """
 
 from __future__ import annotations
@@ -48,24 +47,25 @@ from pillion.kernels.cpu.quantized.matrix_packing import KINDS, pack_gated, pack
 from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, select_rows
 from pillion.kernels.torch.torch_linear import Linear
 
+# Kinds of unquantized matrices by model type.
 WIDE_KINDS = {"bfloat16": "bf16", "float32": "fp32"}
-# Numbers of a matrix in the file of packed weights; the kind is its index among all kinds.
+# Numbers stored per matrix in a packed file; "kind" is an index of KINDS.
 _NUMBERS = ("kind", "depth", "pairs", "num_matrices", "matrix_bytes", "group", "offsets")
 
 
 @dataclass(frozen=True, slots=True)
 class CpuLinear:
-    """A packed matrix, or the ``num_matrices`` matrices of a layer's experts, ``matrix_bytes`` apart.
+    """A packed matrix, or ``num_matrices`` of them (one per expert or head), ``matrix_bytes`` apart.
 
     Attributes:
         kind: layout of the weights (:mod:`pillion.kernels.cpu.products.packing`).
         data: packed weights.
         bias: float32 [columns], or None.
-        order: int32 [depth], the input at each packed input, or None if inputs are in order.
-        depth: number of inputs with padding.
-        pairs: number of pairs of 16 columns with padding.
-        group: number of inputs that share a scale, if quantized; else 0.
-        offsets: whether such groups have offsets.
+        order: int32 [depth], the input for each packed position; None if inputs are in order.
+        depth: inputs, with padding.
+        pairs: panels of 32 columns, with padding.
+        group: inputs that share a scale; 0 if not quantized.
+        offsets: whether these groups have offsets.
     """
 
     kind: str
@@ -80,13 +80,13 @@ class CpuLinear:
     offsets: bool
 
     @property
-    def meets_codes(self) -> bool:
-        """True if rows are quantized to int8 before the product."""
+    def quantizes_rows(self) -> bool:
+        """True if input rows are quantized to int8 before the product."""
         return self.kind == quantized_packing.INT8_DOTS or self.kind in DOT_KINDS
 
 
 class PackedMatrices:
-    """Named tensors, and matrices in the layout of the kernels. Read-only."""
+    """Named tensors, and matrices packed for the kernels. Read-only."""
 
     tensors: dict[str, torch.Tensor]
     numbers: dict[str, int]
@@ -101,7 +101,8 @@ class PackedMatrices:
         return name in self.tensors or f"{name}.data" in self.tensors
 
     def linear(self, name: str) -> CpuLinear:
-        """Return the matrix ``name``. Raises ConfigError if its sizes are inconsistent, because kernels trust them."""
+        """Return the matrix ``name``. Raises ConfigError if its sizes are inconsistent, since kernels do not check
+        them."""
         numbers = {field: self.numbers[f"{name}.{field}"] for field in _NUMBERS}
         kind, offsets = KINDS[numbers.pop("kind") % len(KINDS)], numbers.pop("offsets") != 0
         data, bias, order = (self.tensors.get(f"{name}.{part}") for part in ("data", "bias", "order"))
@@ -124,18 +125,17 @@ class PackedMatrices:
 
 
 class CpuWeights(PackedMatrices, PackedFile):
-    """The mapped file of a model's packed weights, shared by the workers of a host."""
+    """The mapped file of a model's packed weights, shared by the workers of a machine."""
 
 
 class InMemoryMatrices(PackedMatrices):
-    """Weights in this process's memory, too small to be packed into a file. Written by a :class:`MatrixPacker` before
-    they are read."""
+    """Weights in this process's memory, for models too small for a packed file; filled by :class:`MatrixPacker`."""
 
     def __init__(self) -> None:
         self.tensors, self.numbers = {}, {}
 
     def tensor(self, name: str, tensor: torch.Tensor) -> None:
-        """Keep a tensor, copied unless it is aligned to a cache line."""
+        """Add a tensor, copied unless it is aligned to a cache line."""
         tensor = tensor.contiguous()
         self.tensors[name] = tensor.clone() if tensor.data_ptr() % LINE_BYTES else tensor
 
@@ -150,16 +150,15 @@ def load_cpu_weights(
     cache: ModelCache | None = None,
     shard: ModelShard | None = None,
 ) -> CpuWeights:
-    """Map a model's packed weights, or this process's share of them; the first call packs them. Raises ConfigError for
-    a checkpoint that does not fit."""
+    """Map the packed weights of ``shard`` of a model, by default of all of it; the first call packs them. Raises
+    ConfigError for a checkpoint that does not fit the config."""
     cache, shard = cache or ModelCache(), shard or whole_model(config)
     share = "" if shard.whole else f" (rank {shard.rank} of {shard.size})"
 
     def pack(writer: PackedWriter) -> None:
-        packed = WorkReport(progress, f"packing weights for the CPU kernels{share}", config.num_layers)
-        wide = WIDE_KINDS[prepared.dtype]
-        packer = MatrixPacker(writer, config, shard, wide)
-        packer.pack(prepared.folder, DTYPES[prepared.dtype], packed)
+        report = WorkReport(progress, f"packing weights for the CPU kernels{share}", config.num_layers)
+        packer = MatrixPacker(writer, config, shard, WIDE_KINDS[prepared.dtype])
+        packer.pack(prepared.folder, DTYPES[prepared.dtype], report)
 
     path = cache.packed_weights(prepared.fingerprint, f"cpu{shard.name}")
     return packed_once(path, CpuWeights, pack, cache, progress)
@@ -167,15 +166,16 @@ def load_cpu_weights(
 
 @dataclass(frozen=True, slots=True)
 class MatrixPacker:
-    """Packer of a process's share of a model, or of an EAGLE head. ``wide``: the kind of plain matrices, and of
-    quantized matrices that are dequantized."""
+    """Packer of a shard of a model, or of an EAGLE head. ``plain_kind``: the kind of matrices that are not quantized or
+    are dequantized."""
 
     writer: PackedWriter | InMemoryMatrices
     config: ModelConfig
     shard: ModelShard
-    wide: str
+    plain_kind: str
 
-    def pack(self, folder: Path, dtype: torch.dtype, packed: WorkReport) -> None:
+    def pack(self, folder: Path, dtype: torch.dtype, report: WorkReport) -> None:
+        """Pack all tensors of the checkpoint in ``folder``, reporting each layer."""
         config = self.config
         tokens = self.shard.vocabulary(config.vocab_size)
         rows = slice(tokens.start, tokens.stop)
@@ -192,7 +192,7 @@ class MatrixPacker:
                 self.norm("token_inputs.norm", token_inputs.norm)
             for index, operations in enumerate(layers_of(config)):
                 self.layer(f"layers.{index}.", operations, load_layer(checkpoint, config, dtype, index, Linear.plain))
-                packed.add(1)
+                report.add(1)
             self.norm("final_norm", load_final_norm(checkpoint, config, dtype))
             if not checkpoint.chooses_tokens:
                 return
@@ -200,25 +200,25 @@ class MatrixPacker:
             self.linear("lm_head", Linear.plain(select_rows(head, rows)))
 
     def layer(self, prefix: str, operations: Layer, whole: LayerWeights) -> None:
-        """Pack all tensors of a layer whose linear layers are plain."""
+        """Pack all tensors of a layer. ``whole``: the weights of all ranks."""
         weights = shard_layer(whole, operations, self.shard)
-        gated = [one for one in operations if isinstance(one, Mlp | Experts)]
-        apart = {tensor.name for one in gated for tensor in (one.gate_up, one.down)}
+        mlps = [operation for operation in operations if isinstance(operation, Mlp | Experts)]
+        of_mlps = {tensor.name for mlp in mlps for tensor in (mlp.gate_up, mlp.down)}
         for tensor in tensors_of(operations):
-            if tensor.name not in apart:
+            if tensor.name not in of_mlps:
                 self._tensor(prefix, tensor, weights)
-        for one in gated:
-            self._gated(prefix, one, weights)
-            orders = [_inner_order(down) for down in whole.linears(one.down)]
-            found = [order for order in orders if isinstance(order, torch.Tensor)]
-            if found:
-                # Adapters need the order of the inner values, because their matrices are in that of the checkpoint, as
-                # are unquantized experts.
-                every = torch.arange(len(found[0]))
-                mine = self.shard.inner(len(every))
-                own = torch.stack([every[order][mine.start : mine.stop] for order in orders]).to(torch.int32)
-                name = (prefix + one.down.name).rpartition(".")[0]
-                self.writer.tensor(f"{name}.inner_order", own if one.down.experts else own[0])
+        for mlp in mlps:
+            self._mlp(prefix, mlp, weights)
+            orders = [_inner_order(down) for down in whole.linears(mlp.down)]
+            permutations = [order for order in orders if isinstance(order, torch.Tensor)]
+            if permutations:
+                # Adapters need the order of the inner values, because their matrices have the checkpoint's order, as do
+                # unquantized experts.
+                in_order = torch.arange(len(permutations[0]))
+                own = self.shard.inner(len(in_order))
+                inner = torch.stack([in_order[order][own.start : own.stop] for order in orders]).to(torch.int32)
+                name = (prefix + mlp.down.name).rpartition(".")[0]
+                self.writer.tensor(f"{name}.inner_order", inner if mlp.down.experts else inner[0])
 
     def _tensor(self, prefix: str, tensor: LayerTensor, weights: LayerWeights) -> None:
         """Pack a tensor of a layer according to its role."""
@@ -233,13 +233,13 @@ class MatrixPacker:
                     self.writer.tensor(prefix + "q_norm", rows[:queries].flatten())
                     self.writer.tensor(prefix + "k_norm", rows[queries:].flatten())
                     return
-                # The norm has one row per head; all rows of queries are equal, and all rows of keys.
+                # One row per head, but all rows of queries are equal, and all rows of keys.
                 self.writer.tensor(prefix + "q_norm", rows[0])
                 self.writer.tensor(prefix + "k_norm", rows[-1])
             case Role.MATRIX:
                 self.linear(name, weights.linear(tensor))
             case Role.EXACT_MATRIX:
-                # Weights and rows of the router stay float32: a rounding error could change the chosen experts.
+                # The router stays float32, since a rounding error could change the chosen experts.
                 router = weights.tensor(tensor)
                 self._write(name, [pack_linear(router, exact_kind([router], "fp32"))])
             case Role.TAPS:
@@ -252,24 +252,24 @@ class MatrixPacker:
             case Role.VECTOR:
                 self.writer.tensor(name, weights.tensor(tensor).float())
             case Role.EXACT_VECTOR:
-                # The bias of a router's product has the padding of a packed matrix.
+                # A router's bias is padded like a packed matrix.
                 self.writer.tensor(name, pack_bias(weights.tensor(tensor).view(-1)))
 
     def _latent_up(self, name: str, ups: torch.Tensor) -> None:
-        """Pack the up projections of latents: for each head one matrix that maps queries to latents, and one that maps
-        latents to values."""
+        """Pack the up projections of latents, two matrices per head: from queries to latents (keys), and from latents
+        to values."""
         latents = self.config.latents
         assert latents is not None
         heads = ups.view(-1, latents.qk_nope_head_dim + latents.v_head_dim, latents.kv_lora_rank)
         keys: list[Matrix] = [head[: latents.qk_nope_head_dim].T.contiguous() for head in heads]
         values: list[Matrix] = [head[latents.qk_nope_head_dim :].contiguous() for head in heads]
         for part, matrices in (("keys", keys), ("values", values)):
-            kind, offsets = self._chosen(matrices, len(matrices))
+            kind, offsets = self._kind_of(matrices, len(matrices))
             self._write(f"{name}.{part}", [pack_linear(matrix, kind, offsets) for matrix in matrices])
 
-    def _gated(self, prefix: str, operation: Mlp | Experts, weights: LayerWeights) -> None:
-        """Pack an MLP, or all experts of a layer, in panels of one kind. The order of a down projection's inputs
-        becomes the order of the outputs before it."""
+    def _mlp(self, prefix: str, operation: Mlp | Experts, weights: LayerWeights) -> None:
+        """Pack an MLP, or all experts of a layer in panels of one kind. If a down projection's inputs are reordered,
+        the outputs of the up projection are packed in that order instead."""
         gates, plain_order, gated = [], [], operation.gated
         ups, downs = weights.linears(operation.gate_up), weights.linears(operation.down)
         for up, down in zip(ups, downs, strict=True):
@@ -281,7 +281,7 @@ class MatrixPacker:
             plain_order.append(replace(matrix, order=None) if isinstance(matrix, QuantizedMatrix) else matrix)
         halves = [half for pair in gates for half in pair]
         name, count = prefix + operation.gate_up.name, len(ups)
-        kind, offsets = self._chosen(halves, count)
+        kind, offsets = self._kind_of(halves, count)
         packed = [
             pack_gated(pair[0], pair[1], kind, offsets) if gated else pack_linear(pair[0], kind, offsets)
             for pair in gates
@@ -289,45 +289,46 @@ class MatrixPacker:
         self._write(name, packed, halves)
         self._biases(name, [_packed_up_bias(*pair, gated=gated) for pair in zip(ups, downs, strict=True)])
         name = prefix + operation.down.name
-        kind, offsets = self._chosen(plain_order, count)
+        kind, offsets = self._kind_of(plain_order, count)
         self._write(name, [pack_linear(down, kind, offsets) for down in plain_order], plain_order)
         self._biases(name, [None if down.bias is None else pack_bias(down.bias) for down in downs])
 
     def _biases(self, name: str, packed: Sequence[torch.Tensor | None]) -> None:
-        """Write the packed biases of one linear layer, or of those of all experts; all have one, or none."""
-        found = [bias for bias in packed if bias is not None]
-        if found:
-            self.writer.tensor(name + ".bias", torch.cat(found))
+        """Write the packed biases of a linear layer, one per expert if it has experts; nothing if all are None."""
+        biases = [bias for bias in packed if bias is not None]
+        if biases:
+            self.writer.tensor(name + ".bias", torch.cat(biases))
 
-    def _chosen(self, matrices: Sequence[Matrix], num_matrices: int = 1) -> tuple[str, bool]:
-        """Return the kind of panels that all of the matrices can be packed into, and whether they have offsets."""
+    def _kind_of(self, matrices: Sequence[Matrix], num_matrices: int = 1) -> tuple[str, bool]:
+        """Return the kind of panels into which all of the matrices are packed, and whether these have offsets."""
         quantized = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
         plain = [matrix for matrix in matrices if isinstance(matrix, torch.Tensor)]
         if not quantized:
-            return exact_kind(plain, self.wide), False
+            return exact_kind(plain, self.plain_kind), False
         if num_matrices > 1 and any(matrix.order is not None for matrix in quantized):
-            # Experts whose inputs are reordered are dequantized: a step gathers the inputs of all rows in one order,
-            # but each expert has a different one.
-            return self.wide, False
-        kind = quantized_packing.packed_kind(matrices, self.wide)
+            # Dequantize experts with reordered inputs: the inputs of all rows are gathered in one order, but each
+            # expert has its own.
+            return self.plain_kind, False
+        kind = quantized_packing.packed_kind(matrices, self.plain_kind)
         return kind, any(quantized_packing.has_offsets(matrix, kind) for matrix in quantized)
 
     def norm(self, name: str, norm: RmsNorm | LayerNorm) -> None:
-        # Kernels read whole vectors: zeros pad weights, like rows.
-        room = (0, -len(norm.weight) % LANES)
-        self.writer.tensor(name, pad(norm.weight.float(), room))
+        """Pack a norm, padded with zeros because kernels read whole vectors."""
+        padding = (0, -len(norm.weight) % LANES)
+        self.writer.tensor(name, pad(norm.weight.float(), padding))
         if isinstance(norm, LayerNorm) and norm.bias is not None:
-            self.writer.tensor(f"{name}.bias", pad(norm.bias, room))
+            self.writer.tensor(f"{name}.bias", pad(norm.bias, padding))
 
     def linear(self, name: str, linear: Linear) -> None:
-        self._write(name, [pack_linear(linear.weight, *self._chosen([linear.weight]))], [linear.weight])
+        """Pack a linear layer."""
+        self._write(name, [pack_linear(linear.weight, *self._kind_of([linear.weight]))], [linear.weight])
         if linear.bias is not None:
             self.writer.tensor(name + ".bias", pack_bias(linear.bias))
 
     def _write(self, name: str, packed: list[PackedWeight], matrices: Sequence[Matrix] = ()) -> None:
-        """Write one packed matrix, or those of all experts one after the other, packed from ``matrices``."""
+        """Write packed matrices, one per expert or head, as the matrix ``name``."""
         first = packed[0]
-        self.writer.tensor(name + ".data", torch.stack([one.data for one in packed]))
+        self.writer.tensor(name + ".data", torch.stack([matrix.data for matrix in packed]))
         if first.order is not None:
             self.writer.tensor(name + ".order", first.order)
         kind = KINDS.index(first.kind)
@@ -341,7 +342,7 @@ def _damaged(name: str) -> ConfigError:
 
 
 def _packed_up_bias(up: Linear, down: Linear, *, gated: bool) -> torch.Tensor | None:
-    """Return the bias of the outputs before a down projection, in the order in which the latter reads them."""
+    """Return the packed bias of an up projection, in the order of the down projection's inputs."""
     if up.bias is None:
         return None
     halves = [half[_inner_order(down)] for half in up.bias.chunk(2 if gated else 1)]
@@ -349,6 +350,6 @@ def _packed_up_bias(up: Linear, down: Linear, *, gated: bool) -> torch.Tensor | 
 
 
 def _inner_order(down: Linear) -> slice | torch.Tensor:
-    """Return the order in which the down projection reads the inner values."""
+    """Return the permutation of inner values that a down projection expects; slice(None) if they are in order."""
     matrix = down.weight
     return slice(None) if isinstance(matrix, torch.Tensor) or matrix.order is None else matrix.order
