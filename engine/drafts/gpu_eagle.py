@@ -117,7 +117,7 @@ class EagleDecoder(GpuDecoder):
 
     def _begin(self, shape: StepShape) -> tuple[torch.Tensor, torch.Tensor]:
         model, weights, count = self._model, self._model.weights, shape.tokens
-        states, both, embedded = (rows[:count] for rows in (model.residual, model.both, model.found))
+        states, both, embedded = (rows[:count] for rows in (model.residual, model.both, model.projected))
         embed(self._record.token_ids[:count], model.sampled, weights["embedding"], embedded)
         token, normed = both.chunk(2, 1)
         for values, name, out in ((embedded, "embedding_norm", token), (states, "state_norm", normed)):

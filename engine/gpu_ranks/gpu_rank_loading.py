@@ -1,4 +1,4 @@
-"""Loading of a worker's ranks on GPUs, one each or a shared one."""
+"""Loading of a worker's ranks on GPUs, with a GPU per rank or one shared GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger("pillion.worker")
 
 
 def load_gpu_ranks(flags: WorkerFlags, prepared: PreparedModel, threads: int) -> LoadedModel:
-    """Load a worker of several processes, as its rank 0."""
+    """Load a tensor-parallel worker, as its rank 0."""
     order = loading_order(flags, threads, size=flags.tensor_parallel_size)
     size, config, limits = flags.tensor_parallel_size, load_config(prepared.folder), limits_of(flags, prepared)
     # Steps do not use this memory; it only signals a rank's exit.
@@ -54,8 +54,8 @@ def load_gpu_ranks(flags: WorkerFlags, prepared: PreparedModel, threads: int) ->
 def load_gpu_share(
     flags: WorkerFlags, order: dict[str, Any], memory_fd: int, rendezvous: int
 ) -> tuple[GpuBackend, RankMemory]:
-    """Load the shard of a rank above 0, and the ranks' memory. ``rendezvous``: descriptor for joining the ranks. Raises
-    ConfigError."""
+    """Load a rank above 0; return its backend and the ranks' memory. ``order``: its rank, the size and the limits;
+    ``rendezvous``: fd for joining the ranks. Raises ConfigError."""
     prepared, memory = prepare(flags, log.info), RankMemory.open(os.dup(memory_fd))
     config = load_config(prepared.folder)
     shard = rank_shard(flags, ModelShard.of(config, order["rank"], order["size"]), config)
@@ -65,8 +65,8 @@ def load_gpu_share(
 
 
 def rank_shard(flags: WorkerFlags, shard: ModelShard, config: ModelConfig) -> ModelShard:
-    """Return a process's shard, with experts divided as ``flags`` ask. Raises ConfigError for fewer experts than
-    ranks."""
+    """Return a process's shard, with whole experts if ``flags`` enable expert parallelism. Raises ConfigError for fewer
+    experts than ranks."""
     if not flags.enable_expert_parallel or shard.whole or config.moe is None:
         return shard
     if config.moe.num_experts < shard.size:
@@ -75,8 +75,8 @@ def rank_shard(flags: WorkerFlags, shard: ModelShard, config: ModelConfig) -> Mo
 
 
 def join_ranks(shard: ModelShard, rendezvous: int, memory: RankMemory, *, apart: bool) -> GpuRankGroup:
-    """Join the worker's ranks by the descriptor ``rendezvous``; ``memory`` signals a rank's exit. ``apart``: each rank
-    has its own GPU. Raises ConfigError."""
+    """Join the worker's ranks by the fd ``rendezvous``. ``memory`` signals a rank's exit; ``apart``: each rank has its
+    own GPU. Raises ConfigError."""
     device = step_device()
     own_device = apart and device.type == "cuda"
     return GpuRankGroup.join(shard, rendezvous, device, own_device=own_device, aborted=lambda: memory.aborted)

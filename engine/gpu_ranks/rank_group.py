@@ -3,13 +3,12 @@
     NCCL    each rank has its own GPU: calls are queued on its stream, and CUDA graphs capture them
     gloo    ranks share a GPU, or Triton's interpreter computes: values go through host memory, every call blocks
 
-All ranks make the same calls in the same order. The groups are separate objects, not torch's global one. Members find
-each other by a file in memory, whose descriptor rank 0 passes on, and sockets of both are bound to the loopback; only
-tensors pass between them.
+All ranks make the same calls in the same order. Groups are independent of torch's global process group. Ranks meet
+through a memfd that rank 0 passes to the others; all sockets are bound to the loopback, and carry only tensors.
 
-Rank 0 gives up after a limit, or when another rank is reported to have exited; BackendLost then ends the worker with
-all of its ranks. The limit counts the time that this process slept, so that a paused worker continues when resumed.
-Other ranks wait as long as rank 0 lives, since they end with it.
+Rank 0 raises BackendLost after a time limit, or when another rank has exited, which ends the worker with all of its
+ranks. The limit counts only time that this process spent in its own sleeps, so a worker that was paused continues when
+resumed. Other ranks wait without a limit, since they end with rank 0.
 """
 
 from __future__ import annotations
@@ -33,34 +32,31 @@ from pillion.engine.models.model_shard import ModelShard
 from pillion.errors import ConfigError
 
 RENDEZVOUS_TIMEOUT_S = 120.0
-# Max wait of rank 0 in one call: until the first pool is bound, while other ranks load and compile, and in a step.
+# Max wait of rank 0 in a call: at the start, when other ranks load and compile, and in steps.
 START_TIMEOUT_S = 600.0
 STEP_TIMEOUT_S = 60.0
+# Interval at which a waiting thread checks the other ranks.
 HOST_WAIT_S = 0.1
-# Sleep of a thread that waits for the device, and Linux's timer slack, by default 50 us, that may be added.
+# Polling interval of a thread that waits for the device; Linux may add the timer slack, by default 50 us.
 DEVICE_WAIT_S = 50e-6
 TIMER_SLACK_NS = 1000
-_PR_SET_TIMERSLACK = 29
 CLOSE_TIMEOUT_S = 5.0
-# Effectively disabled, because torch's timeout counts time in which the process was paused.
+# Effectively none, because torch's timeouts include time in which the process was paused.
 TORCH_TIMEOUT = timedelta(days=30)
-LOOPBACK = "127.0.0.1"
-# Defaults of NCCL's environment. Ranks are on one host. Connections are made on joining, because the KV pool takes all
-# remaining memory, and later buffers would fail.
+# Defaults of NCCL's environment: ranks are on one machine, and connect when they join, because later the KV pool leaves
+# no memory for NCCL's buffers.
 NCCL_ENVIRONMENT = {"NCCL_SOCKET_IFNAME": "=lo", "NCCL_RUNTIME_CONNECT": "0"}
-# NCCL may need this size of shared memory; containers have 64 MiB by default.
-SHARED_MEMORY, SHARED_MEMORY_BYTES = "/dev/shm", 2**30  # noqa: S108  (no file is made there)
 _DIST: Any = torch.distributed
 
 
 class GpuRankGroup:
-    """One rank's side of the group; used by the step thread. Made by :meth:`join`.
+    """One rank's membership in the group, for its step thread; created by :meth:`join`.
 
     Attributes:
         shard: the rank and its shard of the model.
         name: name of the process in errors.
-        capturable: True if CUDA graphs may contain the calls.
-        limit_s: max wait of rank 0 in one call.
+        capturable: True if CUDA graphs can contain the calls.
+        limit_s: max wait of rank 0 in a call, in seconds.
     """
 
     def __init__(
@@ -91,19 +87,18 @@ class GpuRankGroup:
         aborted: Callable[[], bool] = lambda: False,
         name: str = "",
     ) -> GpuRankGroup:
-        """Join the other ranks; blocks until the last one has joined. Raises ConfigError after RENDEZVOUS_TIMEOUT_S, or
-        soon after a rank has exited.
+        """Join the other ranks; block until all have joined. Raises ConfigError after RENDEZVOUS_TIMEOUT_S, or when a
+        rank has exited.
 
         Args:
-            rendezvous: descriptor of an empty file in memory, the same for all ranks; owned by the caller.
+            rendezvous: fd of an empty memfd, the same for all ranks; the caller closes it.
             device: device of the rank's tensors.
             own_device: True if no two ranks share a GPU.
-            aborted: returns whether a rank has exited; called in every wait.
+            aborted: returns whether a rank has exited; polled in every wait.
             name: name of the process in errors; "" for its rank.
         """
         name = name or f"rank {shard.rank} of {shard.size}"
-        # torch's store reopens the file by this path whenever it is used, and when the group ends, so the descriptor
-        # must stay open.
+        # Stays open, because torch's store reopens the file by its path at each use and when the group ends.
         rendezvous = os.dup(rendezvous)
 
         def meet() -> Any:
@@ -112,31 +107,29 @@ class GpuRankGroup:
             return _nccl(store, shard, device) if own_device else _gloo(store, shard)
 
         failed = f"{name} did not find the others"
-        found, waited_s = _in_thread(meet), 0.0
-        while not wait([found], HOST_WAIT_S).done:
+        joined, waited_s = _in_thread(meet), 0.0
+        while not wait([joined], HOST_WAIT_S).done:
             waited_s += HOST_WAIT_S
             if aborted():
                 raise ConfigError(f"{failed}: another rank has ended")
             if waited_s > RENDEZVOUS_TIMEOUT_S:
                 raise ConfigError(f"{failed} in {RENDEZVOUS_TIMEOUT_S:.0f} s")
         try:
-            group = found.result()
+            group = joined.result()
         except RuntimeError as error:
-            more = _little_shared_memory() if own_device else ""
-            raise ConfigError(f"{failed}: {_first_line(error)}{more}") from None
+            hint = _shared_memory_hint() if own_device else ""
+            raise ConfigError(f"{failed}: {_first_line(error)}{hint}") from None
         return cls(shard, group, rendezvous, device, aborted, name)
 
     def sum(self, values: torch.Tensor, *, in_order: bool = False) -> None:
-        """Sum the contiguous ``values`` of all ranks, in place, with equal bits on every rank.
-
-        The order of addition depends on the number of values. ``in_order``: add in rank order, rounded once.
-        """
+        """All-reduce contiguous ``values`` in place, with the same bits on every rank. ``in_order``: add in rank order
+        and round once; otherwise the order of addition depends on the number of values."""
         host = self._reachable(values)
         if in_order and self.shard.size > 2:
-            every = [torch.empty_like(host) for _ in range(self.shard.size)]
-            self._run(self._group.allgather, [every], [host], self._options(_DIST.distributed_c10d.AllgatherOptions))
-            total = every[0].float()
-            for part in every[1:]:
+            parts = [torch.empty_like(host) for _ in range(self.shard.size)]
+            self._run(self._group.allgather, [parts], [host], self._options(_DIST.distributed_c10d.AllgatherOptions))
+            total = parts[0].float()
+            for part in parts[1:]:
                 total += part
             values.copy_(total)
             return
@@ -144,17 +137,17 @@ class GpuRankGroup:
         if host is not values:
             values.copy_(host)
 
-    def gather(self, mine: torch.Tensor, every: list[torch.Tensor]) -> None:
-        """Gather the contiguous ``mine`` of each rank into ``every`` on rank 0, one tensor like ``mine`` per rank;
-        other ranks pass []."""
+    def gather(self, values: torch.Tensor, out: list[torch.Tensor]) -> None:
+        """Gather each rank's contiguous ``values`` into ``out`` on rank 0, a tensor like ``values`` per rank; other
+        ranks pass []."""
         options = self._options(_DIST.GatherOptions)
         options.rootRank = 0
-        host = self._reachable(mine)
-        hosts = every if host is mine else [torch.empty_like(host) for _ in every]
+        host = self._reachable(values)
+        hosts = out if host is values else [torch.empty_like(host) for _ in out]
         self._run(self._group.gather, [hosts] if hosts else [], [host], options)
-        if hosts is not every:
-            for target, found in zip(every, hosts, strict=True):
-                target.copy_(found)
+        if hosts is not out:
+            for target, source in zip(out, hosts, strict=True):
+                target.copy_(source)
 
     def broadcast(self, values: torch.Tensor) -> None:
         """Broadcast rank 0's contiguous ``values`` to the other ranks."""
@@ -166,15 +159,15 @@ class GpuRankGroup:
             values.copy_(host)
 
     def barrier(self) -> None:
-        """Queue a barrier."""
+        """Queue a barrier; it blocks only without NCCL."""
         self.sum(self._flag)
 
-    def agree(self, fine: bool) -> bool:
-        """Wait for all ranks and return whether all passed ``fine``."""
-        self._flag.fill_(0 if fine else 1)
+    def agree(self, ok: bool) -> bool:
+        """Wait for all ranks; return whether all passed True."""
+        self._flag.fill_(0 if ok else 1)
         self.sum(self._flag)
         if self._flag.is_cuda:
-            # Reading the flag would wait without a limit.
+            # Otherwise reading the flag would block without a limit.
             self.wait(event_on(self._flag.device))
         refused = bool(self._flag.item())
         self._flag.zero_()
@@ -182,8 +175,8 @@ class GpuRankGroup:
 
     @contextlib.contextmanager
     def no_collectives(self) -> Iterator[None]:
-        """Skip all calls within the block, in which a step computes garbage to allocate the memory that it needs. An
-        OOM in a real step would leave the other ranks waiting."""
+        """Context in which all calls are skipped. A step run in it computes garbage, but allocates the memory that it
+        needs, so that an OOM does not leave other ranks blocked."""
         self._no_collectives = True
         try:
             yield
@@ -191,12 +184,12 @@ class GpuRankGroup:
             self._no_collectives = False
 
     def begin_steps(self) -> None:
-        """Wait for all ranks, then limit waits to those of steps."""
+        """Wait for all ranks, and reduce the limit of waits to STEP_TIMEOUT_S."""
         self.agree(True)
         self.limit_s = STEP_TIMEOUT_S
 
     def wait(self, event: Any) -> None:
-        """Wait for a CUDA event. Raises BackendLost if the device failed, or a rank is lost."""
+        """Wait for a CUDA event. Raises BackendLost if the device or a rank fails."""
         self._check_lost()
         waited_s = 0.0
         _sleep_exactly()
@@ -213,8 +206,8 @@ class GpuRankGroup:
         group, self._group = self._group, None
         if group is None:
             return
-        # abort, because kernels waiting for a dead rank would never finish, and torch's own destructor waits for the
-        # other ranks.
+        # Abort, because kernels that wait for a dead rank never finish, and torch's destructor would wait for other
+        # ranks.
         if self.capturable and not wait([_in_thread(group.abort)], CLOSE_TIMEOUT_S).done:
             self._keep(group)
         elif not self._lost:
@@ -222,17 +215,17 @@ class GpuRankGroup:
             os.close(self._rendezvous)
 
     def _reachable(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the values, or a copy in host memory if the group needs that."""
+        """Return the values, or for gloo a copy in host memory."""
         return values if self.capturable else values.cpu()
 
     def _options(self, kind: Any) -> Any:
-        """Return options of a call. asyncOp=False runs NCCL's calls on the current stream, without synchronizing with
-        another one."""
+        """Return a call's options. With asyncOp=False NCCL uses the current stream."""
         options = kind()
         options.asyncOp = not self.capturable
         return options
 
     def _run(self, call: Callable[..., Any], *args: Any) -> None:
+        """Make a collective call: queue it with NCCL, wait for it with gloo. Raises BackendLost."""
         self._check_lost()
         if self._no_collectives:
             return
@@ -250,7 +243,7 @@ class GpuRankGroup:
             self._check(waited_s)
 
     def _ended(self, work: Any) -> bool:
-        """Wait up to HOST_WAIT_S for a call, and return whether it has finished."""
+        """Wait up to HOST_WAIT_S for a call; return whether it has finished."""
         ended = work.is_completed()
         try:
             work.wait(timedelta(seconds=HOST_WAIT_S))
@@ -265,6 +258,7 @@ class GpuRankGroup:
             raise self.lost("a call before this one failed")
 
     def _check(self, waited_s: float) -> None:
+        """Raise BackendLost if a rank has exited, or rank 0 has waited too long."""
         if self._aborted():
             raise self.lost("another rank has ended")
         if self.shard.leads and waited_s > self.limit_s:
@@ -274,20 +268,20 @@ class GpuRankGroup:
         """Mark the group as lost and return the error to raise."""
         if not self._lost:
             self._lost = True
-            # gloo's destructor waits for running calls, and so perhaps for a hung rank.
+            # gloo's destructor waits for calls in progress, maybe on a hung rank.
             self._keep(self._group)
         return BackendLost(f"{self.name}: {reason}")
 
     @staticmethod
     def _keep(group: Any) -> None:
-        """Leak the group object until the process exits."""
+        """Leak the group object, so that its destructor never runs."""
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _gloo(store: Any, shard: ModelShard) -> Any:
     options = _DIST.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=RENDEZVOUS_TIMEOUT_S)
-    options._devices = [_DIST.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    options._devices = [_DIST.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     group = _DIST.ProcessGroupGloo(store, shard.rank, shard.size, options)
     group.set_timeout(TORCH_TIMEOUT)
     return group
@@ -299,7 +293,7 @@ def _nccl(store: Any, shard: ModelShard, device: torch.device) -> Any:
     options = _DIST.ProcessGroupNCCL.Options()
     options._timeout = TORCH_TIMEOUT
     group = _DIST.ProcessGroupNCCL(store, shard.rank, shard.size, options)
-    # The first call connects the ranks; it blocks and cannot be captured.
+    # The first call connects the ranks; it blocks, and a graph cannot capture it.
     with torch.cuda.device(device):
         group.allreduce([torch.zeros(1, device=device)]).wait()
         torch.cuda.synchronize(device)
@@ -322,16 +316,18 @@ def _in_thread(work: Callable[[], Any]) -> Future[Any]:
 
 def _sleep_exactly() -> None:
     """Reduce this thread's timer slack to TIMER_SLACK_NS, if possible."""
-    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, TIMER_SLACK_NS, 0, 0, 0)
+    pr_set_timerslack = 29
+    ctypes.CDLL(None).prctl(pr_set_timerslack, TIMER_SLACK_NS, 0, 0, 0)
 
 
-def _little_shared_memory() -> str:
-    """Return a hint for errors of NCCL if shared memory is small."""
-    shared = os.statvfs(SHARED_MEMORY)
+def _shared_memory_hint() -> str:
+    """Return a hint for NCCL's errors if shared memory is below 1 GiB, which it may need; containers have 64 MiB by
+    default."""
+    shared = os.statvfs("/dev/shm")  # noqa: S108  (no file is made there)
     size = shared.f_blocks * shared.f_frsize
-    if size >= SHARED_MEMORY_BYTES:
+    if size >= 2**30:
         return ""
-    return f" ({SHARED_MEMORY} has {size >> 20} MiB, which may be too little: a container takes --shm-size 1g)"
+    return f" (/dev/shm has {size >> 20} MiB, which may be too little: a container takes --shm-size 1g)"
 
 
 def _first_line(error: Exception) -> str:

@@ -1,9 +1,9 @@
-"""Backend of a stage on a GPU: a forward pass begins with the rows of the stage before, and ends with its own.
+"""Backend of a pipeline stage on a GPU.
 
-    take --> layers of the stage: their KV into the pool --> wait for that --> give
+    receive rows --> run the stage's layers, which write KV into the pool --> wait for them --> send rows
 
-The residual stream's buffer is passed on, outside of CUDA graphs and without padding rows, so stages need not agree on
-graphs. In a stage of several ranks, sums are those of ranks (``engine/gpu_ranks``).
+The rows of the residual stream are sent outside of CUDA graphs and without padding, so stages need not agree on graphs.
+Within a stage of several ranks, sums are all-reduced (``engine/gpu_ranks``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pillion.kernels.step import SamplingRows, StepBatch
 class GpuStageBackend(GpuBackend):
     """:class:`pillion.engine.stages.staged_backend.StageBackend` on a GPU.
 
-    ``worked``: start and end of the last forward pass.
+    ``worked``: interval of the last forward pass.
     """
 
     worked = StageInterval(0.0, 0.0)
@@ -41,18 +41,17 @@ class GpuStageBackend(GpuBackend):
         enforce_eager: bool = False,
         link: GpuStageLink,
     ) -> None:
-        """Own ``link`` from now on."""
+        """Takes ownership of ``link``."""
         super().__init__(model, layout, limits, enforce_eager=enforce_eager)
         self._sampler = None
         self._link = link
 
     def check(self, batch: StepBatch) -> None:
-        """Raise Internal for a batch that no stage could run."""
+        """Raise Internal for a batch that the stages would reject."""
         self.check_step(batch)
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Write the batch's KV, which is complete on return, and queue the rows for the next stage. Returns no
-        logits."""
+        """Write the batch's KV, which is complete on return, and send the rows to the next stage. Returns no logits."""
         return self._forward(self._bound_or_raise(), batch)[0]
 
     def warm_up(self, max_tokens: int) -> None:
@@ -61,7 +60,7 @@ class GpuStageBackend(GpuBackend):
         self._link.begin_steps()
 
     def settle(self) -> None:
-        """Wait like :meth:`GpuBackend.settle`, but not for a lost stage."""
+        """Wait like :meth:`GpuBackend.settle`; raise BackendLost if a stage is lost meanwhile."""
         if self._model.device.type == "cuda":
             self._link.wait(event_on(self._model.device))
         super().settle()
@@ -86,7 +85,7 @@ class GpuStageBackend(GpuBackend):
         return logits
 
     def _mark(self) -> Any:
-        """Return a mark of the end of everything queued: a time.monotonic(), or a CUDA event."""
+        """Return a CUDA event at the end of all queued work; in Triton's interpreter, the time.monotonic()."""
         if self._model.device.type != "cuda":
             return time.monotonic()
         event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -94,7 +93,7 @@ class GpuStageBackend(GpuBackend):
         return event
 
     def _worked_since(self, began: Any) -> StageInterval:
-        """Wait for everything queued and return the interval since a mark."""
+        """Wait for all queued work; return the interval since the mark ``began``."""
         ended = self._mark()
         if isinstance(ended, float):
             return StageInterval(began, ended)

@@ -1,10 +1,10 @@
-"""Transfer of the residual stream's rows from one stage's GPU to the next one's.
+"""Transfer of the residual stream's rows between the GPUs of adjacent stages.
 
-    stage s: give --a broadcast in a group of two--> stage s + 1: take
+    stage s: send --broadcast in a group of two--> stage s + 1: receive
 
-Each rank of a stage has a group with the same rank of the next stage (:mod:`pillion.engine.gpu_ranks.rank_group`). NCCL
-copies from device to device without blocking; gloo, for stages that share a GPU, copies through host memory. Either
-way, a stage's next step begins when the next stage has received the rows of this one.
+Each rank of a stage is in a group with the same rank of the next stage (:mod:`pillion.engine.gpu_ranks.rank_group`).
+NCCL copies between devices without blocking; gloo, for stages that share a GPU, copies through host memory. Either way,
+a stage's next step starts once the next stage has received the rows.
 """
 
 from __future__ import annotations
@@ -20,42 +20,46 @@ from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
 from pillion.engine.models.model_shard import ModelShard
 from pillion.engine.stages.stage_shares import StagePlace
 
-GIVES, TAKES = range(2)
-
 
 @dataclass(frozen=True, slots=True)
 class StageRendezvous:
-    """Descriptors of files in memory for joining a worker's processes: one for the ranks of each stage, if several, and
-    one per rank between two stages."""
+    """Memfds for joining a worker's processes.
+
+    Attributes:
+        stages: one per stage, for its ranks; empty with one rank per stage.
+        between: one per rank, for each two adjacent stages.
+    """
 
     stages: Sequence[int]
     between: Sequence[Sequence[int]]
 
     @classmethod
     def create(cls, stages: int, ranks: int) -> StageRendezvous:
+        """Create the memfds for ``stages`` stages of ``ranks`` ranks."""
 
-        def made(count: int) -> list[int]:
+        def memfds(count: int) -> list[int]:
             return [os.memfd_create("pillion-rendezvous", os.MFD_CLOEXEC) for _ in range(count)]
 
-        return cls(made(stages if ranks > 1 else 0), [made(ranks) for _ in range(stages - 1)])
+        return cls(memfds(stages if ranks > 1 else 0), [memfds(ranks) for _ in range(stages - 1)])
 
     def of(self, place: StagePlace) -> list[int]:
-        """Return those of a process, in the order of :func:`load_share_of`."""
-        beside = self.between[max(place.stage - 1, 0) : place.stage + 1]
-        return [*self.stages[place.stage : place.stage + 1], *(each[place.rank] for each in beside)]
+        """Return the fds of a process: for its stage's ranks if several, the previous stage and the next one, if
+        any."""
+        adjacent = self.between[max(place.stage - 1, 0) : place.stage + 1]
+        return [*self.stages[place.stage : place.stage + 1], *(fds[place.rank] for fds in adjacent)]
 
     def close(self) -> None:
-        """Close the descriptors; joined processes keep their own."""
-        for descriptor in (*self.stages, *(one for each in self.between for one in each)):
+        """Close the fds; joined processes have duplicates."""
+        for descriptor in (*self.stages, *(fd for fds in self.between for fd in fds)):
             os.close(descriptor)
 
 
 class GpuStageLink:
-    """One process's connections to the adjacent stages: ``before`` and ``after``, None at the ends of the pipeline.
-    Made by :meth:`join`."""
+    """One process's connections to the previous and the next stage; None at the ends of the pipeline. Created by
+    :meth:`join`."""
 
     def __init__(self, before: GpuRankGroup | None, after: GpuRankGroup | None) -> None:
-        """Own the groups from now on."""
+        """Takes ownership of the groups."""
         self._before, self._after = before, after
         self._groups = [group for group in (before, after) if group is not None]
 
@@ -69,44 +73,42 @@ class GpuStageLink:
         own_device: bool,
         aborted: Callable[[], bool] = lambda: False,
     ) -> GpuStageLink:
-        """Join the stages adjacent to ``place``. ``rendezvous``: descriptors for the stage before, if any, then for the
-        next one; the rest as in :meth:`GpuRankGroup.join`. Raises ConfigError."""
-        given = iter(rendezvous)
+        """Join the stages adjacent to ``place``. ``rendezvous``: fds for the previous stage, if any, and the next one,
+        if any; other arguments as in :meth:`GpuRankGroup.join`. Raises ConfigError."""
+        fds = iter(rendezvous)
 
-        def group(side: int) -> GpuRankGroup:
-            # Only rank and size of the shard matter: adjacent stages are ranks 0 and 1 of two.
-            shard = ModelShard(range(0), side, 2)
-            return GpuRankGroup.join(
-                shard, next(given), device, own_device=own_device, aborted=aborted, name=place.name
-            )
+        def group(rank: int) -> GpuRankGroup:
+            # Only rank and size of the shard matter: the sender is rank 0 of two, the receiver rank 1.
+            shard = ModelShard(range(0), rank, 2)
+            return GpuRankGroup.join(shard, next(fds), device, own_device=own_device, aborted=aborted, name=place.name)
 
-        before = group(TAKES) if place.stage else None
+        before = group(1) if place.stage else None
         try:
-            return cls(before, group(GIVES) if place.stage < place.stages - 1 else None)
+            return cls(before, group(0) if place.stage < place.stages - 1 else None)
         except BaseException:
             if before is not None:
                 before.close()
             raise
 
     def receive(self, rows: torch.Tensor) -> None:
-        """Receive the stage before's rows into the contiguous ``rows``; a no-op in the first stage. Raises
+        """Receive the previous stage's rows into the contiguous ``rows``; a no-op in the first stage. Raises
         BackendLost."""
         if self._before is not None:
             self._before.broadcast(rows.view(torch.uint8))
 
     def send(self, rows: torch.Tensor) -> None:
-        """Send the contiguous ``rows`` to the next stage, if any; work queued later may change them. Raises
+        """Send the contiguous ``rows`` to the next stage, if any. Work queued later may overwrite them. Raises
         BackendLost."""
         if self._after is not None:
             self._after.broadcast(rows.view(torch.uint8))
 
     def wait(self, event: Any) -> None:
-        """Wait for a CUDA event: with a limit in the first stage, in others as long as the first one lives. Raises
-        BackendLost if the device failed, or a process is lost."""
+        """Wait for a CUDA event, in the first stage with a time limit. Raises BackendLost if the device or a process
+        fails."""
         self._groups[0].wait(event)
 
     def begin_steps(self) -> None:
-        """Wait for the adjacent stages, then limit waits to those of steps."""
+        """Wait for the adjacent stages, and reduce the limit of waits to that of steps."""
         for group in self._groups:
             group.begin_steps()
 

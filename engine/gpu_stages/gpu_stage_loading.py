@@ -1,4 +1,4 @@
-"""Loading of a prefill worker's stages on GPUs, one each or a shared one."""
+"""Loading of a prefill worker's stages on GPUs, with a GPU each or one shared GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logging.getLogger("pillion.worker")
 
 
 def load_gpu_stages(flags: WorkerFlags, prepared: PreparedModel, threads: int) -> LoadedModel:
-    """Load a worker of several stages, as its first process."""
+    """Load a pipeline-parallel worker, as its first process."""
     stages, ranks, limits = flags.pipeline_parallel_size, flags.tensor_parallel_size, limits_of(flags, prepared)
     # Steps do not use this memory; it only signals a process's exit.
     memory = RankMemory.create(load_config(prepared.folder), flags.processes, 1)
@@ -70,8 +70,8 @@ def load_gpu_stages(flags: WorkerFlags, prepared: PreparedModel, threads: int) -
 def load_gpu_stage(
     flags: WorkerFlags, order: dict[str, Any], memory_fd: int, *descriptors: int
 ) -> tuple[GpuStageBackend, RankMemory]:
-    """Load the share of another process, and the memory that signals exits. ``descriptors`` are for joining the others.
-    Raises ConfigError."""
+    """Load another process of a worker; return its backend and the memory that signals exits. ``order``: its index and
+    the limits; ``descriptors``: fds for joining the other processes. Raises ConfigError."""
     prepared = prepare(flags, log.info)
     place = StagePlace.of(order["rank"], flags.pipeline_parallel_size, flags.tensor_parallel_size)
     memory, limits = RankMemory.open(os.dup(memory_fd)), GpuLimits(**order["limits"])
@@ -88,13 +88,14 @@ def load_share_of(
     *,
     apart: bool,
 ) -> tuple[GpuStageBackend, str]:
-    """Join the other processes and return the backend of the one at ``place``, with the name of its kernels. ``memory``
-    signals exits; ``apart``: each process has its own GPU. Raises ConfigError."""
-    config, device, given = load_config(prepared.folder), step_device(), list(rendezvous)
+    """Join the other processes and load the one at ``place``; return its backend and the name of its kernels.
+    ``rendezvous``: fds from :meth:`StageRendezvous.of`; ``memory`` signals exits; ``apart``: each process has its own
+    GPU. Raises ConfigError."""
+    config, device, fds = load_config(prepared.folder), step_device(), list(rendezvous)
     shard = rank_shard(flags, place.shard(config), config)
-    group = join_ranks(shard, given.pop(0), memory, apart=apart) if place.ranks > 1 else None
+    group = join_ranks(shard, fds.pop(0), memory, apart=apart) if place.ranks > 1 else None
     own_device = apart and device.type == "cuda"
-    link = GpuStageLink.join(place, given, device, own_device=own_device, aborted=lambda: memory.aborted)
+    link = GpuStageLink.join(place, fds, device, own_device=own_device, aborted=lambda: memory.aborted)
     make = partial(GpuStageBackend, link=link)
     backend, operators = load_gpu_backend(
         flags, limits, prepared, region_memory(flags.attach_socket), log.info, group, shard=shard, make=make

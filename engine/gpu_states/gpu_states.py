@@ -1,4 +1,4 @@
-"""Calls of the GPU kernels of layers with a recurrent state, whose pieces are in slots of the pool.
+"""Layers with recurrent state on GPUs: calls of their kernels. The pieces of states are in slots of the pool.
 
     rows --gate, convolve, gate--> convolved                                                                 (LFM2)
 
@@ -11,9 +11,9 @@
     rows --linear.in--> made --convolve--> mixed --scan--> remembered, gates of made --gate--> gated
     mixed --linear.sides--> sides --norms--> narrow, writes, reads   narrow --linear.steps--> steps (Jamba, for scans)
 
-The product that follows, and its sum with the residual stream, belong to the model. Buffers have the size of the
-largest layer and the longest step, and are shared by all layers. A rank has some of the heads, and the channels of
-convolutions that they need; for a norm group divided over ranks, squares are first summed over the ranks.
+The output projection and the residual stream are gpu_decoder.py's. All layers share buffers of the size of the largest
+layer and step. A rank has some of the heads, and the channels of convolutions that they need; the squares of a norm
+group that is divided over ranks are all-reduced.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from pillion.kernels.gpu_states.gpu_gates import group_squares, norm_gated
 from pillion.kernels.gpu_states.gpu_selective_scan import ScanShape, selective_scan
 from pillion.kernels.gpu_states.gpu_state_spaces import SpaceShape, state_space
 
-_VALUE_BYTES = 4
+# Multiplies rows by the layer's matrix of a name, into an output buffer, which it returns.
 Product = Callable[[str, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class _SharedGroup(NamedTuple):
-    """A norm group divided over ranks: its index, the number of groups, and the group's size."""
+    """A norm group divided over ranks: its index, the number of groups, and the values per group in the whole model."""
 
     number: int
     groups: int
@@ -59,15 +59,17 @@ class _SharedGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _OwnLayer:
-    """This process's part of a layer with a state.
+    """This process's part of a layer with recurrent state.
 
     Attributes:
-        inputs, memory, sides: locations of the state's pieces, int32 [pieces, 2]: the convolution's last inputs, the
-            matrices, and what heads have beside values for the rows since a chunk began.
-        shape: its heads; None for a short convolution.
-        channels: channels read by the convolution; ``columns``: target of each, None if in order.
-        widths: row width of each buffer.
-        group: the norm group shared with other ranks, if any.
+        inputs, memory, sides: locations (page, offset in values) of the state's pieces, int32 [pieces, 2]: last inputs
+        of
+            the convolution; the heads' matrices; per-head values of the rows since the current chunk began.
+        shape: of the heads; None for a short convolution.
+        channels: number of channels that the convolution reads.
+        columns: output column of each channel, -1 for none; None if they are in order.
+        widths: row width of each buffer, by name.
+        group: norm group that is divided over ranks, if any.
     """
 
     inputs: torch.Tensor
@@ -81,20 +83,20 @@ class _OwnLayer:
 
 
 def _own_layer(operation: StateOperation, pieces: LayerPieces, shard: ModelShard, device: torch.device) -> _OwnLayer:
-    """Return a process's part of an operation, whose ``pieces`` are its own."""
-    parts, found = operation.taps.rows, shard.channels(operation.taps.rows)
-    spans = [(start, len(shard.entries(part))) for part, start in zip(parts, found.starts, strict=True)]
-    chosen = [start + each for start, count in spans for each in range(count)]
-    columns = torch.full((len(found.numbers),), -1, dtype=torch.int32)
-    columns[chosen] = torch.arange(len(chosen), dtype=torch.int32)
+    """Return this process's part of an operation. ``pieces``: of this process."""
+    parts, channels = operation.taps.rows, shard.channels(operation.taps.rows)
+    spans = [(start, len(shard.entries(part))) for part, start in zip(parts, channels.starts, strict=True)]
+    with_output = [start + offset for start, count in spans for offset in range(count)]
+    columns = torch.full((len(channels.numbers),), -1, dtype=torch.int32)
+    columns[with_output] = torch.arange(len(with_output), dtype=torch.int32)
     keys, heads = len(shard.state_keys), len(shard.state_heads)
     shape: DeltaShape | SpaceShape | ScanShape | None = None
     group: _SharedGroup | None = None
     match operation:
         case ShortConvolution():
-            # Channels that pad the last piece are not in the products.
-            columns = columns[: len(chosen)]
-            widths = {"made": 3 * len(chosen), "found": len(chosen)}
+            # The projections lack the channels that pad the last piece.
+            columns = columns[: len(with_output)]
+            widths = {"made": 3 * len(with_output), "found": len(with_output)}
         case DeltaRule():
             by_rows = operation.forget_up is not None
             rule = DeltaShape(keys, heads, operation.key_dim, operation.head_dim, operation.doubled, by_rows)
@@ -112,11 +114,11 @@ def _own_layer(operation: StateOperation, pieces: LayerPieces, shard: ModelShard
             shape = ScanShape(values, operation.state_dim)
             widths = {"made": _own_rows(operation.inputs, shard), "sides": operation.sides.shape[0]}
             widths |= {"narrow": operation.few, **dict.fromkeys(("mixed", "steps", "remembered", "found"), values)}
-    in_order = len(chosen) == len(columns)
+    in_order = len(with_output) == len(columns)
     return _OwnLayer(
-        inputs=_values(pieces.inputs, device),
-        memory=_values(pieces.memory, device),
-        sides=_values(pieces.sides, device),
+        inputs=_locations(pieces.inputs, device),
+        memory=_locations(pieces.memory, device),
+        sides=_locations(pieces.sides, device),
         shape=shape,
         channels=len(columns),
         columns=None if in_order else columns.to(device),
@@ -126,7 +128,7 @@ def _own_layer(operation: StateOperation, pieces: LayerPieces, shard: ModelShard
 
 
 def _delta_widths(operation: DeltaRule, shape: DeltaShape, shard: ModelShard) -> Iterator[tuple[str, int]]:
-    """Yield the buffers of a delta rule, with their row widths."""
+    """Yield the name and row width of each buffer of a delta rule."""
     values = shape.heads * shape.head_dim
     yield from (("made", _own_rows(operation.inputs, shard)), ("rates", _own_rows(operation.rates, shard)))
     yield from (("mixed", shape.mixed), ("remembered", values), ("found", values))
@@ -142,18 +144,18 @@ def _own_rows(tensor: LayerTensor, shard: ModelShard) -> int:
     return len(shard.indices(tensor.rows))
 
 
-def _values(pieces: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
-    """Return the pieces' pages and their offsets in values, int32 [pieces, 2]."""
-    places = [(page, offset // _VALUE_BYTES) for page, offset in pieces]
-    return torch.tensor(places, dtype=torch.int32, device=device).view(-1, 2)
+def _locations(pieces: tuple[tuple[int, int], ...], device: torch.device) -> torch.Tensor:
+    """Return the pages of pieces and their offsets in float32 values, int32 [pieces, 2]."""
+    locations = [(page, offset // 4) for page, offset in pieces]
+    return torch.tensor(locations, dtype=torch.int32, device=device).view(-1, 2)
 
 
 class GpuStates:
-    """Buffers of a model's layers with states, allocated before there is a pool."""
+    """Buffers of a model's layers with recurrent state, allocated before the pool."""
 
     def __init__(self, model: GpuModel, layout: KVLayout, max_seqs: int) -> None:
-        """Allocate the buffers of ``model``, with states laid out by ``layout``, for steps of up to ``max_seqs``
-        sequences."""
+        """Allocate the buffers of ``model`` for steps of up to ``max_seqs`` sequences, whose states are laid out by
+        ``layout``."""
         assert layout.state_layout is not None
         self.model, self._layout, self._max_seqs = model, layout, max_seqs
         self.own: dict[int, _OwnLayer] = {}
@@ -180,30 +182,30 @@ class GpuStates:
         self.solved = torch.zeros(solved, dtype=torch.float32, device=model.device)
 
     def buffer(self, index: int, name: str, count: int) -> torch.Tensor:
-        """Return the first ``count`` rows of a buffer, at layer ``index``'s width."""
+        """Return the first ``count`` rows of a buffer, with layer ``index``'s width."""
         width = self.own[index].widths[name]
         return self._buffers[name][: count * width].view(count, width)
 
     def over(self, pool: torch.Tensor) -> StatesInPool:
-        """Return the reader and writer of states in the slots of a pool of bytes [slots, block_bytes]."""
+        """Return the operations on states in a pool of bytes [slots, block_bytes]."""
         return StatesInPool(self, pool.view(torch.float32), self._layout.state_pages, self._max_seqs)
 
 
 class StatesInPool:
-    """States of a model's layers in the slots of one pool; ``record`` has those of the running step."""
+    """Operations on the recurrent states in one pool. ``record``: the running step's states."""
 
     def __init__(self, layers: GpuStates, pool: torch.Tensor, pages: int, max_seqs: int) -> None:
         self._layers, model = layers, layers.model
         self._model = model
         self.record = StateRecord(pool, model.max_tokens, max_seqs, pages, model.device)
 
-    def room(self, index: int, count: int) -> torch.Tensor:
-        """Return the buffer for a product of ``count`` rows that layer ``index`` reads."""
+    def projection_buffer(self, index: int, count: int) -> torch.Tensor:
+        """Return the buffer for the projection of ``count`` rows that layer ``index``'s operation reads."""
         return self._layers.buffer(index, "made", count)
 
     def run(self, index: int, operation: StateOperation, rows: torch.Tensor, product: Product) -> torch.Tensor:
-        """Compute an operation of layer ``index`` over the step's rows [T, ...] and write their states. Returns rows of
-        a shared buffer. ``product`` multiplies by the layer's matrices."""
+        """Run an operation of layer ``index`` on the step's rows [T, ...], and write the states. Returns rows in a
+        shared buffer. ``product`` multiplies by the layer's matrices."""
         match operation:
             case ShortConvolution():
                 out = self._buffer(index, "found", rows)
@@ -227,14 +229,14 @@ class StatesInPool:
         decay, shift = (self._vector(index, one) for one in (operation.decay, operation.shift))
         learns, forgets = (self._buffer(index, name, rows) for name in ("learns", "forgets"))
         prepare_rows(mixed, rates, decay, shift, learns, forgets, shape)
-        few = self._of_few(index, operation.forget_down, operation.forget_up, rows, product)
-        if few is not None:
-            forget_factors(few, decay, shift, forgets, shape)
+        forget_rows = self._low_rank_product(index, operation.forget_down, operation.forget_up, rows, product)
+        if forget_rows is not None:
+            forget_factors(forget_rows, decay, shift, forgets, shape)
         remembered = self._buffer(index, "remembered", rows)
         delta_rule(
             mixed, learns, forgets, self._layers.solved, remembered, self.record.step, own.memory, own.sides, shape
         )
-        gates = self._of_few(index, operation.gate_down, operation.gate_up, rows, product)
+        gates = self._low_rank_product(index, operation.gate_down, operation.gate_up, rows, product)
         out, norm = self._buffer(index, "found", rows), self._vector(index, operation.norm)
         norm_gated(
             remembered,
@@ -299,12 +301,12 @@ class StatesInPool:
     def _squares(
         self, index: int, group: _SharedGroup, rows: torch.Tensor, gates: torch.Tensor, *, gate_first: bool
     ) -> torch.Tensor:
-        """Return the mean squares [T] of a norm group divided over ranks."""
-        model, every = self._model, self._buffer(index, "squares", rows)
+        """Return the mean squares [T] of a norm group that is divided over ranks."""
+        model, squares = self._model, self._buffer(index, "squares", rows)
         assert model.ranks is not None
-        group_squares(rows, gates, every, group.number, group.values, gate_first=gate_first)
-        model.ranks.sum(every, in_order=model.invariant)
-        return every[:, group.number]
+        group_squares(rows, gates, squares, group.number, group.values, gate_first=gate_first)
+        model.ranks.sum(squares, in_order=model.invariant)
+        return squares[:, group.number]
 
     def _convolve(
         self, index: int, taps: LayerTensor, rows: torch.Tensor, out: torch.Tensor, *, gated: bool = False
@@ -314,19 +316,19 @@ class StatesInPool:
         bias = None if bias is None else bias[: own.channels]
         convolve(rows, factors, bias, out, self.record.step, own.inputs, gated=gated, columns=own.columns)
 
-    def _of_few(
+    def _low_rank_product(
         self, index: int, down: LayerTensor | None, up: LayerTensor | None, rows: torch.Tensor, product: Product
     ) -> torch.Tensor | None:
-        """Return the product of the rows with two matrices in sequence; None if there are none."""
+        """Return rows times ``down`` times ``up``; None if the model lacks them."""
         if down is None or up is None:
             return None
-        narrow, few = (self._buffer(index, name, rows) for name in ("narrow", "few"))
-        return product(up.name, product(down.name, rows, narrow), few)
+        narrow, out = (self._buffer(index, name, rows) for name in ("narrow", "few"))
+        return product(up.name, product(down.name, rows, narrow), out)
 
     def _buffer(self, index: int, name: str, rows: torch.Tensor) -> torch.Tensor:
         return self._layers.buffer(index, name, len(rows))
 
     def _vector(self, index: int, tensor: LayerTensor) -> torch.Tensor:
-        found = self._model.layers[index].matrices[tensor.name]
-        assert isinstance(found, torch.Tensor)
-        return found
+        values = self._model.layers[index].matrices[tensor.name]
+        assert isinstance(values, torch.Tensor)
+        return values

@@ -1,13 +1,14 @@
 """Locations of a rank's part of a state on GPUs.
 
-    a pool in one piece            the pieces of the rank's heads within the whole state, so that workers of all sizes
-    can
-                                   continue from each other's states
-    a pool with a shard per rank   a state of the rank's heads only, in its part of each slot in its shard: the pages of
-                                   all ranks are one state, which fits that number of ranks only
+    a pool in one piece            the rank's heads within the state of the whole model, which workers with any number
+    of
+                                   ranks can use
+    a pool with a shard per rank   a state of only the rank's heads, in its shard of each slot; the shards together are
+    a
+                                   state for this number of ranks only
 
-Where several shards have the same KV head, each rank uses some rows of its blocks: those that count for its shard when
-a block is gathered (:func:`pillion.kvstore.memory.head_shares.own_rows`).
+If several shards have the same KV head, each rank uses only the rows of its blocks that are read from its shard when a
+block is gathered (:func:`pillion.kvstore.memory.head_shares.own_rows`).
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from pillion.kvstore.memory.head_shares import own_rows, shares_of
 
 
 def rank_layout(layout: KVLayout, config: ModelConfig, shard: ModelShard, *, divided: bool) -> KVLayout:
-    """Return the layout of a rank, with only its own pieces of states. ``layout`` is that of a process with the whole
-    model; ``divided``: each rank has a shard of the pool."""
+    """Return the layout of a rank, with only its own pieces of states. ``layout``: of the whole model; ``divided``:
+    each rank has a shard of the pool."""
     if shard.whole or not layout.state_pages:
         return layout
     if divided:
@@ -45,30 +46,30 @@ def rank_layout(layout: KVLayout, config: ModelConfig, shard: ModelShard, *, div
 
 
 def _divided(layout: KVLayout, config: ModelConfig, shard: ModelShard) -> KVLayout:
-    """Return the layout of a rank with a shard of the pool. All ranks need the same number of pages."""
-    size, pages, every = shard.size, 0, []
+    """Return the layout of a rank with a shard of the pool. All ranks have the same number of pages."""
+    size, pages, by_rank = shard.size, 0, []
     for rank in range(size):
         first, room = _state_room(layout, rank, size)
         states = _own_states(config, ModelShard.of(config, rank, size))
-        found = state_layout(states, room, CHUNK, whole_heads=False)
-        if found is None:
+        own = state_layout(states, room, CHUNK, whole_heads=False)
+        if own is None:
             return replace(layout, state_layout=None)
-        pages = max(pages, -(-found.nbytes // room))
-        every.append(replace(found, layers=tuple(_moved(pieces, first) for pieces in found.layers)))
+        pages = max(pages, -(-own.nbytes // room))
+        by_rank.append(replace(own, layers=tuple(_moved(pieces, first) for pieces in own.layers)))
     version, nbytes = f"{layout.version}/ranks-{size}", pages * layout.block_bytes
-    return replace(layout, version=version, state_bytes=nbytes, state_layout=every[shard.rank], state_shards=size)
+    return replace(layout, version=version, state_bytes=nbytes, state_layout=by_rank[shard.rank], state_shards=size)
 
 
 def _state_room(layout: KVLayout, rank: int, size: int) -> tuple[int, int]:
-    """Return offset and size in bytes of a rank's states in its part of a slot."""
+    """Return the offset and the size in bytes of a rank's states in its shard of a slot; zeros if layers differ."""
     rows, heads = layout.rows_and_pieces
     if not heads:
         return 0, 0
     shares = shares_of(heads, size)
     alike = [other for other, share in enumerate(shares) if share == shares[rank]]
-    mine, row_bytes = own_rows(rows, alike.index(rank), len(alike)), layout.block_bytes // (rows * heads)
+    rank_rows, row_bytes = own_rows(rows, alike.index(rank), len(alike)), layout.block_bytes // (rows * heads)
     row_bytes *= len(shares[rank])
-    return mine.start * row_bytes, len(mine) * row_bytes
+    return rank_rows.start * row_bytes, len(rank_rows) * row_bytes
 
 
 def _own_states(config: ModelConfig, shard: ModelShard) -> Iterator[LayerState | None]:
@@ -86,12 +87,13 @@ def _own_states(config: ModelConfig, shard: ModelShard) -> Iterator[LayerState |
 
 
 def _operations(config: ModelConfig) -> Iterator[StateOperation | None]:
+    """Yield each layer's operation with recurrent state, or None."""
     for layer in layers_of(config):
-        yield next((one for one in layer if isinstance(one, StateOperation)), None)
+        yield next((operation for operation in layer if isinstance(operation, StateOperation)), None)
 
 
 def _moved(pieces: LayerPieces | None, by: int) -> LayerPieces | None:
-    """Return pieces shifted by ``by`` bytes in their slots."""
+    """Return pieces at offsets increased by ``by`` bytes."""
     if pieces is None:
         return None
     parts = pieces.inputs, pieces.memory, pieces.sides

@@ -1,10 +1,10 @@
-"""Kernel arguments about a step's sequences and their states, as one vector of integers, copied to the device at once.
+"""Kernel arguments that locate a step's states, as one vector of integers, copied to the device at once.
 
     owners [max_tokens] | count [1] | starts [max_seqs + 1] | firsts [max_seqs] | chunk_starts [max_seqs + 1]
     | chunk_owners [most_chunks] | slots [max_seqs, 2, pages]
 
-It accompanies the step's own record (:mod:`pillion.engine.backends.gpu.gpu_step`), with a fixed address and alternating
-host buffers like that. The copy ends after the last sequence.
+Like the step's record (:mod:`pillion.engine.backends.gpu.gpu_step`), it has a fixed address on the device, and host
+buffers used in rotation. The copy ends after the last sequence.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pillion.kernels.step import StateSlots, StepBatch
 
 
 class StateRecord:
-    """Record of the next step, for up to ``max_tokens`` tokens and ``max_seqs`` sequences, whose states have ``pages``
-    slots each. ``step`` has its views on the device, and the pool, float32 [slots, values]."""
+    """Record of the states of the next step, for up to ``max_tokens`` tokens and ``max_seqs`` sequences; a state has
+    ``pages`` slots. ``step``: views of the record on the device, and of the pool as float32 [slots, values]."""
 
     def __init__(self, pool: torch.Tensor, max_tokens: int, max_seqs: int, pages: int, device: torch.device) -> None:
         self._max_tokens, self._pages = max_tokens, pages
         chunks = most_chunks(max_tokens, max_seqs)
         sizes = [max_tokens, 1, max_seqs + 1, max_seqs, max_seqs + 1, chunks, max_seqs * SIDES * pages]
-        _, *self._places, self._slots_at = itertools.accumulate(sizes[:-1], initial=0)
+        _, *self._offsets, self._slots_at = itertools.accumulate(sizes[:-1], initial=0)
         words = sum(sizes)
         pinned = device.type == "cuda"
         self._hosts = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(HOST_RECORDS)]
@@ -51,12 +51,12 @@ class StateRecord:
         """Raise Internal unless each of a step's sequences has slots in the pool."""
         if states is None:
             raise Internal("a step of a model with states has no slots for them")
-        shape, most = (num_seqs, self._pages), len(self.step.pool)
-        for name, slots, least in (("read", states.reads, -1), ("written", states.writes, 0)):
+        shape, num_slots = (num_seqs, self._pages), len(self.step.pool)
+        for name, slots, min_slot in (("read", states.reads, -1), ("written", states.writes, 0)):
             if slots.shape != shape or slots.dtype != np.int32:
                 raise Internal(f"slots to be {name} are {slots.dtype} {list(slots.shape)}, not int32 {list(shape)}")
-            if slots.size and not least <= slots.min() <= slots.max() < most:
-                raise Internal(f"a state that is to be {name} leaves the pool of {most} slots")
+            if slots.size and not min_slot <= slots.min() <= slots.max() < num_slots:
+                raise Internal(f"a state to be {name} is outside of the pool of {num_slots} slots")
 
     def send(self, batch: StepBatch, shape: StepShape) -> None:
         """Queue the copy of a step that has passed :meth:`check` on the current stream."""
@@ -76,8 +76,8 @@ class StateRecord:
             np.concatenate(([0], np.cumsum(chunks))),
             np.repeat(np.arange(seqs), chunks),
         )
-        for at, each in zip(self._places, values, strict=True):
-            record[at : at + len(each)] = each
+        for begin, numbers in zip(self._offsets, values, strict=True):
+            record[begin : begin + len(numbers)] = numbers
         used = self._slots_at + seqs * SIDES * self._pages
         record[self._slots_at : used].reshape(seqs, SIDES, -1)[:] = np.stack((states.reads, states.writes), 1)
         self._device[:used].copy_(self._hosts[turn][:used], non_blocking=True)

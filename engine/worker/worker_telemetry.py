@@ -17,7 +17,7 @@ from pillion.engine.scheduling.sequence import SequenceProgress
 from pillion.engine.scheduling.step_plan import Outcome, StepPlan
 from pillion.observability import metric_catalog as names
 from pillion.observability import telemetry
-from pillion.observability.metrics import Meters, Reading
+from pillion.observability.metrics import Counter, Meters, Reading
 from pillion.settings.speculative_config import MAX_SPECULATIVE_TOKENS
 from pillion.wire.registry import WorkerLoad
 
@@ -43,7 +43,7 @@ class StepMeter:
     def __init__(self, meters: Meters) -> None:
         self._duration = meters.distribution(names.STEP_DURATION)
         self._steps = {ok: meters.counter(names.STEPS, "ok" if ok else "failed") for ok in (True, False)}
-        self._tokens = {use: meters.counter(names.STEP_BUDGET, use) for use in StepUse}
+        self._tokens: dict[str, Counter] = {use: meters.counter(names.STEP_BUDGET, use) for use in StepUse}
         self._preemptions = meters.counter(names.PREEMPTIONS)
         offsets = range(MAX_SPECULATIVE_TOKENS)
         self._accepted = [meters.counter(names.ACCEPTED, str(offset)) for offset in offsets]

@@ -411,7 +411,7 @@ def test_ranks_keep_the_same_graphs(monkeypatch, answers, kept):
     capture."""
     asked = iter(answers)
     graphs = graphs_of_ranks(monkeypatch, lambda fine: fine and next(asked), lambda shape: torch.empty(0))
-    monkeypatch.setattr(graphs, "_captured", lambda shape, pool: (None, None))
+    monkeypatch.setattr(graphs, "_capture_shape", lambda shape, pool: (None, None))
     graphs.capture(lambda line: None)
     assert list(graphs._graphs) == list(graphs.shapes())[:kept]
 

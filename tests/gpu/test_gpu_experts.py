@@ -302,20 +302,20 @@ def test_an_mlp_beside_the_experts_is_in_their_sum(name, gated, joined, monkeypa
     rows = torch.randn(ROWS, HIDDEN).to(DEVICE)
     rows[17:] = torch.nan
     launches = launched(monkeypatch)
-    found = experts.run(layer, how, rows, number(17), beside=beside(rows))
+    found = experts.run(layer, how, rows, number(17), shared=beside(rows))
     assert launches == ["_route", "_grouped", "_grouped", "_add_up"]
     torch.testing.assert_close(found[:17], wanted(rows[:17]), rtol=1e-4, atol=1e-4)
     assert bool((found[17:] == 0).all()) or not joined
     together = found.clone()
     monkeypatch.setattr(gpu_experts, "MAX_MIXED_ROWS", 16)
-    found = experts.run(layer, how, rows, number(17), beside=beside(rows))
+    found = experts.run(layer, how, rows, number(17), shared=beside(rows))
     torch.testing.assert_close(found[:17], together[:17], rtol=1e-5, atol=1e-5)
 
 
 def test_input_scores_do_not_scale_the_mlp():
     experts, how, layer, wanted, beside = shared("scaled inputs", 1, False)
     rows = torch.randn(ROWS, HIDDEN).to(DEVICE)
-    found = experts.run(layer, how, rows, number(ROWS), beside=beside(rows))
+    found = experts.run(layer, how, rows, number(ROWS), shared=beside(rows))
     torch.testing.assert_close(found, wanted(rows), rtol=1e-4, atol=1e-4)
 
 
@@ -324,7 +324,7 @@ def test_ranks_with_whole_experts_add_the_mlp_once():
     for rank in range(2):
         shard = ModelShard(range(1), rank, 2, whole_experts=True)
         experts, how, layer, wanted, beside = shared("silu", 1, True, shard)
-        total += experts.run(layer, how, rows, number(ROWS), beside=beside(rows))
+        total += experts.run(layer, how, rows, number(ROWS), shared=beside(rows))
     torch.testing.assert_close(total, wanted(rows), rtol=1e-4, atol=1e-4)
 
 
@@ -333,10 +333,10 @@ def test_bits_beside_an_mlp_are_equal_in_any_batch(joined, monkeypatch):
     add_up_in_one_order(monkeypatch)
     experts, how, layer, _, _ = shared("silu", joined, True, rows=96)
     rows, other = torch.randn(2, 96, HIDDEN).to(DEVICE)
-    together = experts.run(layer, how, rows, number(96), beside=None if joined else other).clone()
+    together = experts.run(layer, how, rows, number(96), shared=None if joined else other).clone()
     for begin, count, real in ((7, 1, 1), (3, 40, 33)):
         part = slice(begin, begin + count)
-        found = experts.run(layer, how, rows[part], number(real), beside=None if joined else other[part])
+        found = experts.run(layer, how, rows[part], number(real), shared=None if joined else other[part])
         assert torch.equal(found[:real], together[begin : begin + real])
 
 

@@ -308,7 +308,7 @@ def slots(*rows: Sequence[int]) -> np.ndarray:
     ("states", "words"),
     [
         (None, "no slots for"),
-        (StateSlots(slots([-1, -1]), slots([7, 8])), "written leaves the pool of 8 slots"),
+        (StateSlots(slots([-1, -1]), slots([7, 8])), "written is outside of the pool of 8 slots"),
         (StateSlots(slots([-1, -1]), slots([-1, 3])), "written leaves the pool"),
         (StateSlots(slots([8, 1]), slots([2, 3])), "read leaves the pool"),
         (StateSlots(slots([0, 1]).astype(np.int64), slots([2, 3])), "int64"),

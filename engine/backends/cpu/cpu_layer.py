@@ -107,7 +107,7 @@ class LayerEmitter:
         self._layer: Layer = ()
         self._rows, self._norm_name = builder.hidden, ""
         self._saved: list[Buffer] = []
-        # True once an operation has added to the layer's sum (AddUp).
+        # True once an operation has added to the layer's sum (AddToLayerSum).
         self._has_layer_sum = False
         # Rows that begin with the gates of attention's output, and the bytes of these gates per row.
         self._gates, self._gate_bytes = builder.hidden, 0

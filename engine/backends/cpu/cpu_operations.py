@@ -195,14 +195,10 @@ class OperationBuilder:
         head_strides: tuple[int, int] = (0, 0),
     ) -> Iterator[Operation]:
         """Yield the kernels of a product of ``x`` with the matrix ``name``, or with one matrix per expert or head.
-        Raises ConfigError if the matrix does not fit ``x`` or ``out``.
 
-        Args:
-            groups: the rows of each expert.
-            factor: of the product, for the epilogue "add".
-            clamped: activation, for the epilogue "gated_clamped".
-            xielu_params: for the epilogue "act_xielu", above and below 0.
-            head_strides: bytes between the heads' columns in ``x`` and in ``out``; zeros without heads.
+        ``groups``: rows of each expert. ``head_strides``: bytes between heads in ``x`` and in ``out``, zeros without heads.
+        For epilogues: ``factor`` (of "add"), ``clamped`` (of "gated_clamped") and ``xielu_params`` (of "act_xielu").
+        Raises ConfigError if the matrix does not fit ``x`` or ``out``.
         """
         linear = self.weights.linear(name)
         columns = linear.pairs * (16 if epilogue in GATED else 32)

@@ -29,10 +29,10 @@ class DevicePool(Protocol):
 
 @runtime_checkable
 class DividedPool(Protocol):
-    """A pool divided over GPUs: each shard has the pieces of some KV heads of every slot.
+    """A pool divided over GPUs: each shard has every slot's KV of some heads.
 
     Attributes:
-        shares: the KV heads of each shard.
+        shares: KV heads of each shard.
     """
 
     @property
@@ -43,8 +43,7 @@ class DividedPool(Protocol):
 
 
 def _with_interface(memory: DevicePool, name: str) -> SimpleNamespace:
-    """Describe a pool's memory by the array interface, version 3, through which torch (CUDA) and numpy use foreign
-    memory."""
+    """Return an object with the array interface (version 3) ``name``, by which torch and numpy wrap a pool's memory."""
     interface = {"shape": (memory.size_bytes,), "typestr": "|u1", "data": (memory.address, False), "version": 3}
     # The tensor references this object, which references the mapping.
     return SimpleNamespace(memory=memory, **{name: interface})
@@ -57,40 +56,41 @@ def tensor_at(memory: DevicePool, device: torch.device) -> torch.Tensor:
     In Triton's interpreter the memory is the host's. Raises ConfigError for memory of another device.
     """
     if device.type == "cuda":
-        found = torch.as_tensor(_with_interface(memory, "__cuda_array_interface__"), device=device)
+        tensor = torch.as_tensor(_with_interface(memory, "__cuda_array_interface__"), device=device)
         # Torch silently copies memory of another device.
-        if found.data_ptr() != memory.address:
+        if tensor.data_ptr() != memory.address:
             raise ConfigError(
                 f"the KV node's memory is not on {device}: choose the GPU by CUDA_VISIBLE_DEVICES for both"
             )
-        return found
+        return tensor
     return torch.from_numpy(np.asarray(_with_interface(memory, "__array_interface__")))
 
 
 def distant_tensor(memory: DevicePool, device: torch.device) -> torch.Tensor:
-    """Return a tensor uint8 [size_bytes] over memory of another GPU that is mapped for kernels of ``device``, labelled
-    as that device's memory. The caller keeps ``memory`` alive.
+    """Return a tensor uint8 [size_bytes] over another GPU's memory, mapped for kernels of ``device``. The caller keeps
+    ``memory`` alive.
 
-    With the other GPU's label torch would create a context there, of 0.3 to 0.5 GB that no pool leaves free.
+    Its device is ``device``: for a tensor of the other GPU, torch would create a context there, of 0.3 to 0.5 GB, for
+    which pools leave no memory.
     """
     storage = torch._C._construct_storage_from_data_pointer(memory.address, device, memory.size_bytes)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """Copy a few numbers to the device asynchronously: torch keeps the pinned memory until the copy is done."""
+    """Copy a small array to the device asynchronously, through pinned memory, which torch frees after the copy."""
     host = torch.from_numpy(values)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def to_host(values: torch.Tensor) -> torch.Tensor:
-    """Start to copy values to the host; they are valid once the queued work of the device has ended."""
+    """Queue a copy to the host. The result is valid once the work queued on the device has ended."""
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
     return host.copy_(values, non_blocking=True)
 
 
 def event_on(device: torch.device) -> Any:
-    """Return a CUDA event for the end of the work queued on the current stream."""
+    """Return a CUDA event at the end of the work queued on the current stream."""
     event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event

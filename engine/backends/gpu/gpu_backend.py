@@ -1,17 +1,17 @@
-"""The backend of the Triton kernels: steps on a GPU, each launched while the previous one runs.
+"""The backend of the Triton kernels, which launches each step while the previous one runs.
 
     GpuModel (weights, buffers) -> GpuBackend -> allocate_workspace (kernels compile) -> bind_pool
         -> warm_up (CUDA graphs over that pool) -> launch, launch, wait, launch, wait ... -> close
 
-A launch copies the step's record to the device, replays a graph (or runs kernel by kernel), which usually samples as
-well, and starts the copy of the tokens to the host, without waiting; a launch without rows leaves sampling to
-``GpuInFlightStep.choose``. ``GpuInFlightStep.wait`` waits only for that copy. The tokens also stay on the device, where
-the next step's embedding reads them (:mod:`pillion.kernels.gpu.rows.embedding`).
+A launch queues the copy of the step's record to the device, a graph (or single kernels), which usually includes
+sampling, and the copy of the tokens to the host. After a launch without rows, ``GpuInFlightStep.choose`` samples.
+``GpuInFlightStep.wait`` waits only for the last copy. The tokens also stay on the device, where the next step's
+embedding reads them (:mod:`pillion.kernels.gpu.rows.embedding`).
 
-One rank of several (``rank_group.py``) launches the same steps over its own share, and ends in the same order: once
-rank 0's step has ended, no rank still writes its KV. Only rank 0 samples, and sends tokens known only to its device to
-the others before the step that embeds them. In a pool in one piece rank 0 copies blocks, in one divided over GPUs one
-rank per shard does (:mod:`pillion.engine.backends.gpu.pool_parts`).
+With tensor parallelism (``rank_group.py``), each rank launches the same steps on its shard. Once a step has ended on
+rank 0, no rank still writes its KV. Only rank 0 samples; it broadcasts tokens that only its device has before the step
+that embeds them. Rank 0 copies blocks, or one rank per shard of a pool divided over GPUs
+(:mod:`pillion.engine.backends.gpu.pool_parts`).
 
 With ``TRITON_INTERPRET=1`` the same code runs on the CPU in Triton's interpreter, over a pool in host memory.
 """
@@ -74,21 +74,21 @@ from pillion.types import SAMPLING_OPTIONS, SamplingParams
 
 log = logging.getLogger("pillion.worker")
 
-# Rows of tokens in a pool are 32-bit numbers.
+# Max tokens of a pool, whose rows kernels address by 32-bit numbers.
 MAX_ROWS = 2**31 - 1
-# Slots for the KV of the step that compiles the kernels. Slots for its whole text could exceed the memory that the
-# buffers of a large budget leave.
+# Max slots for the KV of the step that compiles the kernels, shared by its blocks: slots for all blocks of a large step
+# might not fit into the memory.
 SCRATCH_SLOTS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuLimits:
-    """The limits of one step, by which buffers and graphs are allocated once.
+    """Limits of a step, which determine the sizes of buffers and graphs.
 
     Attributes:
-        max_samples: max sampled rows of a step; 0 for a worker that never samples. Larger steps run without a graph.
-        max_scored: max additional rows, whose logits score the tokens of prompts.
-        max_model_len: max tokens of one sequence.
+        max_samples: max sampled rows of a step in a graph; 0 for a worker that never samples.
+        max_scored: max additional rows whose logits score prompts.
+        max_model_len: max tokens of a sequence.
         num_speculative_tokens: max draft tokens of a decode.
     """
 
@@ -101,7 +101,7 @@ class GpuLimits:
 
 
 class BoundPool:
-    """A pool, and all objects that depend on its address: attention, the step's record, decoder and graphs."""
+    """A pool and all objects that depend on its address: attention, step record, decoder and graphs."""
 
     def __init__(
         self,
@@ -116,16 +116,16 @@ class BoundPool:
         *,
         eager: bool,
     ) -> None:
-        """``parts``: those of the process's KV heads, each with its shard's bytes [slots, ...]. ``sampler``: None in
-        processes that do not sample. ``decoder``: the class that runs the forward pass."""
+        """``parts``: the process's KV heads by shard, with the shard's bytes [slots, ...]. ``sampler``: None in
+        processes that do not sample. ``decoder``: class of the forward pass."""
         self.num_slots, self.products = len(parts[0][1]), model.plain_products
         self.copied = [shard for part, shard in parts if part.copied]
         self.parts = [_part_rows(model, part, shard, layout, limits) for part, shard in parts]
-        words = [part.attention_words for part in self.parts]
+        attention_words = [part.attention_words for part in self.parts]
         samples = 0 if sampler is None else limits.max_samples
-        self.record = GpuStepRecord(limits.max_tokens, samples, layout.block_size, words, model.device)
+        self.record = GpuStepRecord(limits.max_tokens, samples, layout.block_size, attention_words, model.device)
         self._sampler = sampler
-        # Each rank has a separate shard with states, or all share the only one.
+        # States are in the rank's own shard, or in the only one.
         self.states = None if states is None else states.over(parts[0][1])
         self.decoder = decoder(model, self.parts, self.record, self.states, experts)
         self.graphs = StepGraphs(
@@ -138,12 +138,12 @@ class BoundPool:
             ranks=model.ranks,
         )
 
-    def chooses(self, rows: SamplingRows | None) -> bool:
-        """Return whether a step can sample the tokens of its first rows itself."""
+    def can_sample(self, rows: SamplingRows | None) -> bool:
+        """Return whether the step itself, i.e. its graph, can sample ``rows``."""
         return rows is not None and not rows.edits and rows.masks is None and len(rows) <= len(self.record.sampling)
 
     def _run(self, shape: StepShape) -> torch.Tensor:
-        """Run the step in the record, like :meth:`GpuDecoder.run`, and sample the rows to sample."""
+        """Run the step in the record like :meth:`GpuDecoder.run`, and sample the rows that the record lists."""
         logits = self.decoder.run(shape)
         count = min(len(logits), len(self.record.sampling))
         if self._sampler is not None:
@@ -151,24 +151,24 @@ class BoundPool:
         return logits
 
     def plans(self, batch: StepBatch) -> list[GpuAttentionPlan | None]:
-        """Return the plan of a step's attention for each part of the pool."""
+        """Return a step's attention plan per part; None for a part that is only written."""
         return [None if part.attention is None else part.attention.planner.plan(batch) for part in self.parts]
 
 
 def _part_rows(
     model: GpuModel, part: PoolPart, shard: torch.Tensor, layout: KVLayout, limits: GpuLimits
 ) -> PartRows | LatentRows:
-    """Build the object that writes and attends a part of the process's KV heads in the bytes of a shard."""
+    """Build the writer of, and attention over, a part of the process's KV heads in a shard."""
     config, rows = model.config, LayerRows.of(shard, layout, part, model.dtype)
     if config.latents is not None:
         return LatentRows(rows, _latent_attention(model, rows.pool, layout, limits) if part.attended else None)
-    attention, mine = None, model.shard.kv_heads_of(part.kind.kv_heads)
-    sees = (tokens for layer, tokens in enumerate(config.sliding_windows) if config.kv_source(layer) in rows.places)
-    windows = {window_of(tokens, config.chunked, model.longest) for tokens in sees}
+    attention, own_heads = None, model.shard.kv_heads_of(part.kind.kv_heads)
+    sizes = (tokens for layer, tokens in enumerate(config.sliding_windows) if config.kv_source(layer) in rows.places)
+    windows = {window_of(tokens, config.chunked, model.max_model_len) for tokens in sizes}
     if part.attended:
         attention = PagedAttention(
             rows.pool,
-            num_heads=len(part.heads) * (config.num_heads // len(mine)),
+            num_heads=len(part.heads) * (config.num_heads // len(own_heads)),
             num_kv_heads=len(part.heads),
             head_dim=part.kind.head_dim,
             block_size=layout.block_size,
@@ -187,7 +187,7 @@ def _part_rows(
             invariant=model.invariant,
             device=model.device,
         )
-    return PartRows(config.num_heads, mine, part, rows, attention, limits.max_tokens, model.qkv)
+    return PartRows(config.num_heads, own_heads, part, rows, attention, limits.max_tokens, model.qkv)
 
 
 def _latent_attention(model: GpuModel, pool: torch.Tensor, layout: KVLayout, limits: GpuLimits) -> LatentAttention:
@@ -214,7 +214,7 @@ def _latent_attention(model: GpuModel, pool: torch.Tensor, layout: KVLayout, lim
 
 
 class GpuBackend:
-    """The ``pillion.engine.backends.backend.Backend`` of a GPU; that class's docstring has the contract."""
+    """:class:`pillion.engine.backends.backend.Backend` on a GPU."""
 
     max_steps_in_flight = 2
     gives_vectors = True
@@ -235,7 +235,7 @@ class GpuBackend:
         leads = model.ranks is None or model.ranks.shard.leads
         self._sampler = GpuSampler(model.sampled, self.vocab_size, limits.max_seqs) if leads else None
         self._bound: BoundPool | None = None
-        # A reference, because a tensor over host memory does not keep the memory alive.
+        # Keeps the memory alive, which a tensor over host memory does not.
         self._memory: Any = None
 
     def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:
@@ -251,34 +251,35 @@ class GpuBackend:
             )
         if isinstance(memory, DividedPool):
             parts = parts_of(model.weights.config, model.shard, memory.shares)
-            each = [self._shard(memory, part, num_slots) for part in parts]
+            memories = [self._shard(memory, part, num_slots) for part in parts]
         elif isinstance(memory, memoryview):
             if model.device.type != "cpu":
                 raise ConfigError("this worker computes on a GPU, but the pool of its KV node is in host memory")
             memory, needed = checked_memory(memory, num_slots, self.layout)
             parts = self._whole_parts()
-            each = [torch.frombuffer(memory, dtype=torch.uint8, count=needed)] * len(parts)
+            memories = [torch.frombuffer(memory, dtype=torch.uint8, count=needed)] * len(parts)
         else:
             assert isinstance(memory, DevicePool)
             parts = self._whole_parts()
             pool = _slots_of(tensor_at(memory, model.device), num_slots, self.layout.block_bytes)
-            each = [pool] * len(parts)
+            memories = [pool] * len(parts)
         self._memory = memory
-        bound = [(part, shard.view(num_slots, -1)) for part, shard in zip(parts, each, strict=True)]
+        bound = [(part, shard.view(num_slots, -1)) for part, shard in zip(parts, memories, strict=True)]
         self._bound = self._bind(bound, eager=self._eager)
 
     @property
     def model(self) -> GpuModel:
-        """The model that this process computes, or its share of it."""
+        """The model, or this process's shard of it."""
         return self._model
 
     def set_aux_hidden_state_layers(self, layers: Sequence[int]) -> None:
-        """Make each step return the inputs of these layers for all its rows (``Sampled.states``). Called at most once,
-        before ``bind_pool``, in a worker of one process."""
+        """Make each step return these layers' inputs of all its rows (``Sampled.states``). Called at most once, before
+        ``bind_pool``, in a worker of one process."""
         self._model.set_aux_hidden_state_layers(layers)
 
     def warm_up(self, max_tokens: int) -> None:
-        """Capture CUDA graphs over the bound pool without writing to it. ``max_tokens`` is ignored: limits decide."""
+        """Capture CUDA graphs over the bound pool without writing to it, up to the limits; ``max_tokens`` is
+        ignored."""
         bound = self._bound_or_raise()
         bound.record.clear()
         if bound.states is not None:
@@ -287,8 +288,8 @@ class GpuBackend:
             self._model.adapters.clear()
         with torch.inference_mode():
             if isinstance(self._memory, DividedPool):
-                # The workspace has compiled the kernels for a pool in one piece. A divided pool needs others, compiled
-                # by these steps before the graphs are captured.
+                # Compile the kernels for a divided pool before the capture; allocate_workspace has compiled those for a
+                # pool in one piece.
                 for chunks in (True, False):
                     bound.decoder.run(StepShape(1, min(1, self._limits.max_samples), chunks))
             bound.graphs.capture(log.info)
@@ -297,63 +298,63 @@ class GpuBackend:
             self._ranks.begin_steps()
 
     def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> GpuInFlightStep:
-        """Start a step, as ``pillion.engine.backends.backend.Backend`` describes."""
+        """Start a step (:meth:`pillion.engine.backends.backend.Backend.launch`)."""
         bound = self._bound_or_raise()
         try:
-            # No rank writes KV before the sum of the embeddings, which ends after the copies of all ranks.
+            # No rank writes KV before all copies are done: the all-reduce of the embeddings comes first.
             if copies:
                 self.copy_blocks(*zip(*copies, strict=True))
-            logits, chosen = self._forward(bound, batch, rows)
+            logits, sampled = self._forward(bound, batch, rows)
             fetches = batch.pooled_ids and self._sampler is not None
             texts = _fetch_texts(batch, logits, bound.decoder.vectors) if fetches else None
-            kept = to_host(self._model.states[: batch.num_tokens]) if self._model.state_layers else None
-            step = GpuInFlightStep(self, logits, texts, kept)
+            states = to_host(self._model.states[: batch.num_tokens]) if self._model.state_layers else None
+            step = GpuInFlightStep(self, logits, texts, states)
         except BackendLost:
             raise
         except Exception as error:
             if self._ranks is not None:
-                # The other ranks wait in the middle of this step.
+                # The other ranks are blocked in this step.
                 raise self._ranks.lost(f"a step failed: {error!r}") from error
             self.settle()
             raise
         if rows is not None:
-            step.choose(rows, chosen=chosen)
+            step.choose(rows, sampled=sampled)
         return step
 
-    def choose(self, logits: torch.Tensor, rows: SamplingRows, *, chosen: bool = False) -> GpuChoice:
-        """Start to sample a token for each row of a launched step's logits, unless the step itself has ``chosen``
-        them, and to copy the tokens to the host."""
+    def choose(self, logits: torch.Tensor, rows: SamplingRows, *, sampled: bool = False) -> GpuChoice:
+        """Start to sample a token per row of a launched step's logits, unless the step itself ``sampled`` them, and to
+        copy the tokens to the host."""
         if self._sampler is None:
             raise Internal("only rank 0 samples")
         try:
-            return self._sampler.launch(logits, rows, chosen=chosen)
+            return self._sampler.launch(logits, rows, sampled=sampled)
         except Exception:
             self.settle()
             raise
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Write the batch's KV and return float32 logits [R, vocab_size] on the host; ranks above 0 return none."""
+        """Write the batch's KV. Return float32 logits [R, vocab_size] on the host; R is 0 on ranks above 0."""
         logits, _ = self._forward(self._bound_or_raise(), batch)
         self.settle()
         return logits.cpu()
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole slots, like :meth:`pillion.engine.backends.host_backend.HostBackend.copy_blocks`, in the shards
-        assigned to this process."""
+        """Copy whole slots like :meth:`pillion.engine.backends.host_backend.HostBackend.copy_blocks`, in the shards
+        that this process copies."""
         bound = self._bound_or_raise()
         copies = checked_copies(sources, targets, bound.num_slots)
-        # Slots are copied all at once if no target occurs twice or is also a source, otherwise in order.
-        apart = len({*sources, *targets}) == len({*sources}) + len(copies)
+        # Copy all slots at once if targets are distinct and none is a source, otherwise one after the other.
+        independent = len({*sources, *targets}) == len({*sources}) + len(copies)
         if not bound.copied:
             return
-        for group in [copies] if copies and apart else [[copy] for copy in copies]:
+        for group in [copies] if copies and independent else [[copy] for copy in copies]:
             pairs = to_device(np.array(group, np.int32), self._model.device)
             for shard in bound.copied:
                 blocks.copy(shard, pairs)
 
     def allocate_workspace(self) -> None:
-        """Compile every kernel and allocate the workspace of a full step, over scratch memory, before the KV node
-        allocates its pool in the rest of the device's memory."""
+        """Compile every kernel and allocate the workspace of the largest step, by running steps over scratch memory.
+        Call it before the KV node allocates its pool in the remaining memory."""
         layout, device = self.layout, self._model.device
         max_tokens = min(self._limits.max_model_len, self._limits.max_tokens)
         slots = min(SCRATCH_SLOTS, -(-max_tokens // layout.block_size))
@@ -361,7 +362,7 @@ class GpuBackend:
         bound = self._bind([(part, scratch) for part in self._whole_parts()], eager=True)
         if self._model.invariant:
             log.info("%s", _invariance_costs(bound, self._limits.max_model_len))
-        nothing = torch.full((1, 2), -1, dtype=torch.int32, device=device)
+        no_copies = torch.full((1, 2), -1, dtype=torch.int32, device=device)
         self._model.compile_products()
         if self._experts is not None:
             self._experts.compile()
@@ -370,24 +371,24 @@ class GpuBackend:
         for batch, drawn in zip(batches, (True, False), strict=True):
             if layout.state_pages:
                 batch = replace(batch, states=StateSlots(np.full_like(pages, -1), pages % slots))
-            blocks.copy(scratch, nothing)
+            blocks.copy(scratch, no_copies)
             logits, _ = self._forward(bound, batch)
             if self._sampler is not None:
                 choice = self.choose(logits, _one_row(self.vocab_size, drawn=drawn))
                 self.await_event(choice.done)
                 choice.wait()
         if device.type == "cuda":
-            # Torch's cached memory must not look used when the KV node allocates the pool.
+            # Return torch's cached memory to the device before the KV node allocates the pool.
             del bound, scratch
             self.settle()
             torch.cuda.empty_cache()
         if self._ranks is not None:
-            # Rank 0 attaches next, and then the pool takes the memory that all ranks have left.
+            # After this, rank 0 attaches, and the pool takes the remaining memory of all ranks' GPUs.
             self._ranks.agree(True)
 
     def bind_adapters(self, max_adapters: int, max_rank: int, targets: Sequence[str] = ()) -> None:
-        """Allocate adapter slots for the max rank and compile the kernels. Raises ConfigError if the kernels cannot run
-        the model."""
+        """Allocate adapter slots of rank ``max_rank`` and compile their kernels. Raises ConfigError if the kernels do
+        not support the model, or memory is short."""
         model = self._model
         self.adapters = model.adapters = GpuAdapters(
             model.weights.config,
@@ -417,7 +418,7 @@ class GpuBackend:
             self._ranks.close()
 
     def settle(self) -> None:
-        """Wait until no launch is running on the device. Raises BackendLost if the device or a rank has failed."""
+        """Wait until the device is idle. Raises BackendLost if the device or a rank has failed."""
         if self._model.device.type == "cuda":
             if self._ranks is not None:
                 self.await_event(event_on(self._model.device))
@@ -427,18 +428,18 @@ class GpuBackend:
                 raise BackendLost(f"the GPU failed: {error}") from error
 
     def await_event(self, event: Any) -> None:
-        """Wait for a CUDA event, if not None and the process is one of several ranks. Raises BackendLost if another
-        rank fails meanwhile."""
+        """In a worker of several ranks, wait for a CUDA event; None is ignored. Raises BackendLost if a rank fails
+        meanwhile."""
         if self._ranks is not None and event is not None:
             self._ranks.wait(event)
 
     def _whole_parts(self) -> list[PoolPart]:
-        """Return this process's parts of a pool that is not divided."""
+        """Return this process's parts of a pool in one piece."""
         return list(whole_parts(self._model.weights.config, self._model.shard))
 
     def _shard(self, pool: DividedPool, part: PoolPart, num_slots: int) -> torch.Tensor:
-        """Return the bytes of a divided pool's shard with ``part``. Raises ConfigError if this GPU cannot access
-        them."""
+        """Return the bytes of the shard of a divided pool that contains ``part``. Raises ConfigError if this GPU cannot
+        access it."""
         mapped, device = pool.shard(part.shard), self._model.device
         tensor = tensor_at if mapped.device_index == (device.index or 0) else distant_tensor
         return _slots_of(tensor(mapped, device), num_slots, part_layout(self.layout, part).block_bytes)
@@ -453,7 +454,7 @@ class GpuBackend:
         return self._bound
 
     def check_step(self, batch: StepBatch) -> None:
-        """Raise Internal for a batch that this backend cannot run as a step."""
+        """Raise Internal for a batch that exceeds the limits or has unknown adapter slots."""
         if batch.num_tokens > self._limits.max_tokens or batch.num_seqs > self._limits.max_seqs:
             raise Internal(f"a step of {batch.num_tokens} tokens in {batch.num_seqs} sequences is too large")
         if batch.adapters is not None:
@@ -462,61 +463,58 @@ class GpuBackend:
     def _forward(
         self, bound: BoundPool, batch: StepBatch, sampling: SamplingRows | None = None
     ) -> tuple[torch.Tensor, bool]:
-        """Run the forward pass; return logits on the device, one row for each of ``batch.sample_rows`` except those of
-        which only vectors are needed, and whether the step also samples the rows in ``sampling``."""
+        """Run the forward pass. Return logits on the device, a row per entry of ``batch.sample_rows`` except the last
+        ``batch.pooled``, and whether the step itself samples the rows ``sampling``."""
         self.check_step(batch)
         if bound.states is not None:
             bound.states.record.check(batch.states, batch.num_seqs)
-        rows, places = distinct_rows(batch)
-        chooses = places is None and bound.chooses(sampling)
+        rows, indices = distinct_rows(batch)
+        samples = indices is None and bound.can_sample(sampling)
         plans = bound.plans(batch)
-        # Parts of one kind agree on which sequences are chunks. For another kind a chunk may be a decode.
+        # What one kind of KV heads runs as a chunk may be a decode for another kind.
         chunks = any(plan is not None and plan.with_chunks for plan in plans)
         adapted = batch.adapters is not None
         shape = bound.graphs.shape_of(batch.num_tokens, len(rows), chunks, adapted, batch.pooled)
         with torch.inference_mode():
             if batch.adapters is not None:
                 bound_adapters(self.adapters).send(batch, rows, shape)
-            bound.record.send(batch, rows, shape, plans, sampling if chooses else None)
+            bound.record.send(batch, rows, shape, plans, sampling if samples else None)
             if bound.states is not None:
                 bound.states.record.send(batch, shape)
             unknown = -int(batch.token_ids.min())
             if self._ranks is not None and unknown > 0:
                 self._ranks.broadcast(self._model.sampled[:unknown])
             logits = self._compute(bound, shape, batch.num_tokens)[: len(rows) - batch.pooled]
-            if places is not None and self._sampler is not None:
-                logits = logits.index_select(0, to_device(places, logits.device))
-            return logits, chooses
+            if indices is not None and self._sampler is not None:
+                logits = logits.index_select(0, to_device(indices, logits.device))
+            return logits, samples
 
     def _compute(self, bound: BoundPool, shape: StepShape, num_tokens: int) -> torch.Tensor:
-        """Run the step in the record, of ``num_tokens`` tokens before it was padded to ``shape``; return its logits."""
+        """Run the step in the record, ``num_tokens`` tokens padded to ``shape``; return its logits."""
         return bound.graphs.run(shape)
 
 
 def _invariance_costs(bound: BoundPool, max_model_len: int) -> str:
-    """Return a log line with the cost of results that do not depend on other sequences."""
+    """Return a log line about the costs of --batch-invariant."""
     keys = [part.attention.planner.decode.part_keys for part in bound.parts if part.attention is not None]
-    every = f"{bound.products} products a step run on kernels of one order, and none on cuBLAS"
+    costs = f"--batch-invariant: {bound.products} products per step run on fixed-order kernels instead of cuBLAS"
     if not keys:
-        return f"--batch-invariant: {every}"
-    return (
-        f"--batch-invariant: {every}; attention is cut at every {keys[0]} tokens, a text of {max_model_len} into"
-        f" {-(-max_model_len // keys[0])} parts"
-    )
+        return costs
+    return f"{costs}; attention is split every {keys[0]} tokens, at most into {-(-max_model_len // keys[0])} parts"
 
 
 def without_graphs(model: GpuModel, limits: GpuLimits, *, eager: bool) -> str:
-    """Return a log line about the steps that the host launches kernel by kernel."""
+    """Return a log line that says which steps run without a CUDA graph."""
     if eager or not model.capturable:
         return "no step runs in a CUDA graph: " + ("--enforce-eager" if eager else "ranks share a GPU")
-    few = f"of more than {MAX_GRAPH_TOKENS} tokens" if limits.max_tokens > MAX_GRAPH_TOKENS else ""
+    tokens = f"of more than {MAX_GRAPH_TOKENS} tokens" if limits.max_tokens > MAX_GRAPH_TOKENS else ""
     samples = f"with more than {limits.max_samples} sampled rows" if limits.max_scored else ""
-    left = [words for words in (few, samples, "that return vectors of texts") if words]
-    return "steps leave their CUDA graph: those " + ", those ".join(left)
+    reasons = [reason for reason in (tokens, samples, "that return vectors of texts") if reason]
+    return "steps without a CUDA graph: those " + ", those ".join(reasons)
 
 
 def _slots_of(flat: torch.Tensor, num_slots: int, slot_bytes: int) -> torch.Tensor:
-    """Return the bytes of the slots of a pool or shard. Raises ConfigError if they are too few."""
+    """Return the bytes of the slots of a pool or shard. Raises ConfigError if there are too few."""
     needed = num_slots * slot_bytes
     if len(flat) < needed:
         raise ConfigError(f"a pool of {num_slots} blocks needs {needed} bytes, not {len(flat)}")
@@ -525,61 +523,61 @@ def _slots_of(flat: torch.Tensor, num_slots: int, slot_bytes: int) -> torch.Tens
 
 @dataclass(frozen=True, slots=True)
 class FetchedTexts:
-    """Vectors and logits of texts, copied to the host when the step has ended: vectors [P, hidden] in the model's type,
-    and the requested logits, one after the other. ``ids`` is StepBatch.pooled_ids."""
+    """Hidden states [P, hidden] and requested logits (flat) of texts, being copied to the host until the step ends.
+    ``ids``: StepBatch.pooled_ids."""
 
     ids: tuple[tuple[int, ...], ...]
     vectors: torch.Tensor
     logits: torch.Tensor
 
     def rows(self) -> tuple[Float32, ...]:
-        """Return the row of each text, as in Sampled.pooled."""
+        """Return each text's result, as in Sampled.pooled."""
         vectors = iter(self.vectors.float().numpy())
-        parts = iter(torch.split(self.logits, [len(ids) for ids in self.ids if ids]))
-        return tuple(next(parts).numpy() if ids else next(vectors) for ids in self.ids)
+        logits = iter(torch.split(self.logits, [len(ids) for ids in self.ids if ids]))
+        return tuple(next(logits).numpy() if ids else next(vectors) for ids in self.ids)
 
 
 def _fetch_texts(batch: StepBatch, logits: torch.Tensor, vectors: torch.Tensor) -> FetchedTexts:
-    """Start to copy the vectors and logits of texts. The latter are in the last rows of ``logits``; the copies end
-    before the kernels of the next step start."""
-    wanted = [ids for ids in batch.pooled_ids if ids]
-    first = len(logits) - len(wanted)
-    places = [(row, each) for row, ids in enumerate(wanted, first) for each in ids]
-    found = logits.new_empty(0)
-    if places:
-        rows, columns = to_device(np.array(places, np.int64).T.copy(), logits.device)
-        found = logits[rows, columns]
-    return FetchedTexts(batch.pooled_ids, *(to_host(each) for each in (vectors, found)))
+    """Start to copy the hidden states and requested logits of texts to the host; the latter are from the last rows of
+    ``logits``. The copies end before the next step's kernels start."""
+    requested = [ids for ids in batch.pooled_ids if ids]
+    first = len(logits) - len(requested)
+    indices = [(row, token) for row, ids in enumerate(requested, first) for token in ids]
+    values = logits.new_empty(0)
+    if indices:
+        rows, columns = to_device(np.array(indices, np.int64).T.copy(), logits.device)
+        values = logits[rows, columns]
+    return FetchedTexts(batch.pooled_ids, to_host(vectors), to_host(values))
 
 
 class GpuInFlightStep:
-    """A launched step of a backend: its logits [R, V] on the device, the vectors and logits of texts, and the stored
-    states, which are being copied to the host."""
+    """A launched step: its logits [R, V] on the device, and what is being copied to the host, i.e. results of texts and
+    stored layer inputs."""
 
     def __init__(
-        self, backend: GpuBackend, logits: torch.Tensor, texts: FetchedTexts | None, kept: torch.Tensor | None
+        self, backend: GpuBackend, logits: torch.Tensor, texts: FetchedTexts | None, states: torch.Tensor | None
     ) -> None:
         self._backend = backend
         count = 0 if texts is None else sum(map(bool, texts.ids))
         self._logits = logits[: len(logits) - count]
-        self._texts, self._kept = texts, kept
+        self._texts, self._states = texts, states
         self._choice: GpuChoice | None = None
 
-    def choose(self, rows: SamplingRows, *, chosen: bool = False) -> None:
-        """Queue the sampling behind the forward pass; it changes the logits. If the step itself has ``chosen`` the
-        tokens, only their copy to the host and the scores of prompts' tokens are queued."""
-        self._choice = self._backend.choose(self._logits, rows, chosen=chosen)
+    def choose(self, rows: SamplingRows, *, sampled: bool = False) -> None:
+        """Queue the sampling, which changes the logits, behind the forward pass. If the step itself ``sampled`` the
+        tokens, queue only their copy to the host and the scoring of prompts."""
+        self._choice = self._backend.choose(self._logits, rows, sampled=sampled)
 
     def wait(self) -> Sampled:
-        """Wait for the step's tokens, but for nothing launched after them. Raises BackendLost if the GPU failed."""
+        """Wait for the step's results, but not for later launches. Raises BackendLost if the GPU failed."""
         if self._choice is None:
             self._backend.settle()
             sampled = Sampled()
         else:
             self._backend.await_event(self._choice.done)
             sampled = self._choice.wait()
-        if self._kept is not None:
-            sampled = replace(sampled, states=states_of_rows(self._kept))
+        if self._states is not None:
+            sampled = replace(sampled, states=states_of_rows(self._states))
         return sampled if self._texts is None else replace(sampled, pooled=self._texts.rows())
 
 
@@ -595,14 +593,19 @@ class _AllowAllMask:
 
 
 def _one_row(vocab_size: int, *, drawn: bool) -> SamplingRows:
-    """Return one row that draws with a mask, every cut and an edit, or a greedy one: together they compile all of the
-    sampler."""
+    """Return a row that is ``drawn`` with a mask, every filter and an edit, or a greedy one. Sampling both compiles all
+    kernels of the sampler."""
     if not drawn:
         return SamplingRows.of([SamplingParams(temperature=0.0)], [0], [0])
-    # The middle of an option's range never disables the option, nor does 1 for whole numbers.
-    ranges = {name: one.allowed for name, one in SAMPLING_OPTIONS.items() if one.of_rows and one.allowed is not None}
+    # No option is disabled by the middle of its range, or by 1 if it is an integer.
+    ranges = {
+        name: option.allowed
+        for name, option in SAMPLING_OPTIONS.items()
+        if option.of_rows and option.allowed is not None
+    }
     params: dict[str, Any] = {
-        name: 1 if SAMPLING_OPTIONS[name].whole else (one.low + one.high) / 2 for name, one in ranges.items()
+        name: 1 if SAMPLING_OPTIONS[name].whole else (allowed.low + allowed.high) / 2
+        for name, allowed in ranges.items()
     }
     edits = (RowEdit(row=0, banned=np.zeros(1, np.int64)),)
     return SamplingRows.of([SamplingParams(**params)], [0], [0], edits=edits, masks=_AllowAllMask(vocab_size))

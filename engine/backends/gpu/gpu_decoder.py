@@ -6,20 +6,19 @@
     last layer   ends with its KV if no row is sampled; else only sampled rows continue after its attention
     logits       head product, in float32
 
-In some models layers have recurrent state, instead of attention or beside it (``engine/gpu_states``). The above about
-attention and its KV then holds for their operations and states.
+Layers with recurrent state, instead of attention or beside it (``engine/gpu_states``), keep states in the pool; the
+above then holds for their operations.
 
-One rank of several (``rank_group.py``) does the same over its share of heads, inner values and tokens. The results of
-embedding, o product and down product are then all-reduced, and rank 0 gathers the logits.
+A rank (``rank_group.py``) does the same over its share of heads, inner values and tokens: the outputs of embedding,
+o product and down product are all-reduced, and rank 0 gathers the logits.
 
-A stage (``engine/gpu_stages``) runs only its own layers: the first one embeds, the others find the rows of the stage
-before in the residual stream's buffer, and leave theirs there.
+A pipeline stage (``engine/gpu_stages``) runs only its own layers. The first one embeds; the others begin with the
+previous stage's rows in the residual stream's buffer. Stages leave their output in that buffer.
 
-Brackets enclose one kernel. The products by plain matrices are cuBLAS's, through torch, or our kernel's if the tuning
-file says so (few rows); those by quantized matrices are our kernels', as are those of experts (``gpu_experts.py``).
-Nothing here synchronises, and only logits, sampled rows and gates of attention's results are allocated, so that a step
-can be captured as a CUDA graph. The exceptions (``capturable``) are ranks that share a GPU, whose sums go through the
-host.
+Brackets enclose one kernel. Products by unquantized matrices run on cuBLAS, through torch, or for few rows on our
+kernel if the tuning file says so; those by quantized matrices and experts (``gpu_experts.py``) run on our kernels.
+Nothing here synchronizes, and only logits, sampled rows and attention gates are allocated, so that a step can be
+captured as a CUDA graph, except if ranks share a GPU, whose all-reduces go through the host (``capturable``).
 """
 
 from __future__ import annotations
@@ -83,14 +82,14 @@ class _LayerStep:
 
     Attributes:
         residual: the residual stream.
-        rows, kept: the output of the last operation, and rows that later operations read.
+        rows, kept: output of the last operation; stack of rows for later operations.
         count: int32 [1], the number of rows without padding.
-        results: the experts' results of the rows, if the next sum adds them up.
-        gate: the factor of attention's results, in layers with such a gate.
-        added_up: the sum of the layer's operations that add up rows; None before the first of them.
-        inputs: the layer's inputs per token beside the residual stream, if any.
-        mixers: number of the layer's remaining operations that write keys and values, or states.
-        ended: whether nothing more has to be computed, because no row is sampled.
+        results: the experts' outputs per pair of row and expert, if the next sum adds them up.
+        gate: gate of the attention output, before its sigmoid; None without one.
+        layer_sum: sum of the outputs that the layer adds up (AddUp); None before the first.
+        inputs: the layer's slice of the per-layer token inputs, if any.
+        mixers: remaining operations of the layer that write KV or states.
+        ended: True if nothing is left to compute, because no row is sampled.
     """
 
     residual: torch.Tensor
@@ -99,7 +98,7 @@ class _LayerStep:
     results: PairResults | None = None
     kept: list[torch.Tensor] = field(default_factory=list)
     gate: torch.Tensor | None = None
-    added_up: torch.Tensor | None = None
+    layer_sum: torch.Tensor | None = None
     inputs: torch.Tensor | None = None
     mixers: int = 0
     ended: bool = False
@@ -116,27 +115,28 @@ class GpuDecoder:
         states: StatesInPool | None = None,
         experts: GpuExperts | None = None,
     ) -> None:
-        """``parts``: those of the process's KV heads, one per plan of ``record``; ``states`` and ``experts``: those of
-        layers that have some."""
+        """``parts``: the process's KV heads by shard, one per attention plan of ``record``. ``states``, ``experts``:
+        None if no layer has any."""
         self._model, self._states, self._experts = model, states, experts
-        # Whether a step has reached its sampled rows, which continue alone after the last attention or state.
+        # True once the running step computes only its sampled rows, after the last mixer.
         self._sampled = False
-        # Rows whose vectors the last step returned; the next step's kernels overwrite them.
+        # Hidden states that the last step returned; the next step overwrites them.
         self.vectors = model.normed[:0]
         planned = list(zip(parts, record.attention, strict=True))
         self._parts = [(part, plan) for part, plan in planned if isinstance(part, PartRows)]
         self._latents = [(part, plan) for part, plan in planned if isinstance(part, LatentRows)]
         self._record = record
-        # Norms of the residual stream after each layer's last sum; none after the last layer of a stage, whose rows the
-        # next stage norms.
+        # By layer: the next layer's first norm, which runs with the layer's last sum into the residual stream. The last
+        # layer of a stage has none, because the next stage norms its rows.
         self._following = {index - 1: _first_norm(layer) for index, layer in model.layers.items()}
         if "final_norm" in model.weights:
             final = GpuNorm(model.weights["final_norm"], model.weights.get("final_norm.bias"))
             self._following[model.config.num_layers - 1] = final
 
     def run(self, shape: StepShape) -> torch.Tensor:
-        """Run the step in the record, padded to ``shape``; return float32 logits [shape.samples - shape.vectors,
-        vocab_size], and leave the other sampled rows in ``vectors``. A stage returns none."""
+        """Run the step in the record, padded to ``shape``. Return float32 logits [shape.samples - shape.vectors,
+        vocab_size], and store the hidden states of the other sampled rows in ``vectors``. Stages and ranks above 0
+        return no rows."""
         model, config, self._sampled = self._model, self._model.config, False
         step = _LayerStep(*self._begin(shape), self._record.num_rows)
         for index, layer in model.layers.items():
@@ -146,13 +146,13 @@ class GpuDecoder:
             if step.ended:
                 break
         if not step.ended and model.shard.gives_logits:
-            chosen = shape.samples - shape.vectors
-            rows, self.vectors = step.rows[:chosen], step.rows[chosen:]
+            num_logits = shape.samples - shape.vectors
+            rows, self.vectors = step.rows[:num_logits], step.rows[num_logits:]
             self._keep_outputs(step.residual)
-            if chosen:
+            if num_logits:
                 return self._logits(rows)
         if model.ranks is not None:
-            # If there are logits, gathering them shows that all ranks have written their KV.
+            # A step with logits needs no barrier: gathering them shows that all ranks have written their KV.
             model.ranks.barrier()
         return torch.empty((0, config.vocab_size), dtype=torch.float32, device=model.device)
 
@@ -165,10 +165,10 @@ class GpuDecoder:
         return residual, self._normed(residual, _first_norm(first))
 
     def _keep_outputs(self, residual: torch.Tensor) -> None:
-        """Take the sampled rows of the residual stream after the last layer; only an EAGLE head reads them."""
+        """Store the sampled rows of the residual stream after the last layer; only an EAGLE head reads them."""
 
     def _embed(self, residual: torch.Tensor, shape: StepShape) -> None:
-        """Write the embeddings of the step's tokens into the rows of the residual stream."""
+        """Write the embeddings of the step's tokens to the residual stream."""
         model, table = self._model, self._model.weights.get("positions")
         embed(
             self._record.token_ids[: shape.tokens],
@@ -184,36 +184,38 @@ class GpuDecoder:
             self._make_token_inputs(residual, model.config.token_inputs.width)
 
     def _make_token_inputs(self, hidden: torch.Tensor, width: int) -> None:
-        """Compute all layers' inputs per token beside the residual stream, ``width`` values per layer, from the
-        embeddings ``hidden``. Each rank computes all of it."""
+        """Compute the per-layer token inputs of all layers, ``width`` values each, from the embeddings ``hidden``.
+        Every rank computes all of them."""
         model, weights, count = self._model, self._model.weights, len(hidden)
-        every = model.token_inputs[:count]
+        inputs = model.token_inputs[:count]
         table, tokens = weights["token_inputs.embedding"], self._record.token_ids[:count]
-        embed(tokens, model.sampled, table, every, weights.token_input_scale, range(len(table)))
-        found = model.gate_up.view(-1)[: every.numel()].view(every.shape)
-        model.product(hidden, weights["token_inputs.projection"], None, found)
-        # Compensates for products that the model divides by the root of the hidden size before the norm.
-        by_layer, eps = found.view(-1, width), model.config.rms_norm_eps * model.config.hidden_size
+        embed(tokens, model.sampled, table, inputs, weights.token_input_scale, range(len(table)))
+        projected = model.gate_up.view(-1)[: inputs.numel()].view(inputs.shape)
+        model.product(hidden, weights["token_inputs.projection"], None, projected)
+        # The model scales the projection by hidden_size**-0.5 before this norm; scaling eps by hidden_size instead is
+        # equivalent.
+        by_layer, eps = projected.view(-1, width), model.config.rms_norm_eps * model.config.hidden_size
         rms_norm(by_layer, weights["token_inputs.norm"], by_layer, eps, wide=True)
-        every.add_(found).mul_(sqrt(0.5))
+        inputs.add_(projected).mul_(sqrt(0.5))
 
     def _begin_layer(self, index: int, layer: GpuLayer, step: _LayerStep, shape: StepShape) -> None:
-        """Count the layer's operations that write; without any, the model's last layer computes only the sampled rows.
-        The inputs of some layers are stored for an EAGLE head."""
+        """Prepare ``step`` for a layer: store the layer's input if an EAGLE head reads it, select its token inputs, and
+        count its mixers."""
         model, inputs = self._model, self._model.config.token_inputs
-        for place in (place for place, kept in enumerate(model.state_layers) if kept == index):
-            model.states[: shape.tokens].chunk(len(model.state_layers), 1)[place].copy_(step.residual)
+        for column, layer_index in enumerate(model.state_layers):
+            if layer_index == index:
+                model.states[: shape.tokens].chunk(len(model.state_layers), 1)[column].copy_(step.residual)
         if inputs is not None:
-            mine = slice(index * inputs.width, (index + 1) * inputs.width)
-            step.inputs = model.token_inputs[: shape.tokens, mine]
-        # After the last mixer of the last layer only sampled rows continue.
-        step.mixers, step.added_up = sum(isinstance(operation, Mixer) for operation in layer.operations), None
+            columns = slice(index * inputs.width, (index + 1) * inputs.width)
+            step.inputs = model.token_inputs[: shape.tokens, columns]
+        # A last layer without mixers computes only the sampled rows.
+        step.mixers, step.layer_sum = sum(isinstance(operation, Mixer) for operation in layer.operations), None
         if not step.mixers and self._is_last(index, shape):
             self._sample(step, shape)
 
     def _run_layer(self, index: int, layer: GpuLayer, step: _LayerStep, shape: StepShape) -> None:
-        """Run the operations of a layer, some of them in one kernel: a norm runs with the sum before it, and norms and
-        rotation of heads run in the kernel that writes keys and values."""
+        """Run the operations of a layer. Some are fused: a norm with the sum before it, and norms and rotation of heads
+        with the write of keys and values."""
         model = self._model
         head_norm: HeadNorm | None = None
         rotary: Rotary | None = None
@@ -228,8 +230,8 @@ class GpuDecoder:
                 case Rotate(rope):
                     rotary = Rotary(*model.ropes[rope], self._record.rope_rows[: len(step.rows)])
                 case GrowQueries():
-                    assert head_norm is None  # It would run after this.
-                    self._grow(step.rows)
+                    assert head_norm is None  # The norm, which runs later, would undo the scale.
+                    self._scale_queries(step.rows)
                 case Attend():
                     self._run_attention(index, layer, operation, step, head_norm, rotary, shape)
                 case _:
@@ -240,10 +242,10 @@ class GpuDecoder:
     def _run_operation(
         self, index: int, layer: GpuLayer, operation: LayerOperation, place: int, step: _LayerStep, shape: StepShape
     ) -> None:
-        """Run operation ``place`` of a layer, except those of attention over keys and values."""
+        """Run ``operation``, number ``place`` of a layer, which is not one of attention over keys and values."""
         match operation:
             case Norm():
-                # A sum into the residual stream also computes the norm after it.
+                # After a sum into the residual stream, the norm has already run with the sum.
                 if place and not isinstance(layer.operations[place - 1], AddToResidual):
                     step.rows = self._normed(step.residual, _norm_of(layer, operation))
             case SaveRows():
@@ -272,15 +274,15 @@ class GpuDecoder:
             case Mlp():
                 step.rows = self._gated(index, layer, operation, step.rows, shape)
             case Experts():
-                self._mix(index, layer, operation, place, step, shape)
+                self._run_experts(index, layer, operation, place, step, shape)
             case AddToLayerSum():
-                self._add_up(layer, operation, step)
+                self._add_to_layer_sum(layer, operation, step)
             case ApplyTokenInputs():
                 step.rows = self._apply_token_inputs(index, layer, operation, step, shape)
             case AddToResidual():
                 self._add_to_residual(index, layer, operation, place, step)
             case ScaleResidual():
-                # Done by the sum into the residual stream before it.
+                # Fused with the sum before.
                 assert isinstance(layer.operations[place - 1], AddToResidual)
 
     def _product_buffer(self, index: int, matrix: LayerTensor, count: int) -> torch.Tensor:
@@ -289,13 +291,13 @@ class GpuDecoder:
         if matrix.name == "qkv":
             return _first_rows(model.gated_qkv, count, width)
         if width == model.config.hidden_size:
-            return model.found[:count]
+            return model.projected[:count]
         assert self._states is not None
-        return self._states.room(index, count)
+        return self._states.projection_buffer(index, count)
 
     def _keep_gate(self, step: _LayerStep, values: int) -> None:
-        """Store the first values of each row as the gate of attention's results, and copy the rest: the kernels of
-        attention read contiguous rows of queries, keys and values."""
+        """Keep the first ``values`` columns as the gate of the attention output; copy the others, because attention
+        kernels need contiguous rows of queries, keys and values."""
         step.gate, projected = step.rows.tensor_split([values], 1)
         step.rows = self._model.qkv[: len(projected)].copy_(projected)
 
@@ -309,71 +311,71 @@ class GpuDecoder:
         rotary: Rotary | None,
         shape: StepShape,
     ) -> None:
-        """Write a layer's keys and values, and attend its queries, which are normed and rotated in place or in a part's
-        own rows; ``step`` continues with the results [T, heads * head_dim]."""
+        """Write a layer's keys and values, norm and rotate its queries, and compute attention; ``step`` continues with
+        its output [T, heads * head_dim]."""
         config, qkv = self._model.config, step.rows
         source = config.kv_source(index)
-        mine = [(part, plan) for part, plan in self._parts if source in part.places]
-        for part, _ in mine:
+        parts = [(part, plan) for part, plan in self._parts if source in part.places]
+        for part, _ in parts:
             part.write(index, qkv, self._record.rows[: len(qkv)], norm, rotary, source=source)
-        if self._ends(index, step, shape):
+        if self._end_if_done(index, step, shape):
             return
-        window = window_of(operation.window, operation.chunked, self._model.longest)
+        window = window_of(operation.window, operation.chunked, self._model.max_model_len)
         sinks = self._model.no_sinks if operation.sinks is None else layer.tensor(operation.sinks)
         width = config.num_heads * config.heads_of(source).head_dim
         step.rows = _first_rows(self._model.attended, shape.tokens, width)
-        for part, plan in mine:
+        for part, plan in parts:
             part.attend(index, qkv, step.rows, plan, window=window, chunks=shape.chunks, source=source, sinks=sinks)
         self._after_mixer(index, step, shape)
 
     def _add_to_residual(
         self, index: int, layer: GpuLayer, operation: AddToResidual, place: int, step: _LayerStep
     ) -> None:
-        """Add the rows to the residual stream; ``step`` continues with the output of the operation after ``place``."""
+        """Add the rows to the residual stream, fused with the operations after ``place`` that scale and norm it;
+        ``step`` continues with the result."""
         operations = layer.operations
-        # A layer's sum of rows is the same on every rank, and each computes all of its token inputs.
+        # These are complete on every rank already.
         if not isinstance(operations[place - 1], AddToLayerSum | ApplyTokenInputs):
             self._sum(step.rows)
-        after, factor = operations[place + 1 :], None
-        if after and isinstance(after[0], ScaleResidual):
-            factor, after = layer.tensor(after[0].factor), after[1:]
-        by = _norm_of(layer, after[0]) if after else self._following.get(index)
-        post = None if operation.norm is None else layer.norms[operation.norm.name].weight
-        found = step.rows if step.results is None else step.results
-        step.rows, step.results = self._add(step.residual, found, post, by, operation.scale, factor), None
+        later, factor = operations[place + 1 :], None
+        if later and isinstance(later[0], ScaleResidual):
+            factor, later = layer.tensor(later[0].factor), later[1:]
+        norm = _norm_of(layer, later[0]) if later else self._following.get(index)
+        post_norm = None if operation.norm is None else layer.norms[operation.norm.name].weight
+        rows_or_pairs = step.rows if step.results is None else step.results
+        step.rows = self._add(step.residual, rows_or_pairs, post_norm, norm, operation.scale, factor)
+        step.results = None
 
-    def _add_up(self, layer: GpuLayer, operation: AddToLayerSum, step: _LayerStep) -> None:
-        """Add the rows to the sum of the layer, with which ``step`` continues. Ranks have parts of the rows, and norm
-        their sum."""
+    def _add_to_layer_sum(self, layer: GpuLayer, operation: AddToLayerSum, step: _LayerStep) -> None:
+        """Add the rows, normed if the operation has a norm, to the layer's sum, with which ``step`` continues."""
         norm = None if operation.norm is None else layer.norms[operation.norm.name]
         self._sum(step.rows)
-        if step.added_up is None:
-            step.added_up = self._model.added_up[: len(step.rows)]
+        if step.layer_sum is None:
+            step.layer_sum = self._model.layer_sum[: len(step.rows)]
             if norm is None:
-                step.added_up.copy_(step.rows)
+                step.layer_sum.copy_(step.rows)
             else:
-                self._normed(step.rows, norm, step.added_up)
+                self._normed(step.rows, norm, step.layer_sum)
         else:
-            found = step.rows if step.results is None else step.results
-            self._add(step.added_up, found, None if norm is None else norm.weight, None, 1.0)
-        step.rows, step.results = step.added_up, None
+            rows_or_pairs = step.rows if step.results is None else step.results
+            self._add(step.layer_sum, rows_or_pairs, None if norm is None else norm.weight, None, 1.0)
+        step.rows, step.results = step.layer_sum, None
 
     def _is_last(self, index: int, shape: StepShape) -> bool:
-        """Return whether a layer is the last one that a step needs, after whose attention or state only sampled rows
-        continue: the model's last one, or, if no row is sampled, the last one that writes something or is stored."""
+        """Return whether a layer is the last one that a step needs: the model's last layer or, if no row is sampled,
+        the last one that writes KV or states or whose input is stored."""
         config = self._model.config
-        kept = max((config.last_kept_layer, *self._model.state_layers))
-        return index == (config.num_layers - 1 if shape.samples else kept)
+        last_written = max((config.last_kept_layer, *self._model.state_layers))
+        return index == (config.num_layers - 1 if shape.samples else last_written)
 
-    def _ends(self, index: int, step: _LayerStep, shape: StepShape) -> bool:
-        """End the step, and return True, if the layer has written everything that a step without sampled rows has to
-        write."""
+    def _end_if_done(self, index: int, step: _LayerStep, shape: StepShape) -> bool:
+        """End a step without sampled rows if everything is written; return whether it has ended. Called in a mixer
+        after its write."""
         step.ended = step.mixers == 1 and self._is_last(index, shape) and not shape.samples
         return step.ended
 
     def _after_mixer(self, index: int, step: _LayerStep, shape: StepShape) -> None:
-        """Continue after an operation that wrote keys and values, or states: only with the sampled rows, if it was the
-        last one of the last layer."""
+        """Count a mixer as done; after the last one of the last layer, continue only with the sampled rows."""
         step.mixers -= 1
         if not step.mixers and self._is_last(index, shape):
             self._sample(step, shape)
@@ -381,19 +383,19 @@ class GpuDecoder:
     def _sample(self, step: _LayerStep, shape: StepShape) -> None:
         """Continue only with the sampled rows; end the step if there are none."""
         self._sampled = True
-        step.ended, wanted = not shape.samples, self._record.sample_rows[: shape.samples]
-        step.rows, step.residual = step.rows.index_select(0, wanted), step.residual.index_select(0, wanted)
+        step.ended, sampled = not shape.samples, self._record.sample_rows[: shape.samples]
+        step.rows, step.residual = step.rows.index_select(0, sampled), step.residual.index_select(0, sampled)
         step.count = self._record.num_samples
-        step.gate = None if step.gate is None else step.gate.index_select(0, wanted)
-        step.inputs = None if step.inputs is None else step.inputs.index_select(0, wanted)
+        step.gate = None if step.gate is None else step.gate.index_select(0, sampled)
+        step.inputs = None if step.inputs is None else step.inputs.index_select(0, sampled)
 
     def _product(
         self, index: int, layer: GpuLayer, name: str, x: torch.Tensor, out: torch.Tensor, shape: StepShape
     ) -> torch.Tensor:
-        """Compute one linear layer, with the products that adapters add to it."""
-        found = self._model.product(x, layer.matrices[name], layer.biases[name], out)
-        self._adapt(index, name, x, found, shape)
-        return found
+        """Compute a linear layer, including adapters."""
+        out = self._model.product(x, layer.matrices[name], layer.biases[name], out)
+        self._adapt(index, name, x, out, shape)
+        return out
 
     def _sum(self, values: torch.Tensor) -> None:
         """All-reduce partial sums over the ranks, in place."""
@@ -401,7 +403,7 @@ class GpuDecoder:
             self._model.ranks.sum(values, in_order=self._model.invariant)
 
     def _adapt(self, index: int, name: str, x: torch.Tensor, out: torch.Tensor, shape: StepShape) -> None:
-        """Add the products of a fused layer's inputs ``x`` with adapters to its outputs, in steps with adapters."""
+        """In steps with adapters, add their products of a linear layer's inputs ``x`` to its outputs."""
         if shape.adapters:
             assert self._model.adapters is not None
             self._model.adapters.add(f"layers.{index}.{name}", x, out, sampled=self._sampled)
@@ -409,7 +411,7 @@ class GpuDecoder:
     def _run_latents(
         self, index: int, layer: GpuLayer, operation: AttendLatents, step: _LayerStep, shape: StepShape
     ) -> None:
-        """Attend over latents, from normed rows to the results of all heads [T, heads * values]."""
+        """Compute attention over latents (MLA), from normed rows to the outputs of all heads [T, heads * values]."""
         model, latents, buffers = self._model, self._model.config.latents, self._model.latents
         assert latents is not None
         assert buffers is not None
@@ -418,14 +420,14 @@ class GpuDecoder:
             layer.tensor(operation.up).view(heads, -1, latents.kv_lora_rank).tensor_split([latents.qk_nope_head_dim], 1)
         )
         queries = self._write_latents(index, layer, operation, step.rows, key_up, shape)
-        if self._ends(index, step, shape):
+        if self._end_if_done(index, step, shape):
             return
         step.rows = model.attended[: shape.tokens]
         for part, plan in self._latents:
             part.attend(index, queries, step.rows, plan, chunks=shape.chunks)
         self._after_mixer(index, step, shape)
-        rows, step.rows = step.rows, buffers.found[: len(step.rows)]
-        by_head, out = (each.view(len(rows), heads, -1) for each in (rows, step.rows))
+        rows, step.rows = step.rows, buffers.outputs[: len(step.rows)]
+        by_head, out = rows.view(len(rows), heads, -1), step.rows.view(len(rows), heads, -1)
         model.by_head(by_head, value_up, out)
         self._adapt(index, f"{operation.up.name}.values", by_head, out, shape)
 
@@ -438,24 +440,24 @@ class GpuDecoder:
         key_up: torch.Tensor,
         shape: StepShape,
     ) -> torch.Tensor:
-        """Write a layer's latents and rotated keys of rows [T, hidden]; return queries [T, heads, rank + rotary].
-        ``key_up`` [heads, still, rank] maps latents to keys, and is absorbed into the queries."""
+        """Write the latents and rotated key of rows ``x`` [T, hidden] to the pool; return queries [T, heads, rank +
+        rotary]. ``key_up`` [heads, still, rank] maps latents to keys; it is absorbed into the queries."""
         model, latents, buffers, count = self._model, self._model.config.latents, self._model.latents, len(x)
         assert latents is not None
         assert buffers is not None
-        few, by_head = x, (count, model.config.num_heads, -1)
+        q_latent, by_head = x, (count, model.config.num_heads, -1)
         if operation.query_down is not None and operation.query_norm is not None:
-            few = self._product(index, layer, operation.query_down.name, x, buffers.few[:count], shape)
+            q_latent = self._product(index, layer, operation.query_down.name, x, buffers.q_latent[:count], shape)
             weight = layer.norms[operation.query_norm.name].weight
-            rms_norm(few, weight, few, operation.query_norm.eps, model.weights.norm_is_wide)
-        projected = self._product(index, layer, operation.query_up.name, few, buffers.projected[:count], shape)
+            rms_norm(q_latent, weight, q_latent, operation.query_norm.eps, model.weights.norm_is_wide)
+        projected = self._product(index, layer, operation.query_up.name, q_latent, buffers.queries[:count], shape)
         rows = self._product(index, layer, operation.down.name, x, buffers.rows[:count], shape)
         if operation.grows:
-            projected.mul_(self._growth(count))
+            projected.mul_(self._query_scales(count))
         projected, queries = projected.view(by_head), model.qkv[:count].view(by_head)
-        still, absorbed = projected[..., : latents.qk_nope_head_dim], queries[..., : latents.kv_lora_rank]
-        model.by_head(still, key_up.mT, absorbed)
-        self._adapt(index, f"{operation.up.name}.keys", still, absorbed, shape)
+        q_nope, q_absorbed = projected[..., : latents.qk_nope_head_dim], queries[..., : latents.kv_lora_rank]
+        model.by_head(q_nope, key_up.mT, q_absorbed)
+        self._adapt(index, f"{operation.up.name}.keys", q_nope, q_absorbed, shape)
         if operation.rope is None:
             rotary = model.no_rope._replace(positions=model.no_rope.positions[:count])
         else:
@@ -476,35 +478,35 @@ class GpuDecoder:
         return queries
 
     def _norm_projections(self, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor) -> None:
-        """Norm queries and keys over their whole projections, in place."""
+        """Norm queries and keys over all heads, in place."""
         model, config = self._model, self._model.config
         if model.ranks is not None:
-            self._norm_shares(qkv, q_norm, k_norm)
+            self._norm_sharded(qkv, q_norm, k_norm)
             return
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         for part, weight in ((slice(0, queries), q_norm), (slice(queries, queries + keys), k_norm)):
             rms_norm(qkv[:, part], weight, qkv[:, part], config.rms_norm_eps, model.weights.norm_is_wide)
 
-    def _grow(self, qkv: torch.Tensor) -> None:
-        """Multiply queries by the factors of their positions, in place; this commutes with their rotation."""
+    def _scale_queries(self, qkv: torch.Tensor) -> None:
+        """Multiply queries by the scales of their positions, in place; this commutes with their rotation."""
         config = self._model.config
-        qkv[:, : config.num_heads * config.head_dim].mul_(self._growth(len(qkv)))
+        qkv[:, : config.num_heads * config.head_dim].mul_(self._query_scales(len(qkv)))
 
-    def _growth(self, count: int) -> torch.Tensor:
-        """Return the factors [count, 1] of queries at the positions of the step's first rows."""
-        growth = self._model.growth
-        assert growth is not None
-        return growth.index_select(0, self._record.rope_rows[:count])[:, None]
+    def _query_scales(self, count: int) -> torch.Tensor:
+        """Return the query scales [count, 1] at the positions of the step's first rows."""
+        scales = self._model.query_scales
+        assert scales is not None
+        return scales.index_select(0, self._record.rope_rows[:count])[:, None]
 
-    def _norm_shares(self, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor) -> None:
-        """Norm queries and keys over their whole projections, in place; the rank has some of their heads."""
+    def _norm_sharded(self, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor) -> None:
+        """Norm queries and keys over the heads of all ranks, in place."""
         model, ranks = self._model, self._model.ranks
         assert ranks is not None
         config, whole, shard = model.config, model.weights.config, ranks.shard
         ends = config.num_heads * config.head_dim, (config.num_heads + config.num_kv_heads) * config.head_dim
         parts = qkv[:, : ends[0]], qkv[:, ends[0] : ends[1]]
         sums = torch.stack([model.square_sums(part) for part in parts])
-        # The ranks that have a KV head in common add it several times.
+        # A KV head that several ranks have is added once per rank.
         sums[1] /= max(1, shard.size // whole.num_kv_heads)
         self._sum(sums)
         widths = (heads * config.head_dim for heads in (whole.num_heads, whole.num_kv_heads))
@@ -515,67 +517,75 @@ class GpuDecoder:
     def _gated(
         self, index: int, layer: GpuLayer, operation: Mlp, normed: torch.Tensor, shape: StepShape
     ) -> torch.Tensor:
-        """Compute a layer's MLP, from rows [T, hidden] to rows [T, hidden]."""
+        """Compute an MLP, from rows [T, hidden] to rows [T, hidden] in a buffer of the model."""
         model, count = self._model, len(normed)
         inner = operation.down.shape[1]
-        both = _first_rows(model.gate_up, count, 2 * inner if operation.gated else inner)
-        self._product(index, layer, operation.gate_up.name, normed, both, shape)
+        gate_up = _first_rows(model.gate_up, count, 2 * inner if operation.gated else inner)
+        self._product(index, layer, operation.gate_up.name, normed, gate_up, shape)
         out = _first_rows(model.inner, count, inner)
-        bends = (0.0, 0.0) if operation.bends is None else layer.bends[operation.bends.name]
-        gated(both, out, operation.activation, bends)
-        found = self._product(index, layer, operation.down.name, out, model.found[:count], shape)
+        xielu_params = (0.0, 0.0) if operation.bends is None else layer.xielu_params[operation.bends.name]
+        gated(gate_up, out, operation.activation, xielu_params)
+        down = self._product(index, layer, operation.down.name, out, model.projected[:count], shape)
         if operation.row_gate is None:
-            return found
+            return down
         gate = layer.tensor(operation.row_gate)
         gates = model.product(normed, gate, None, normed.new_empty(count, len(gate)))
         self._adapt(index, operation.row_gate.name, normed, gates, shape)
-        return found.mul_(gates.sigmoid_())
+        return down.mul_(gates.sigmoid_())
 
     def _apply_token_inputs(
         self, index: int, layer: GpuLayer, operation: ApplyTokenInputs, step: _LayerStep, shape: StepShape
     ) -> torch.Tensor:
-        """Compute a layer's product from its inputs per token beside the residual stream: rows [T, hidden]."""
+        """Compute a layer's product from its per-layer token inputs: rows [T, hidden]."""
         model, count, width = self._model, len(step.rows), operation.gate.shape[0]
         assert step.inputs is not None
         gates, out = (_first_rows(buffer, count, width) for buffer in (model.gate_up, model.inner))
         self._product(index, layer, operation.gate.name, step.rows, gates, shape)
         gated(gates, out, operation.activation, up=step.inputs)
-        return self._product(index, layer, operation.projection.name, out, model.found[:count], shape)
+        return self._product(index, layer, operation.projection.name, out, model.projected[:count], shape)
 
-    def _mix(
+    def _run_experts(
         self, index: int, layer: GpuLayer, operation: Experts, place: int, step: _LayerStep, shape: StepShape
     ) -> None:
-        """Compute a mixture of experts. The sum over experts is fused with that of the residual stream or of the layer,
-        if that follows and no all-reduce comes before."""
+        """Compute a mixture of experts. The sum over experts is fused with a following sum into the residual stream or
+        the layer's sum, unless an all-reduce comes between."""
         assert self._experts is not None
-        sums: tuple[type, ...] = (AddToResidual,) if step.added_up is None else (AddToResidual, AddToLayerSum)
+        sums: tuple[type, ...] = (AddToResidual,) if step.layer_sum is None else (AddToResidual, AddToLayerSum)
         following = layer.operations[place + 1 : place + 2]
-        summed = self._model.ranks is not None or not any(isinstance(one, sums) for one in following)
+        summed = self._model.ranks is not None or not any(isinstance(later, sums) for later in following)
         adapters = None
         if shape.adapters:
             assert self._model.adapters is not None
             adapters = MixtureAdapters(self._model.adapters, f"layers.{index}.", self._sampled)
-        beside = None
+        shared = None
         if isinstance(operation, JoinedExperts) and not operation.joined:
             # Adapters may change the gate: then the MLP applies it, otherwise the router and the sum do.
             mlp = operation.beside if shape.adapters else replace(operation.beside, row_gate=None)
-            beside = self._gated(index, layer, mlp, step.rows, shape)
-        routed = None
+            shared = self._gated(index, layer, mlp, step.rows, shape)
+        router_rows = None
         if operation.router_norm is not None:
-            # The buffer of the experts' sum is free until then.
-            routed = self._normed(
-                step.residual, layer.norms[operation.router_norm.name], self._model.found[: len(step.rows)]
+            # In the buffer of the experts' sum, which is written later.
+            router_rows = self._normed(
+                step.residual, layer.norms[operation.router_norm.name], self._model.projected[: len(step.rows)]
             )
-        found = self._experts.run(
-            layer, operation, step.rows, step.count, summed=summed, adapters=adapters, beside=beside, routed=routed
+        out = self._experts.run(
+            layer,
+            operation,
+            step.rows,
+            step.count,
+            summed=summed,
+            adapters=adapters,
+            shared=shared,
+            router_rows=router_rows,
         )
-        if isinstance(found, PairResults):
-            step.results = found
+        if isinstance(out, PairResults):
+            step.results = out
         else:
-            step.rows = found
+            step.rows = out
 
     def _normed(self, values: torch.Tensor, norm: GpuNorm | None, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Norm rows, by default into the buffer of normed rows; return the rows themselves if there is no norm."""
+        """Norm rows into ``out``, by default the buffer of normed rows; return ``values`` themselves if ``norm`` is
+        None."""
         if norm is None:
             return values
         model, weights = self._model, self._model.weights
@@ -594,23 +604,23 @@ class GpuDecoder:
     def _add(
         self,
         residual: torch.Tensor,
-        found: torch.Tensor | PairResults,
-        post: torch.Tensor | None,
+        rows_or_pairs: torch.Tensor | PairResults,
+        post_norm: torch.Tensor | None,
         following: GpuNorm | None,
         scale: float,
         factor: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute residual = factor * (residual + scale * post_norm(found)), in place; return the next product's
-        input, normed by ``following``."""
+        """Compute residual = factor * (residual + scale * post_norm(rows)) in place, where rows may be per-expert
+        outputs to be added up. Return the result, normed by ``following`` if not None."""
         model = self._model
         out = None if following is None else model.normed[: len(residual)]
         add_rms_norm(
             residual,
-            found,
+            rows_or_pairs,
             out,
             weight=None if following is None else following.weight,
             bias=None if following is None else following.bias,
-            post_weight=post,
+            post_weight=post_norm,
             scale=scale,
             factor=factor,
             eps=model.config.rms_norm_eps,
@@ -620,6 +630,7 @@ class GpuDecoder:
         return residual if out is None else out
 
     def _logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits of normed rows [R, hidden]; on ranks above 0 no rows."""
         model, config, rows = self._model, self._model.config, len(normed)
         head, fits = model.weights.head, rows <= len(model.logits)
         if model.shares is not None:
@@ -628,10 +639,10 @@ class GpuDecoder:
             logits = model.logits[:rows] if fits else torch.empty(rows, config.vocab_size, device=model.device)
             model.product(normed, head, None, logits)
         elif fits:
-            logits, found = model.logits[:rows], model.head[:rows]
-            model.product(normed, head, None, found)
+            logits, unconverted = model.logits[:rows], model.head[:rows]
+            model.product(normed, head, None, unconverted)
             if model.dtype != torch.float32:
-                logits.copy_(found)
+                logits.copy_(unconverted)
         else:
             logits = model.product(normed, head, None, normed.new_empty(rows, config.vocab_size)).float()
         if config.logit_divisor != 1.0:
@@ -639,32 +650,32 @@ class GpuDecoder:
         return soft_cap(logits, config.logit_softcap) if config.logit_softcap else logits
 
     def _gathered_logits(self, shares: RankLogits, normed: torch.Tensor) -> torch.Tensor:
-        """Return the logits of all ranks' tokens on the first rank, and none on others."""
+        """Return the logits of all ranks' tokens on rank 0, no rows on others."""
         model, rows = self._model, len(normed)
-        head, found = model.weights.head, shares.room(rows)
-        model.product(normed, head, None, found)
-        every = shares.gather(rows)
-        if not every:
+        model.product(normed, model.weights.head, None, shares.buffer(rows))
+        gathered = shares.gather(rows)
+        if not gathered:
             return model.logits[:0]
         logits = (
             model.logits[:rows] if rows <= len(model.logits) else model.logits.new_empty(rows, model.logits.shape[1])
         )
-        for tokens, part in every:
+        for tokens, part in gathered:
             logits[:, tokens.start : tokens.stop].copy_(part)
         return logits
 
 
 def _first_rows(buffer: torch.Tensor, count: int, width: int) -> torch.Tensor:
-    """View the start of a buffer as rows [count, width], regardless of the width of the buffer's rows."""
+    """View the start of a buffer as rows [count, width], whatever the shape of the buffer."""
     return buffer.view(-1)[: count * width].view(count, width)
 
 
 def _norm_of(layer: GpuLayer, operation: LayerOperation) -> GpuNorm | None:
-    """Return the norm ``operation``; None if the model does not norm the residual stream there."""
+    """Return the weights of a norm of the residual stream; None for another operation or a norm without weights."""
     if not isinstance(operation, Norm) or operation.weight is None:
         return None
     return layer.norms[operation.weight.name]
 
 
 def _first_norm(layer: GpuLayer) -> GpuNorm | None:
+    """Return the norm with which a layer begins, or None."""
     return _norm_of(layer, layer.operations[0])

@@ -1,7 +1,7 @@
 """The GPUs of this machine, and their assignment to processes.
 
-They are counted through the driver, so that a supervisor needs no torch. With TRITON_INTERPRET=1 ``--device cuda``
-needs no GPU: the kernels run in Triton's interpreter, in host memory.
+They are counted by the driver API, so that a supervisor needs no torch. With TRITON_INTERPRET=1 ``--device cuda`` needs
+no GPU: kernels run in Triton's interpreter, in host memory.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ def interpreted() -> bool:
 
 
 def gpu_for_each(processes: int) -> bool:
-    """Return whether each process of a worker (a rank, a stage, or a rank of one) has a separate GPU: process p the
-    p-th visible one."""
+    """Return whether each of a worker's ``processes`` processes (ranks times stages) has a separate GPU; process p has
+    the p-th visible one."""
     return 1 < processes <= device_count()
 
 
 def devices_of(processes: int) -> int:
-    """Return the number of GPUs of a worker of ``processes`` processes."""
+    """Return the number of GPUs that a worker of ``processes`` processes uses."""
     return processes if gpu_for_each(processes) else 1
 
 
 def first_gpu(rank: int) -> dict[str, str]:
-    """Return the environment of a process whose first GPU, torch's ``cuda:0``, is ``cuda:rank`` of this process,
-    followed by the other GPUs."""
+    """Return the environment of a process whose ``cuda:0`` is this process's ``cuda:rank``, followed by the other
+    GPUs."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    seen = [part.strip() for part in named.split(",")] if named else [str(index) for index in range(device_count())]
+    devices = [part.strip() for part in named.split(",")] if named else [str(index) for index in range(device_count())]
     # The driver ignores all names after an unknown one.
-    seen = seen[: device_count()]
-    return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join([seen[rank], *seen[:rank], *seen[rank + 1 :]])}
+    devices = devices[: device_count()]
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join([devices[rank], *devices[:rank], *devices[rank + 1 :]])}
 
 
 def gpu_uuid() -> str:

@@ -1,11 +1,11 @@
-"""Loading of a GPU backend from a worker's flags: with compiled kernels and workspace, without a pool.
+"""Loading of a GPU backend from a worker's flags: weights, compiled kernels and workspace, but no pool.
 
 The order matters, because the KV node allocates its pool in the GPU's free memory when the first worker attaches:
 
-    weights (a region shared by the KV node, filled by the first worker) -> buffers -> workspace -> (attach)
+    weights (memory shared through the KV node, filled by the first worker) -> buffers -> workspace -> (attach)
 
-Ranks of one worker do all of that concurrently, and rank 0 attaches when all have finished. Communication with the KV
-node is in gpu_worker.py, because tests on a GPU machine that has only torch and triton import this module.
+Ranks do this concurrently, and rank 0 attaches when all have finished. Communication with the KV node is in
+gpu_worker.py, because this module is also imported by tests on GPU machines that have only torch and triton.
 """
 
 from __future__ import annotations
@@ -48,14 +48,13 @@ from pillion.kernels.state_pieces import CHUNK, PIECE_COLUMNS, STATE_LAYOUT_VERS
 
 log = logging.getLogger("pillion.worker")
 
-# Max parallel samples of a prompt, whose first tokens one step samples.
+# Max parallel samples of a prompt, whose first tokens are sampled in one step; the gateway's limit.
 MAX_ANSWERS = 128
 FP8_LAYOUT_VERSION = "fp8-rows-1"
-BUDGET_FLAGS = "--max-num-batched-tokens or --max-num-batched-prefill-tokens"
 
 
 def cost_on_gpu(flags: WorkerFlags, prepared: PreparedModel) -> StepModel | None:
-    """Return the expected cost of a worker's steps, None in Triton's interpreter."""
+    """Return the estimated cost of a worker's steps; None in Triton's interpreter."""
     return None if interpreted() else expected_on_gpu(flags, prepared, devices_of(flags.processes))[0]
 
 
@@ -73,10 +72,15 @@ def load_gpu_backend(
 ) -> tuple[GpuBackend, str]:
     """Return the backend and the name of its kernels.
 
-    ``memory`` allocates memory for weights. ``ranks``: the worker's other ranks, if any. ``shard``: what the process
-    computes, by default the share of its rank, or the whole model. ``divided``: each rank has a shard of the pool.
-    ``make`` constructs the backend, like :class:`GpuBackend`. Raises ConfigError for models and flags that the process
-    cannot run."""
+    Args:
+        memory: allocates memory for weights.
+        ranks: the worker's other ranks, if any.
+        shard: of the model, by default that of the rank or all of it.
+        divided: True if each rank has a shard of the pool.
+        make: constructs the backend, with the arguments of :class:`GpuBackend`.
+
+    Raises ConfigError for models and flags that are not supported, and if memory is short.
+    """
     began_s = time.monotonic()
     config = load_config(prepared.folder)
     shard = shard or (whole_model(config) if ranks is None else ranks.shard)
@@ -127,20 +131,21 @@ def load_gpu_backend(
 
 @contextlib.contextmanager
 def fit_in_memory(tokens: int, needed: int, device: torch.device) -> Iterator[str]:
-    """Yield, as text, the bytes that a step of ``tokens`` tokens needs, whose buffers the block allocates. Raises
-    ConfigError if the GPU has less."""
+    """Context in which the buffers of a step of ``tokens`` tokens are allocated; yields their size ``needed`` as text.
+    Raises ConfigError if the GPU has less, or runs out of memory."""
+    lower = "lower --max-num-batched-tokens or --max-num-batched-prefill-tokens"
     size = f"{needed / 2**20:.0f} MiB"
     too_large = f"a step of {tokens} tokens of this model takes up to {size} beside weights, and the GPU has"
-    if device.type == "cuda" and needed > (left := torch.cuda.mem_get_info(device)[0]):
-        raise ConfigError(f"{too_large} {left / 2**20:.0f} MiB left: lower {BUDGET_FLAGS}")
+    if device.type == "cuda" and needed > (free := torch.cuda.mem_get_info(device)[0]):
+        raise ConfigError(f"{too_large} {free / 2**20:.0f} MiB left: {lower}")
     try:
         yield size
     except torch.OutOfMemoryError as error:
-        raise ConfigError(f"{too_large} no more: lower {BUDGET_FLAGS}") from error
+        raise ConfigError(f"{too_large} no more: {lower}") from error
 
 
 def _adapts_mixtures(flags: WorkerFlags, config: ModelConfig) -> bool:
-    """Return whether adapters may change experts, or an MLP beside them."""
+    """Return whether adapters may change experts or shared experts."""
     if not flags.enable_lora:
         return False
     shapes = adapter_shapes(config, listed_targets(flags.lora_target_modules))
@@ -148,20 +153,20 @@ def _adapts_mixtures(flags: WorkerFlags, config: ModelConfig) -> bool:
 
 
 def _in_fp8(flags: WorkerFlags, config: ModelConfig, prepared: PreparedModel, device: torch.device) -> bool:
-    """Return whether linear layers multiply FP8 by FP8: if the checkpoint's producer does, and the device can."""
+    """Return whether linear layers multiply FP8 by FP8: if the checkpoint prescribes it and the device supports it."""
     quantization = config.quantization
     if quantization is None or not quantization.fp8_rows or prepared.dtype != "bfloat16":
         return False
     if flags.batch_invariant or not computes_in_fp8(device):
-        why = "with --batch-invariant" if flags.batch_invariant else "on this GPU"
-        log.warning("the checkpoint expects inputs of layers in FP8, but they are not quantized %s", why)
+        condition = "with --batch-invariant" if flags.batch_invariant else "on this GPU"
+        log.warning("the checkpoint expects inputs of layers in FP8, but they are not quantized %s", condition)
         return False
     log.info("linear layers multiply in FP8, with inputs quantized as in the checkpoint's config")
     return True
 
 
 def gpu_layout(prepared: PreparedModel, block_size: int, kv_cache_dtype: str = "auto") -> KVLayout:
-    """Build the layout of a model's blocks and states for the GPU kernels."""
+    """Return the layout of a model's slots for the GPU kernels."""
     inside = FP8_LAYOUT_VERSION if kv_cache_dtype == "fp8" else LAYOUT_VERSION
     if load_config(prepared.folder).linear is not None:
         inside += f"/{STATE_LAYOUT_VERSION}/{CHUNKS_LAYOUT_VERSION}"
@@ -169,13 +174,13 @@ def gpu_layout(prepared: PreparedModel, block_size: int, kv_cache_dtype: str = "
 
 
 def step_device() -> torch.device:
-    """Return the device of this process's steps: the first visible GPU, a different one in each rank if each has a GPU
+    """Return the device of this process's steps: the first visible GPU, which differs between ranks that have one each
     (:func:`pillion.engine.backends.gpu.gpu_devices.first_gpu`)."""
     return torch.device("cpu" if interpreted() else "cuda:0")
 
 
 def check_limits(device: torch.device, layout: KVLayout) -> None:
-    """Raise ConfigError if the CUDA build of torch or a C compiler is missing, and for shapes without a kernel."""
+    """Raise ConfigError if the CUDA build of torch or a C compiler is missing, or if no kernel supports the layout."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: this torch cannot use the GPU; install the CUDA build of torch")
     compilers = (os.environ.get("CC", ""), "gcc", "clang")
@@ -197,7 +202,7 @@ def check_limits(device: torch.device, layout: KVLayout) -> None:
 
 
 def check_operations(config: ModelConfig) -> None:
-    """Raise ConfigError for an operation of a layer without a GPU kernel."""
+    """Raise ConfigError if a layer has an operation without a GPU kernel."""
     latents = config.latents
     if latents is not None and latents.index is not None:
         raise ConfigError(f"{config.family}: no GPU kernel selects tokens by an indexer; use --device cpu")
@@ -207,7 +212,7 @@ def check_operations(config: ModelConfig) -> None:
 
 
 def limits_of(flags: WorkerFlags, prepared: PreparedModel) -> GpuLimits:
-    """Return the limits of a worker's steps, from the flags of its kind."""
+    """Return the limits of a decode or prefill worker's steps."""
     if isinstance(flags, DecodeFlags):
         tokens, seqs, draft_tokens = (
             flags.max_num_batched_tokens,

@@ -40,7 +40,7 @@ GpuMatrix = torch.Tensor | PackedMatrix | Fp8Matrix
 
 
 class GpuNorm(NamedTuple):
-    """A norm's weight and, if it has one, its bias."""
+    """A norm's weight, and its bias if it has one."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
@@ -48,17 +48,17 @@ class GpuNorm(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _LatentBuffers:
-    """The buffers of attention over latents, [max_tokens, ...] each: down-projected queries, queries, rows of latents
-    and rotated key, and heads' results."""
+    """Buffers of attention over latents (MLA), [max_tokens, ...] each: latents of queries, queries, rows of latents and
+    a rotated key, and the heads' outputs."""
 
-    few: torch.Tensor
-    projected: torch.Tensor
+    q_latent: torch.Tensor
+    queries: torch.Tensor
     rows: torch.Tensor
-    found: torch.Tensor
+    outputs: torch.Tensor
 
     @staticmethod
     def of(config: ModelConfig, rows: Callable[[int], torch.Tensor]) -> _LatentBuffers | None:
-        """Allocate the buffers of a model, each by ``rows`` of its width; None for a model without latents."""
+        """Allocate the buffers of a model by ``rows``, which takes a width; None for a model without latents."""
         latents, heads = config.latents, config.num_heads
         if latents is None:
             return None
@@ -67,26 +67,26 @@ class _LatentBuffers:
 
 
 class GpuLayer:
-    """One layer's operations and its tensors, by the names of the layer's description.
+    """One layer's operations and tensors, by the names of the layer's description.
 
     Attributes:
-        norms: the norms of the residual stream, and those of queries and keys.
-        matrices: the matrices of linear layers, those of all experts in one stack, and the router.
-        biases: the biases of linear layers, those of all experts as rows; None without one.
-        bends: the factors of xIELU, by the names of the tensors from which they are computed.
+        norms: norms of the residual stream, of queries and of keys.
+        matrices: matrices of linear layers, stacked for experts, and all other tensors.
+        biases: biases of ``matrices``, stacked for experts; None without one.
+        xielu_params: parameters of xIELU above and below 0, by the name of their tensor.
     """
 
     def __init__(self, weights: GpuWeights, index: int, operations: Layer) -> None:
-        own = f"layers.{index}."
-        self.operations = join_operations(operations, lambda mixed, beside: _joined(weights, own, mixed, beside))
-        joined = [one.beside for one in self.operations if isinstance(one, JoinedExperts) and one.joined]
-        stacked = {tensor.name for beside in joined for tensor in (beside.gate_up, beside.down)}
+        prefix = f"layers.{index}."
+        self.operations = join_operations(operations, lambda mixed, shared: _joined(weights, prefix, mixed, shared))
+        joined = [each.beside for each in self.operations if isinstance(each, JoinedExperts) and each.joined]
+        stacked = {tensor.name for mlp in joined for tensor in (mlp.gate_up, mlp.down)}
         self._tensors = [tensor for tensor in tensors_of(operations) if tensor.name not in stacked]
         self.norms: dict[str, GpuNorm] = {}
         self.matrices: dict[str, GpuMatrix] = {}
         self.biases: dict[str, torch.Tensor | None] = {}
         for tensor in self._tensors:
-            name = own + tensor.name
+            name = prefix + tensor.name
             if tensor.role in (Role.NORM, Role.HEAD_NORM):
                 self.norms[tensor.name] = GpuNorm(weights[name], weights.get(f"{name}.bias"))
                 continue
@@ -94,30 +94,28 @@ class GpuLayer:
             assert matrix is not None
             self.matrices[tensor.name] = matrix
             self.biases[tensor.name] = weights.get(f"{name}.bias")
-        bends = [one.bends.name for one in self.operations if isinstance(one, Mlp) and one.bends is not None]
-        self.bends: dict[str, tuple[float, float]] = {}
-        for name in bends:
-            numbers = self.matrices[name]
-            assert isinstance(numbers, torch.Tensor)
-            above, below = xielu_factors(numbers).tolist()
-            self.bends[name] = above, below
+        self.xielu_params: dict[str, tuple[float, float]] = {}
+        for mlp in self.operations:
+            if isinstance(mlp, Mlp) and mlp.bends is not None:
+                above, below = xielu_factors(self.tensor(mlp.bends)).tolist()
+                self.xielu_params[mlp.bends.name] = above, below
 
     def tensor(self, tensor: LayerTensor) -> torch.Tensor:
         """Return a tensor that is never quantized."""
-        found = self.matrices[tensor.name]
-        assert isinstance(found, torch.Tensor)
-        return found
+        values = self.matrices[tensor.name]
+        assert isinstance(values, torch.Tensor)
+        return values
 
     def packed(self) -> Iterator[tuple[PackedMatrix, torch.Tensor | None]]:
-        """Yield the quantized matrices that all rows pass, and their biases."""
+        """Yield the quantized matrices, except those of experts, and their biases."""
         for tensor in self._tensors:
             matrix = self.matrices.get(tensor.name)
             if isinstance(matrix, PackedMatrix) and not tensor.experts:
                 yield matrix, self.biases[tensor.name]
 
     def plain(self, dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Yield the plain matrices of this type, except those of experts, and their biases. A router whose bias is
-        exact is left out: a separate kernel multiplies by it."""
+        """Yield the unquantized matrices of type ``dtype``, except those of experts, and their biases. Excludes routers
+        with a float32 bias, which have a separate kernel."""
         for name, matrix in self.matrices.items():
             bias = self.biases[name]
             if bias is not None and bias.dtype != dtype:
@@ -126,11 +124,11 @@ class GpuLayer:
                 yield matrix, bias
 
 
-def _joined(weights: GpuWeights, layer: str, mixed: Experts, beside: Mlp) -> int:
-    """Return the number of experts in a stack that are the MLP beside the others."""
-    if weights.matrix(layer + beside.down.name) is not None:
+def _joined(weights: GpuWeights, prefix: str, mixed: Experts, shared: Mlp) -> int:
+    """Return the number of experts in the stack that come from the shared expert; 0 if it has separate matrices."""
+    if weights.matrix(prefix + shared.down.name) is not None:
         return 0
-    stack = weights.matrix(layer + mixed.down.name)
+    stack = weights.matrix(prefix + mixed.down.name)
     assert isinstance(stack, torch.Tensor | PackedMatrix)
     return len(stack.words if isinstance(stack, PackedMatrix) else stack) - mixed.router.shape[0]
 
@@ -139,12 +137,12 @@ class GpuModel:
     """A model's weights, rotary tables and activation buffers on one device, for steps of at most ``max_tokens``.
 
     Attributes:
-        config: the shape of the model, or of the rank's share of it.
+        config: shape of the process's shard of the model.
         shard: the part of the model that the process computes.
         ranks: the worker's other ranks, or None.
-        layers: the process's layers, by their numbers in the model.
-        max_tokens: max tokens of a step. longest: max tokens of a sequence.
-        state_layers, states: the layers whose inputs are stored for an EAGLE head, and these [max_tokens, ...].
+        layers: the process's layers, by index in the model.
+        max_tokens: max tokens of a step.
+        state_layers, states: layers whose inputs are stored for an EAGLE head; these [max_tokens, layers * hidden].
     """
 
     def __init__(
@@ -160,43 +158,45 @@ class GpuModel:
         operations: Sequence[Layer] = (),
         invariant: bool = False,
     ) -> None:
-        """``max_sampled``: max tokens that one step samples, which the next step may embed.
+        """Allocate the buffers.
 
-        ``max_samples``: rows of the logits' buffer shared by all steps; larger steps allocate their own. ``shard``:
-        what the process computes, by default the share of its rank, or the whole model. ``operations``: those of the
-        layers, by default the config's. ``invariant``: a token's bits must depend only on its sequence
-        (``--batch-invariant``).
+        Args:
+            max_sampled: max tokens that a step samples and the next one may embed.
+            max_samples: rows of the shared logits buffer; larger steps allocate their own.
+            shard: of the model, by default that of the rank or all of it.
+            operations: of all layers, by default those of the config.
+            invariant: True if a token's bits may depend only on its sequence (``--batch-invariant``).
         """
         self.shard = shard or (whole_model(weights.config) if ranks is None else ranks.shard)
         config, device, dtype = self.shard.local(weights.config), weights.device, weights.dtype
         self.config, self.device, self.dtype = config, device, dtype
-        self.max_tokens, self.longest = max_tokens, max_model_len
+        self.max_tokens, self.max_model_len = max_tokens, max_model_len
         self.ranks, self.invariant = ranks, invariant
         self.capturable = ranks is None or ranks.capturable
         self.weights = weights
         self.tokens = None if ranks is None else ranks.shard.vocabulary(config.vocab_size)
         self.adapters: GpuAdapters | None = None
-        # The rank's inner values of MLPs, by layer, unless they are in order.
+        # By layer: indices of the rank's inner values of the MLP, unless they are in order.
         self.inner_values = _inner_values(weights)
-        every = operations or layers_of(config)
-        self.layers = {index: GpuLayer(weights, index, every[index]) for index in self.shard.own_layers(config)}
-        self._packed = [(*each, dtype) for layer in self.layers.values() for each in layer.packed()]
+        layers = operations or layers_of(config)
+        self.layers = {index: GpuLayer(weights, index, layers[index]) for index in self.shard.own_layers(config)}
+        self._packed = [(*packed, dtype) for layer in self.layers.values() for packed in layer.packed()]
         if isinstance(weights.head, PackedMatrix):
             self._packed.append((weights.head, None, torch.float32))
         self._fp8 = Fp8Gemm((matrix for matrix, _ in self._in_fp8()), max_tokens, dtype, device)
-        self._quantized = QuantizedGemm((each[0] for each in self._packed), max_tokens, dtype, device)
+        self._quantized = QuantizedGemm((packed[0] for packed in self._packed), max_tokens, dtype, device)
         self._plain = DenseGemm(max_tokens, dtype, device)
-        # The rotary tables are rounded as in transformers.
+        # Rounded to the model's type, as in transformers.
         tables = rope_tables(config, max_model_len)
         self.ropes = [(cos.to(dtype).to(device), sin.to(dtype).to(device)) for cos, sin in tables]
         self.no_rope = _no_rope(config, max_tokens, dtype, device)
-        growth = growth_table(config, max_model_len)
-        self.growth = None if growth is None else growth.to(device)
+        query_scales = growth_table(config, max_model_len)
+        self.query_scales = None if query_scales is None else query_scales.to(device)
         self.sampled = torch.zeros(max_sampled, dtype=torch.int32, device=device)
-        # Shared by all graphs: separate logits would need gigabytes, and the pool takes the memory that is left.
+        # Shared by all graphs, because a buffer per graph would need gigabytes, at the expense of the pool.
         leads = ranks is None or ranks.shard.leads
         self.logits = torch.zeros(max_samples if leads else 0, config.vocab_size, dtype=torch.float32, device=device)
-        # The output projection of a plain matrix writes its logits here, before they are cast to float32.
+        # Output of an unquantized LM head, before the cast to float32.
         narrow = dtype != torch.float32 and not isinstance(weights.head, PackedMatrix)
         kind = dtype if narrow else torch.float32
         self.shares = None if ranks is None else RankLogits(ranks, config.vocab_size, max_samples, kind, device)
@@ -205,41 +205,42 @@ class GpuModel:
         self.set_aux_hidden_state_layers(())
 
     def set_aux_hidden_state_layers(self, layers: Sequence[int]) -> None:
-        """Allocate the buffer in which a step stores the inputs of these layers, side by side, for all its rows."""
+        """Make each step store these layers' inputs of all its rows, side by side in ``states``."""
         self.state_layers = tuple(layers)
         self.states = self._rows(len(layers) * self.config.hidden_size)
 
     def _rows(self, width: int) -> torch.Tensor:
-        """Allocate a buffer of a step's rows."""
+        """Allocate a buffer [max_tokens, width]."""
         return torch.zeros(self.max_tokens, width, dtype=self.dtype, device=self.device)
 
     def _make_rows(self) -> None:
         """Allocate the buffers of a step's rows."""
         config, rows = self.config, self._rows
-        every = [operation for layer in self.layers.values() for operation in layer.operations]
-        self.residual, self.normed, self.found = (rows(config.hidden_size) for _ in range(3))
-        self.added_up = rows(config.hidden_size if any(isinstance(one, AddToLayerSum) for one in every) else 0)
+        operations = [operation for layer in self.layers.values() for operation in layer.operations]
+        self.residual, self.normed, self.projected = (rows(config.hidden_size) for _ in range(3))
+        self.layer_sum = rows(config.hidden_size if any(isinstance(each, AddToLayerSum) for each in operations) else 0)
         self.latents = _LatentBuffers.of(config, rows)
-        # Layers that differ in their heads share these buffers, of the largest size.
+        # Sized for the largest layer, and shared by all.
         heads, widest = config.num_heads, max(kind.head_dim for kind in config.all_heads)
-        plain = 2 if config.latents is None else 0
-        projected = max((heads + plain * kind.kv_heads) * kind.head_dim for kind in config.all_heads)
-        self.qkv, self.attended = rows(projected), rows(heads * (widest if plain else config.value_dim))
-        # -inf: no effect on the softmax.
+        kv_planes = 2 if config.latents is None else 0
+        projected = max((heads + kv_planes * kind.kv_heads) * kind.head_dim for kind in config.all_heads)
+        self.qkv, self.attended = rows(projected), rows(heads * (widest if kv_planes else config.value_dim))
+        # Sinks of layers without any: -inf has no effect on the softmax.
         self.no_sinks = torch.full((heads,), -torch.inf, device=self.device) if self.has_sinks else None
-        # A product may compute gates of attention's results in front of queries, keys and values.
-        gates = max((one.values.size for one in every if isinstance(one, KeepGate)), default=0)
+        # In some models the projection has gates of the attention output before queries, keys and values.
+        gates = max((each.values.size for each in operations if isinstance(each, KeepGate)), default=0)
         self.gated_qkv = rows(gates + projected) if gates else self.qkv
         inner, inputs = max(config.widest_mlp, config.hidden_size), config.token_inputs
-        # Layers' inputs per token are computed before the first MLP, in its buffer.
-        beside = 0 if inputs is None else config.num_layers * inputs.width
-        self.token_inputs = rows(beside)
-        self.gate_up, self.inner = rows(max(2 * inner, beside)), rows(inner)
+        # Per-layer token inputs are projected before the first MLP, in its buffer.
+        input_width = 0 if inputs is None else config.num_layers * inputs.width
+        self.token_inputs = rows(input_width)
+        self.gate_up, self.inner = rows(max(2 * inner, input_width)), rows(inner)
 
     def product(
         self, rows: torch.Tensor, weight: GpuMatrix | None, bias: torch.Tensor | None, out: torch.Tensor
     ) -> torch.Tensor:
-        """Multiply rows [T, in] by weight [out, in] into ``out`` [T, out]."""
+        """Multiply rows [T, in] by the transpose of weight [out, in], add the bias, and return the product in ``out``
+        [T, out]."""
         assert weight is not None
         if isinstance(weight, PackedMatrix):
             return self._quantized(rows, weight, bias, out)
@@ -252,39 +253,40 @@ class GpuModel:
         return torch.addmm(bias, rows, weight.T, out=out)
 
     def _in_fp8(self) -> Iterator[tuple[Fp8Matrix, torch.Tensor | None]]:
-        """Yield the matrices for products in FP8, and their biases."""
+        """Yield the matrices that are multiplied in FP8, and their biases."""
         for layer in self.layers.values():
             for name, matrix in layer.matrices.items():
                 if isinstance(matrix, Fp8Matrix):
                     yield matrix, layer.biases[name]
 
     def by_head(self, rows: torch.Tensor, matrices: torch.Tensor, out: torch.Tensor) -> None:
-        """Multiply rows [T, heads, in] by each head's matrix [heads, out, in] into ``out`` [T, heads, out]."""
+        """Multiply rows [T, heads, in] by the transpose of each head's matrix [heads, out, in] into ``out`` [T, heads,
+        out]."""
         if self.invariant:
             head_product(rows, matrices, out)
         else:
             torch.bmm(rows.transpose(0, 1), matrices.mT, out=out.transpose(0, 1))
 
     def square_sums(self, rows: torch.Tensor) -> torch.Tensor:
-        """Add up the squares of each row of [T, in] in float32: [T]."""
+        """Return the sum of squares of each row [T, in], float32 [T]."""
         squares = rows.float().square()
         if not self.invariant:
             return squares.sum(1)
-        # torch adds up the values of a row in an order that depends on the number of rows.
+        # torch's order of addition within a row depends on the number of rows.
         ones, sums = squares.new_ones(1, 1, squares.shape[1]), squares.new_empty(len(rows), 1, 1)
         return head_product(squares[:, None], ones, sums).view(-1)
 
     @property
     def plain_products(self) -> int:
-        """The number of matrices that are not quantized, counting those of a layer's experts as one."""
-        every = [each for layer in self.layers.values() for each in layer.matrices.values()] + [self.weights.head]
-        return sum(isinstance(each, torch.Tensor) and each.dim() > 1 for each in every)
+        """The number of unquantized matrices; a stack of experts counts as one."""
+        matrices = [matrix for layer in self.layers.values() for matrix in layer.matrices.values()]
+        return sum(isinstance(matrix, torch.Tensor) and matrix.dim() > 1 for matrix in [*matrices, self.weights.head])
 
     @property
     def has_sinks(self) -> bool:
-        """True if layers have attention sinks; ``no_sinks`` is for those without."""
-        every = (operation for layer in self.layers.values() for operation in layer.operations)
-        return any(isinstance(operation, Attend) and operation.sinks is not None for operation in every)
+        """True if a layer of this process has attention sinks."""
+        operations = (operation for layer in self.layers.values() for operation in layer.operations)
+        return any(isinstance(operation, Attend) and operation.sinks is not None for operation in operations)
 
     @property
     def has_experts(self) -> bool:
@@ -292,7 +294,7 @@ class GpuModel:
         return any(isinstance(operation, Experts) for layer in self.layers.values() for operation in layer.operations)
 
     def compile_products(self) -> None:
-        """Compile the kernels of products, except cuBLAS's, for every number of rows."""
+        """Compile the variants of all product kernels, for every number of rows."""
         compiled: set[object] = set()
         for fp8, bias in self._in_fp8():
             shape = (fp8.codes.shape, fp8.in_blocks, bias is None)
@@ -307,28 +309,28 @@ class GpuModel:
         for weight, bias in self._plain_matrices():
             if (weight.shape, bias is None) not in compiled:
                 compiled.add((weight.shape, bias is None))
-                most = self.max_tokens if self.invariant else self._plain.most_rows(weight)
-                self._plain.compile(weight, bias, min(most, self.max_tokens))
+                max_rows = self.max_tokens if self.invariant else self._plain.most_rows(weight)
+                self._plain.compile(weight, bias, min(max_rows, self.max_tokens))
 
     def _plain_matrices(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Yield the plain matrices that steps multiply by, except those of experts, and their biases."""
+        """Yield the unquantized matrices of the model, except those of experts, and their biases."""
         for layer in self.layers.values():
             yield from layer.plain(self.dtype)
-        # Outside of layers, and plain even if the layers are quantized.
+        # Matrices outside of layers may be unquantized even if the layers are not.
         for matrix in (self.weights.head, self.weights.get("token_inputs.projection")):
             if isinstance(matrix, torch.Tensor):
                 yield matrix, None
 
 
 def _inner_values(weights: GpuWeights) -> dict[str, torch.Tensor]:
-    """Return the rank's inner values of the MLP, by layers in which they are not in order."""
+    """Return, by layer, the indices of the rank's inner values of the MLP; only for layers where they are reordered."""
     names = (f"layers.{index}" for index in range(weights.config.num_layers))
-    found = {name: weights.get(f"{name}.{INNER_VALUES}") for name in names}
-    return {name: inner.long().cpu() for name, inner in found.items() if inner is not None}
+    by_layer = {name: weights.get(f"{name}.{INNER_VALUES}") for name in names}
+    return {name: inner.long().cpu() for name, inner in by_layer.items() if inner is not None}
 
 
 def _no_rope(config: ModelConfig, max_tokens: int, dtype: torch.dtype, device: torch.device) -> Rotary:
-    """Build rotary tables that rotate by 0, for a model whose latents have a key that is not rotated."""
+    """Return rotary tables that rotate by 0, for layers whose latents come with an unrotated key."""
     half = 0 if config.latents is None else config.latents.qk_rope_head_dim // 2
     cos, sin = (make(1, half, dtype=dtype, device=device) for make in (torch.ones, torch.zeros))
     return Rotary(cos, sin, torch.zeros(max_tokens, dtype=torch.int32, device=device))

@@ -1,4 +1,4 @@
-"""Sampling on the GPU, with the results of :mod:`pillion.engine.sampling.sampler` on the host (I6).
+"""Sampling on the GPU, with the same results as :mod:`pillion.engine.sampling.sampler` on the host (I6).
 
     within the step   logits --> choose --> sampled (on the device, read by the next step's embedding) --copy--> host
     after it          masks of grammars --pinned, as bits--> device
@@ -6,13 +6,11 @@
                                |--rows of a prompt--> scores --> host
                                '--edits--> choose --> sampled --copy--> host
 
-A step whose rows have neither masks nor edits samples their tokens itself, in the same CUDA graph: their records are
-part of the step's. Other steps sample afterwards, as do those whose rows the host knows only while they run; their
-records contain no rows to sample.
+A step without masks and edits samples within its CUDA graph: its record contains the rows to sample. Other steps sample
+afterwards, as do steps launched without rows; their records contain no rows to sample.
 
-A late mask does not delay the step: the token that its row samples without it is dropped. Log probabilities are
-computed on the host by the host's code, for the few rows that report them; those of prompts, which are many, on the
-device.
+A late mask does not delay the step: the token sampled without it is dropped. Log probabilities of the few rows that
+report them are computed on the host, by its sampler's code; those of prompts, which are many, on the device.
 """
 
 from __future__ import annotations
@@ -38,16 +36,17 @@ from pillion.kernels.gpu.sampling.sampling_record import EditPacker, pack_rows
 from pillion.kernels.step import MASK_LATE, NO_IDS, Int64, RowEdit, RowMasks, Sampled, SamplingRows
 from pillion.types import TokenLogprob
 
-# Rows of 4 bytes per 16 bytes, the alignment of the kernels' vectors.
-ALIGNED_ROWS = 4
-
 
 @dataclass(frozen=True, slots=True)
 class GpuChoice:
-    """The tokens of a step while they are copied to the host; :meth:`wait` waits for nothing launched after them.
+    """The tokens of a step, being copied to the host; :meth:`wait` does not wait for later launches.
 
-    ``tokens``, ``raw`` and ``scores`` are being copied to host memory until the event ``done``; None: already copied.
-    ``late``: the rows whose mask was late.
+    Attributes:
+        tokens: sampled tokens.
+        raw: unedited logits of rows that report log probabilities, if any.
+        done: CUDA event at the end of the copies of ``tokens``, ``raw`` and ``scores``; None off CUDA.
+        scores: result of :func:`pillion.engine.sampling.scores.score` for prompts, if any.
+        late: rows whose mask was late.
     """
 
     tokens: torch.Tensor
@@ -58,13 +57,13 @@ class GpuChoice:
     late: Int64 = field(default_factory=lambda: NO_IDS)
 
     def wait(self) -> Sampled:
-        """Wait for the step's tokens; return them and their log probabilities in the order of the rows. Raises
-        BackendLost if the GPU failed."""
+        """Wait for the step's tokens; return them and their log probabilities by row. Raises BackendLost if the GPU
+        failed."""
         if self.done is not None:
             try:
                 self.done.synchronize()
             except RuntimeError as error:
-                # A kernel failed: from now on every call on its device fails with the same error.
+                # A kernel failed, and so will every later call on the device.
                 raise BackendLost(f"the GPU failed: {error}") from error
         tokens: Int64 = self.tokens.numpy().astype(np.int64)
         tokens[self.late] = MASK_LATE
@@ -74,31 +73,32 @@ class GpuChoice:
 
 
 class GpuSampler:
-    """Sampler of one backend. ``sampled``: int32, the tokens of the last launch, row by row."""
+    """Sampler of a backend. ``sampled``: int32 tensor for the tokens of each launch, by row."""
 
     def __init__(self, sampled: torch.Tensor, vocab_size: int, max_rows: int) -> None:
-        """``max_rows``: rows per launch of the kernels; a step with more rows has several launches."""
+        """``max_rows``: max rows per kernel launch; a step with more rows needs several."""
         self._sampled = sampled
-        # Each part is aligned like the whole, so that no kernel is compiled for another alignment.
-        self._max_rows = -(-max_rows // ALIGNED_ROWS) * ALIGNED_ROWS
+        # A multiple of 16 bytes of int32, so that the rows of every launch are aligned alike, and no kernel is compiled
+        # for another alignment.
+        self._max_rows = -(-max_rows // 4) * 4
         self._scratch = SamplerScratch(self._max_rows, vocab_size, sampled.device)
         self._edits = EditPacker(vocab_size)
         self._device = sampled.device
         self._pinned = sampled.is_cuda
-        # Reused in turn, like records: allocating pinned memory for each step would take longer.
+        # Host buffers, used in rotation like records, because allocating pinned memory per step is slow.
         self._hosts = [torch.empty_like(sampled, device="cpu", pin_memory=self._pinned) for _ in range(HOST_RECORDS)]
         self._turn = 0
 
     def choose(self, logits: torch.Tensor, record: torch.Tensor) -> None:
-        """Sample tokens of logits [N, V] float32 for the rows of ``record`` [N, RECORD_FIELDS] to sample. Allocates
-        nothing, so a graph can capture it."""
+        """Sample tokens of logits [N, V] float32 with the parameters ``record`` [N, RECORD_FIELDS], except rows that it
+        excludes. Allocates nothing, so that a graph can capture it."""
         for begin in range(0, len(logits), self._max_rows):
             part = slice(begin, min(begin + self._max_rows, len(logits)))
             choose(logits[part], record[part], self._sampled[part], self._scratch)
 
-    def launch(self, logits: torch.Tensor, rows: SamplingRows, *, chosen: bool) -> GpuChoice:
-        """Start to sample a token for each of the first rows of logits [R + Q, V] float32, which are edited in place,
-        unless the step has ``chosen`` them, and to score the others."""
+    def launch(self, logits: torch.Tensor, rows: SamplingRows, *, sampled: bool) -> GpuChoice:
+        """Start to sample a token for each of the first R rows of logits [R + Q, V] float32, which are edited in place,
+        unless the step itself ``sampled`` them, and to score prompts by the last Q rows."""
         count = len(rows)
         with torch.inference_mode():
             logits, scores = logits[:count], self._score(logits[count:], rows)
@@ -110,7 +110,7 @@ class GpuSampler:
             raw = self._keep_raw(logits, rows)
             if edits:
                 apply_edits(logits, to_device(self._edits.pack(edits), self._device))
-            if not chosen:
+            if not sampled:
                 self.choose(logits, to_device(pack_rows(rows), self._device))
             tokens = self._hosts[self._turn][:count].copy_(self._sampled[:count], non_blocking=True)
             self._turn = (self._turn + 1) % HOST_RECORDS
@@ -119,11 +119,11 @@ class GpuSampler:
     def _mask(
         self, logits: torch.Tensor, masks: RowMasks, edits: tuple[RowEdit, ...]
     ) -> tuple[Int64, tuple[RowEdit, ...]]:
-        """Start to mask rows of logits. Return the rows whose mask is late, and the edits that are possible."""
-        bits, there = masks.take()
-        late, rows = masks.rows[~there], masks.rows
+        """Start to mask rows of logits. Return the rows whose mask is late, and the edits without impossible bans."""
+        bits, ready = masks.take()
+        late, rows = masks.rows[~ready], masks.rows
         if len(late):
-            bits, rows = bits[there], rows[there]
+            bits, rows = bits[ready], rows[ready]
         apply_masks(
             logits,
             to_device(np.ascontiguousarray(bits).view(np.int32), self._device),
@@ -132,12 +132,14 @@ class GpuSampler:
         return late, possible_bans(edits, rows, bits)
 
     def _score(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor | None:
+        """Start to score prompts by their logits [Q, V]; return the scores on the host, None if there are none."""
         if rows.scored is None:
             return None
         tokens = to_device(rows.scored.token_ids, self._device)
         return to_host(score(logits, tokens, max_alternatives(rows.scored, logits.shape[1])))
 
     def _keep_raw(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor | None:
+        """Start to copy the logits of rows that report log probabilities to the host, before they are edited."""
         reporting = np.flatnonzero(rows.logprobs >= 0)
         if not len(reporting):
             return None
@@ -150,11 +152,11 @@ class GpuSampler:
 
 
 def _reported(raw: torch.Tensor, rows: SamplingRows, tokens: Int64) -> tuple[TokenLogprob | None, ...]:
-    """Return an entry per row; ``raw``: the unedited logits of the rows that report log probabilities."""
+    """Return the log probabilities of each row, None without a report. ``raw``: unedited logits of reporting rows."""
     reporting = np.flatnonzero(rows.logprobs >= 0)
-    found: list[TokenLogprob | None] = [None] * len(rows)
+    entries_by_row: list[TokenLogprob | None] = [None] * len(rows)
     with np.errstate(all="ignore"):
         report = LogprobReport(whole_groups(raw), raw.shape[1], rows.logprobs[reporting])
         for row, entry in zip(reporting.tolist(), report.of(tokens[reporting]), strict=True):
-            found[row] = entry
-    return tuple(found)
+            entries_by_row[row] = entry
+    return tuple(entries_by_row)

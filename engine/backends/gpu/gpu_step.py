@@ -2,10 +2,10 @@
 
     StepBatch --fill--> pinned host record --one asynchronous copy--> device record, read by kernels through views
 
-The device record has a fixed address, so a CUDA graph captured over it runs any later step. Host records are reused in
-turn, each only after the step that it was copied for has finished. Steps are padded to the graph's size with rows that
-write nothing: slot -1, token 0, row 0 of the rotary tables, absent from the attention plan, and without experts, which
-is why the record contains the unpadded numbers of rows.
+The device record has a fixed address, so a CUDA graph captured over it runs any later step. Host records are used in
+rotation, each again only after its step has finished. Steps are padded to the graph's size with rows that write
+nothing: slot -1, token 0, row 0 of the rotary tables, and absent from the attention plan. They also get no experts, for
+which the record contains the unpadded numbers of rows.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pillion.kernels.gpu.attention.gpu_attention_plan import ITEM_WORDS, GpuAtte
 from pillion.kernels.gpu.sampling.sampling_record import FIELD_OF, NO_ROW, RECORD_FIELDS, write_rows
 from pillion.kernels.step import Int32, SamplingRows, StepBatch
 
-# Two steps may be in flight, whose records may still be read while the third one is written.
+# Two for steps in flight, which are still being read, and one to write.
 HOST_RECORDS = 3
-# Words per number of rows, so that kernels load both from addresses aligned to 16 bytes.
+# Words reserved per number of rows, so that both are aligned to 16 bytes.
 _COUNT_WORDS = 4
 
 
 def _in_items(words: int) -> int:
-    """Round ``words`` up to whole items of attention."""
+    """Return ``words`` rounded up to whole attention items."""
     return -(-words // ITEM_WORDS) * ITEM_WORDS
 
 
@@ -39,9 +39,9 @@ class StepShape:
 
     Attributes:
         tokens, samples: padded numbers of tokens and of sampled rows.
-        chunks, adapters: whether there are chunks, and rows with adapters.
-        vectors: number of sampled rows, the last ones, of which vectors are needed instead of logits. Such steps have
-            no graph.
+        chunks, adapters: True if there may be chunks of prompts, and rows with adapters.
+        vectors: number of the last sampled rows that need hidden states instead of logits. Steps with any have no
+            graph.
     """
 
     tokens: int
@@ -52,16 +52,16 @@ class StepShape:
 
 
 class GpuStepRecord:
-    """The record of one step over a bound pool. The attributes are views of the record on the device.
+    """The record of a step over a bound pool. Attributes are views of the record on the device.
 
     Attributes:
-        token_ids, rope_rows, rows: int32 [max_tokens]; the tokens, their rows in the rotary tables, and their rows in
-            the pool: slot * block_size + offset, or -1.
-        sample_rows: int32 [max_tokens], the rows whose logits are sampled.
-        num_rows, num_samples: int32 [1], the step's numbers of rows and sampled rows without padding.
-        sampling: int32 [max_samples, RECORD_FIELDS], the sampling records of rows sampled within the step.
-        attention: int32, for each part of the process's KV heads, the plan of
-            :class:`pillion.kernels.gpu.attention.paged_attention.PagedAttention`.
+        token_ids, rope_rows, rows: int32 [max_tokens]; tokens, their rows in the rotary tables, and their rows in the
+            pool: slot * block_size + offset, or -1.
+        sample_rows: int32 [max_tokens], rows with logits or hidden states.
+        num_rows, num_samples: int32 [1], numbers of rows and of sampled rows without padding.
+        sampling: int32 [max_samples, RECORD_FIELDS], parameters of the rows that the step itself samples.
+        attention: int32, a plan per part of the process's KV heads
+            (:class:`pillion.kernels.gpu.attention.gpu_attention_plan.GpuAttentionPlan`).
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class GpuStepRecord:
         attention_words: Sequence[int],
         device: torch.device,
     ) -> None:
-        """Allocate the record. ``attention_words``: the max length of the plan of each part."""
+        """Allocate the record. ``attention_words``: max length of each part's attention plan."""
         self._block_size = block_size
         self._max_tokens = max_tokens
         self._counts_at = slice(4 * max_tokens, 4 * max_tokens + 2 * _COUNT_WORDS)
         begin = self._counts_at.stop
         self._sampling_at = slice(begin, begin + RECORD_FIELDS * max_samples)
-        # Plans are aligned to items, so that items do not cross cache lines, and all parts have the same alignment,
-        # which Triton specializes kernels for.
+        # Plans are aligned to items: so items do not cross cache lines, and all plans have the same alignment, for
+        # which Triton specializes kernels.
         ends = accumulate((_in_items(count) for count in attention_words), initial=_in_items(self._sampling_at.stop))
         *self._plans_at, words = ends
         pinned = device.type == "cuda"
@@ -104,22 +104,24 @@ class GpuStepRecord:
         plans: Sequence[GpuAttentionPlan | None],
         sampling: SamplingRows | None,
     ) -> None:
-        """Start to copy a step on the current stream. ``plans``: the attention plans of ``batch``, None for a part that
-        is only written; ``sampling``: the first of the sampled rows, None if the step samples no tokens."""
+        """Queue the copy of a step on the current stream. ``sample_rows``: the distinct sample rows; ``plans``:
+        attention plan per part, None for a part that is only written; ``sampling``: parameters of the rows that the
+        step itself samples, None if it samples none."""
         turn = self._turn
         self._turn = (turn + 1) % HOST_RECORDS
-        record, most = self._arrays[turn], self._max_tokens
+        record, max_tokens = self._arrays[turn], self._max_tokens
         lengths = np.diff(batch.query_starts)
-        owners = np.repeat(np.arange(batch.num_seqs), lengths)
+        sequences = np.repeat(np.arange(batch.num_seqs), lengths)
         blocks, offsets = np.divmod(batch.positions, self._block_size)
-        rows = batch.block_tables[owners, blocks] * np.int64(self._block_size) + offsets
-        for place, values, padding, padded in (
+        rows = batch.block_tables[sequences, blocks] * np.int64(self._block_size) + offsets
+        for column, values, padding, padded in (
             (0, batch.token_ids, 0, shape.tokens),
             (1, batch.table_rows, 0, shape.tokens),
             (2, rows, -1, shape.tokens),
             (3, sample_rows, 0, shape.samples),
         ):
-            begin, end = place * most, place * most + len(values)
+            begin = column * max_tokens
+            end = begin + len(values)
             record[begin:end] = values
             record[end : begin + padded] = padding
         record[self._counts_at][::_COUNT_WORDS] = batch.num_tokens, len(sample_rows)
@@ -132,7 +134,7 @@ class GpuStepRecord:
         self._device[:used].copy_(self._hosts[turn][:used], non_blocking=True)
 
     def clear(self) -> None:
-        """Make the record an empty step: kernels that run over it write nothing to the pool."""
+        """Make the record an empty step, which writes nothing to the pool."""
         self._device.zero_()
         self.rows.fill_(-1)
         self.sampling.view(torch.float32)[:, FIELD_OF["temperature"]] = NO_ROW

@@ -1,15 +1,15 @@
-"""Weights in one piece of GPU memory, cut into tensors by a plan that every worker of a GPU computes alike.
+"""Weights in one region of GPU memory, divided into tensors by a plan that all workers of a GPU compute alike.
 
-    plan --size--> memory (a region shared through the KV node) --cut--> GpuWeights
-                        '-- the worker that must fill it copies the checkpoint in, layer by layer
+    plan --size--> region, shared through the KV node --views--> GpuWeights
+                      '-- the worker that must fill it copies the checkpoint, layer by layer
 
-The plan of a plain checkpoint depends on the config and on the names of its tensors. Quantized matrices keep their few
-bits, and their layout may depend on their values: such a checkpoint is packed once into a file of the models' cache,
-whose header is the plan. So a second worker of a GPU reads no weights. The plan's digest is part of the region's key,
-so versions of this file share nothing.
+The plan of an unquantized checkpoint follows from the config and the names of tensors. The layout of quantized matrices
+may depend on their values, so a quantized checkpoint is packed once into a file of the models' cache, whose header is
+the plan. Either way a second worker of a GPU reads no weights. The plan's digest is part of the region's key, so that
+versions of this program with different plans do not share regions.
 
-A rank of several has a separate plan, region and packed file, with its share of every layer and of the tokens. So has a
-stage, with its own layers: the first one has the embedding as well, and no stage has the output projection.
+A rank has its own plan, region and packed file, with its shard of every layer and of the vocabulary. So has a pipeline
+stage, with its own layers; the first one also has the embedding, and none has the output projection.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ from pillion.kernels.gpu.products.gpu_packing import (
 from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, plain, select_rows
 from pillion.kernels.torch.torch_linear import Linear
 
-# Alignment of tensors: kernels and cuBLAS load 16 bytes at a time, TMA 128.
+# Alignment of tensors; kernels and cuBLAS need 16 bytes, TMA 128.
 ALIGN_BYTES = 256
-# Names of a PackedKind's fields that are stored as numbers in the header of a packed file.
+# Values of PackedKind's str fields; a packed file's header has their indices.
 _KIND_NAMES: dict[str, tuple[str, ...]] = {"coding": tuple(BITS), "scale": SCALES, "shift": SHIFTS}
-# int32 tensor with the indices of a rank's share of a layer's intermediate size; absent if they are in order.
+# Name of an int32 tensor: indices of a rank's inner values of a layer's MLP; absent if they are in order.
 INNER_VALUES = "inner_values"
 
 
 @dataclass(frozen=True, slots=True)
 class WeightPlace:
-    """A tensor's shape, type and offset in bytes from the beginning of the memory."""
+    """A tensor's shape, type and offset in the region, in bytes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -85,10 +85,13 @@ class WeightPlace:
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """The ``places`` of a model's tensors by name, and ``nbytes``, the size of all of them.
+    """Layout of a model's weights in a region.
 
-    ``kinds``: the quantized matrices by name, whose tensors are NAME.words, NAME.scales...; ``plain`` matrices are the
-    tensor NAME.weight, or NAME for experts and the head.
+    Attributes:
+        places: tensors by name.
+        nbytes: size of the region.
+        kinds: quantized matrices by name, whose tensors are NAME.words, NAME.scales, ... Other matrices are the tensor
+            NAME.weight, or NAME for experts and the head.
     """
 
     places: dict[str, WeightPlace]
@@ -96,20 +99,20 @@ class WeightPlan:
     kinds: dict[str, PackedKind] = field(default_factory=dict)
 
     def digest(self) -> str:
-        """Return the hexadecimal SHA-256 of all tensors' names, shapes, types, offsets and kinds."""
+        """Return the hexadecimal SHA-256 of the plan."""
         described = [[name, list(place.shape), str(place.dtype), place.offset] for name, place in self.places.items()]
         kinds = [[name, *astuple(kind)] for name, kind in self.kinds.items()]
         return hashlib.sha256(json.dumps([described, kinds]).encode()).hexdigest()
 
 
 class GpuWeights(dict[str, torch.Tensor]):
-    """Views of one piece of memory, by name: ``layers.3.qkv.weight``, ``layers.3.down.bias``, ``final_norm``..."""
+    """Tensors of a region by name: ``layers.3.qkv.weight``, ``layers.3.down.bias``, ``final_norm``..."""
 
     def __init__(self, config: ModelConfig, plan: WeightPlan, memory: torch.Tensor, dtype: torch.dtype) -> None:
-        """``config``: that of the whole model. ``memory``: uint8, at least ``plan.nbytes`` long, borrowed."""
+        """``config``: of the whole model. ``memory``: the region, uint8, at least ``plan.nbytes`` long."""
         self.config, self.plan = config, plan
         self.device, self.dtype = memory.device, dtype
-        # Releases the memory; called when no step can run any more.
+        # Releases the region; called after the last step.
         self.close: Callable[[], None] = lambda: None
         self.embedding_scale = embedding_scale(config, dtype)
         inputs = config.token_inputs
@@ -118,27 +121,27 @@ class GpuWeights(dict[str, torch.Tensor]):
             self[name] = memory[place.offset : place.offset + place.nbytes].view(place.dtype).view(place.shape)
 
     def matrix(self, name: str) -> torch.Tensor | PackedMatrix | Fp8Matrix | None:
-        """Return the matrix ``name`` without its bias ("layers.3.qkv", "lm_head"), or the stacked matrices of a layer's
-        experts; None if the model does not have it."""
+        """Return the matrix ``name`` ("layers.3.qkv", "lm_head"), or the stack of a layer's experts; None if the model
+        does not have it."""
         if f"{name}.codes" in self:
             return Fp8Matrix(self[f"{name}.codes"], self[f"{name}.scales"])
         kind = self.plan.kinds.get(name)
         if kind is None:
             return self.get(f"{name}.weight", self.get(name))
-        more = {part: self.get(f"{name}.{part}") for part in ("offsets", "factors", "order")}
-        return PackedMatrix(kind, self[f"{name}.words"], self[f"{name}.scales"], **more)
+        optional = {part: self.get(f"{name}.{part}") for part in ("offsets", "factors", "order")}
+        return PackedMatrix(kind, self[f"{name}.words"], self[f"{name}.scales"], **optional)
 
     @property
     def head(self) -> torch.Tensor | PackedMatrix | None:
-        """The output projection [vocab, hidden]: the embedding if the model ties the two. None in a process that
-        computes no logits, without an embedding either."""
+        """The output projection [vocab, hidden], which is the embedding if the model ties them. None in a process with
+        neither."""
         head = self.matrix("lm_head")
         assert not isinstance(head, Fp8Matrix)
         return self.get("embedding") if head is None else head
 
     @property
     def norm_is_wide(self) -> bool:
-        """True if the model's norms round after their weight is applied (engine.models.layers.rms_norm_wide)."""
+        """True if norms are rounded after the multiplication by their weight (engine.models.layers.rms_norm_wide)."""
         return self.config.norm != "plain"
 
     @property
@@ -147,7 +150,7 @@ class GpuWeights(dict[str, torch.Tensor]):
         return self.config.norm == "layer"
 
     def fill(self, tensors: Iterable[tuple[str, torch.Tensor]], progress: Progress) -> None:
-        """Copy all tensors into the memory. Raises ConfigError for tensors that are missing or misshapen."""
+        """Copy all of the plan's tensors into the region."""
         left = set(self)
         for name, tensor in tensors:
             self[name].copy_(tensor)
@@ -157,10 +160,8 @@ class GpuWeights(dict[str, torch.Tensor]):
         assert not left, left
 
     def fill_dummy(self) -> None:
-        """Fill in random numbers for measurements, with a spread that keeps activations finite.
-
-        Replicated tensors, such as routers, have the same numbers on all ranks.
-        """
+        """Fill the region with random weights, for benchmarks. Replicated tensors, such as routers, are equal on all
+        ranks."""
         device = next(iter(self.values())).device
         generator = torch.Generator(device)
         with torch.inference_mode():
@@ -169,14 +170,14 @@ class GpuWeights(dict[str, torch.Tensor]):
                 if name.rpartition(".")[2].endswith(("norm", "scalar")):
                     tensor.fill_(1.0)
                 else:
-                    # Standard deviation of random weights, with which a forward pass stays finite.
+                    # With this standard deviation, activations stay finite.
                     tensor.normal_(0.0, 0.02, generator=generator)
 
 
 class GpuPackedFile(PackedFile):
-    """The tensors of a checkpoint with quantized matrices, packed for the GPU, and their plan."""
+    """Packed file of a quantized checkpoint, with its plan."""
 
-    # A worker that finds the region filled needs only the header.
+    # Workers other than the first need only the header.
     read_ahead = False
 
     def __init__(self, path: Path) -> None:
@@ -197,7 +198,7 @@ class GpuPackedFile(PackedFile):
 
 
 class _ShapesOnly:
-    """A checkpoint whose tensors have shapes and types but no values: the loader's input for planning memory."""
+    """A checkpoint of meta tensors, with which the loader computes a plan."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._checkpoint_names = {key: checkpoint_names[0] for key, checkpoint_names in decoder_tensors(config).items()}
@@ -217,14 +218,15 @@ class _ShapesOnly:
 def plan_weights(
     config: ModelConfig, dtype: torch.dtype, shard: ModelShard, *, separate_head: bool, join: bool = True
 ) -> WeightPlan:
-    """Plan the memory of a plain model. ``separate_head``: the output projection is not the embedding; ``join``: MLPs
-    beside experts may go into their stacks (shared_experts.py)."""
+    """Plan the weights of an unquantized model. ``separate_head``: the output projection is not the embedding;
+    ``join``: shared experts may be put into the stacks of experts (shared_experts.py)."""
     config = replace(config, tie_word_embeddings=not separate_head)
     named = _named_tensors(_ShapesOnly(config), config, dtype, shard, join=join)
     return _planned(((name, tensor) for name, tensor in named if isinstance(tensor, torch.Tensor)), {})
 
 
 def _planned(tensors: Iterable[tuple[str, torch.Tensor]], kinds: dict[str, PackedKind]) -> WeightPlan:
+    """Place tensors one after the other, aligned."""
     places: dict[str, WeightPlace] = {}
     end = 0
     for name, tensor in tensors:
@@ -236,7 +238,7 @@ def _planned(tensors: Iterable[tuple[str, torch.Tensor]], kinds: dict[str, Packe
 def plan_folder(
     folder: Path, config: ModelConfig, dtype: torch.dtype, shard: ModelShard, *, join: bool = True
 ) -> WeightPlan:
-    """Plan a plain checkpoint's memory. Raises ConfigError if the checkpoint does not fit the config."""
+    """Plan the weights of an unquantized checkpoint. Raises ConfigError if it does not fit the config."""
     with open_checkpoint(folder, config) as checkpoint:
         separate = checkpoint.has("lm_head")
         if separate and config.tie_word_embeddings:
@@ -256,9 +258,9 @@ def pack_folder(
     in_fp8: bool,
     join: bool,
 ) -> GpuPackedFile:
-    """Map the packed file of a checkpoint with quantized matrices, packed here the first time. Those for products
-    ``in_fp8``, and those with MLPs in the stacks of experts (``join``), are separate files. Raises ConfigError for a
-    checkpoint that does not fit."""
+    """Map the packed file of a quantized checkpoint; the first call packs it. There are separate files with FP8
+    matrices for FP8 products (``in_fp8``), and with shared experts in the stacks of experts (``join``). Raises
+    ConfigError for a checkpoint that does not fit the config."""
 
     def write(writer: PackedWriter) -> None:
         progress("packing weights for the GPU")
@@ -284,7 +286,7 @@ def pack_folder(
 
 
 def weights_key(fingerprint: str, dtype: str, plan: WeightPlan, shard: ModelShard) -> str:
-    """Return the hexadecimal key of the memory region of these weights: workers with equal keys share the region."""
+    """Return the hexadecimal key of the region for these weights; workers with equal keys share it."""
     layout = f"pillion weights {PACKING_VERSION} {fingerprint} {dtype} {plan.digest()} {shard.rank} {shard.size}"
     return hashlib.sha256(layout.encode()).hexdigest()
 
@@ -298,21 +300,21 @@ def _named_tensors(
     in_fp8: bool = False,
     join: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor | PackedMatrix | Fp8Matrix]]:
-    """Yield names and weights layer by layer, so that only one layer is in memory at a time."""
+    """Yield the names and weights of ``shard``, layer by layer to limit the memory."""
     tokens, layers, own = shard.vocabulary(config.vocab_size), layers_of(config), shard.own_layers(config)
-    mine = slice(tokens.start, tokens.stop)
+    own_tokens = slice(tokens.start, tokens.stop)
     head = embedding = None
     if own.start == 0:
         embedding = checkpoint.load("embedding", dtype)
-        yield "embedding", embedding[mine]
+        yield "embedding", embedding[own_tokens]
         positions = load_positions(checkpoint, config, dtype)
         if positions is not None:
             yield "positions", positions
-        beside = load_token_inputs(checkpoint, config, dtype)
-        if beside is not None:
-            yield "token_inputs.embedding", beside.embedding
-            yield "token_inputs.projection", beside.projection
-            yield from _norm_tensors("token_inputs.norm", beside.norm)
+        token_inputs = load_token_inputs(checkpoint, config, dtype)
+        if token_inputs is not None:
+            yield "token_inputs.embedding", token_inputs.embedding
+            yield "token_inputs.projection", token_inputs.projection
+            yield from _norm_tensors("token_inputs.norm", token_inputs.norm)
         if shard.gives_logits:
             head = load_head(checkpoint, config, dtype, embedding)
     for index in own:
@@ -326,19 +328,19 @@ def _named_tensors(
         return
     yield from _norm_tensors("final_norm", load_final_norm(checkpoint, config, dtype))
     if head is not embedding:
-        yield "lm_head", _stored(select_rows(head, mine), dtype)
+        yield "lm_head", _stored(select_rows(head, own_tokens), dtype)
 
 
 def layer_tensors(
     operations: Layer, whole: LayerWeights, dtype: torch.dtype, shard: ModelShard, in_fp8: bool
 ) -> Iterator[tuple[str, torch.Tensor | PackedMatrix | Fp8Matrix]]:
-    """Yield the names and weights of a layer, those in ``shard``."""
+    """Yield the names and weights of ``shard`` of a layer, whose weights of all ranks are ``whole``."""
     for operation in operations:
         if not shard.whole and isinstance(operation, Mlp):
             down = whole.linear(operation.down).weight
             if isinstance(down, QuantizedMatrix) and down.order is not None:
-                mine = shard.inner(len(down.order))
-                yield INNER_VALUES, down.order[mine.start : mine.stop].int()
+                own = shard.inner(len(down.order))
+                yield INNER_VALUES, down.order[own.start : own.stop].int()
     weights = shard_layer(whole, operations, shard)
     for tensor in tensors_of(operations):
         name = tensor.name
@@ -354,14 +356,14 @@ def layer_tensors(
                     yield f"{name}.bias", taps.bias
             case Role.MATRIX if tensor.experts:
                 experts = weights.experts(tensor)
-                yield name, _stacked([each.weight for each in experts], dtype)
-                biases = [each.bias for each in experts if each.bias is not None]
+                yield name, _stacked([expert.weight for expert in experts], dtype)
+                biases = [expert.bias for expert in experts if expert.bias is not None]
                 if biases:
                     yield f"{name}.bias", torch.stack(biases)
             case Role.MATRIX:
                 linear = weights.linear(tensor)
-                found = fp8_matrix(linear.weight) if in_fp8 and isinstance(linear.weight, QuantizedMatrix) else None
-                matrix = found or _stored(linear.weight, dtype)
+                fp8 = fp8_matrix(linear.weight) if in_fp8 and isinstance(linear.weight, QuantizedMatrix) else None
+                matrix = fp8 or _stored(linear.weight, dtype)
                 yield (f"{name}.weight" if isinstance(matrix, torch.Tensor) else name), matrix
                 if linear.bias is not None:
                     yield f"{name}.bias", linear.bias
@@ -374,24 +376,24 @@ def _norm_tensors(name: str, norm: RmsNorm | LayerNorm) -> Iterator[tuple[str, t
 
 
 def _stored(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor | PackedMatrix:
-    """Return a matrix as it is stored: quantized if kernels can multiply by it, otherwise in floating point."""
+    """Return a matrix packed if it is quantized and a kernel supports it, otherwise in floating point."""
     return pack(matrix, dtype) if isinstance(matrix, QuantizedMatrix) and can_pack(matrix) else plain(matrix, dtype)
 
 
 def _stacked(matrices: list[Matrix], dtype: torch.dtype) -> torch.Tensor | PackedMatrix:
-    """Return the matrices of all experts: quantized if all of them are of one kind."""
-    found = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix) and can_pack(matrix)]
-    packed = pack_alike(found, dtype) if len(found) == len(matrices) else []
-    if len({(each.kind, *each.parts) for each in packed}) != 1:
+    """Return the stack of all experts' matrices: packed if all of them are of one kind, otherwise in floating point."""
+    packable = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix) and can_pack(matrix)]
+    packed = pack_alike(packable, dtype) if len(packable) == len(matrices) else []
+    if len({(matrix.kind, *matrix.parts) for matrix in packed}) != 1:
         return torch.stack([plain(matrix, dtype) for matrix in matrices])
-    parts = {name: torch.stack([each.parts[name] for each in packed]) for name in packed[0].parts}
+    parts = {name: torch.stack([matrix.parts[name] for matrix in packed]) for name in packed[0].parts}
     return PackedMatrix(packed[0].kind, **parts)
 
 
 def own_weights(
     config: ModelConfig, named: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype, device: torch.device
 ) -> GpuWeights:
-    """Copy tensors, such as those of an EAGLE head, to memory of this process alone."""
+    """Copy tensors, e.g. of an EAGLE head, to memory that is not shared with other processes."""
     plan = _planned(named, {})
     weights = GpuWeights(config, plan, torch.empty(plan.nbytes, dtype=torch.uint8, device=device), dtype)
     weights.fill(named, lambda line: None)
@@ -400,12 +402,13 @@ def own_weights(
 
 @dataclass(frozen=True, slots=True)
 class WeightMemory:
-    """Memory for weights, uint8 of at least the requested size.
+    """A region for weights.
 
     Attributes:
-        must_fill: whether this worker must copy the weights in.
-        filled: call it when the weights are complete.
-        close: call it when this worker no longer uses them. Idempotent.
+        memory: uint8, of at least the requested size.
+        must_fill: True if this worker must copy the weights.
+        filled: to be called when the weights are complete.
+        close: to be called when this worker no longer uses them. Idempotent.
     """
 
     memory: torch.Tensor
@@ -414,6 +417,7 @@ class WeightMemory:
     close: Callable[[], None] = lambda: None
 
 
+# Returns the region with a key and a size in bytes.
 GetMemory = Callable[[str, int], WeightMemory]
 
 
@@ -430,9 +434,11 @@ def load_gpu_weights(
     join: bool = True,
     progress: Progress = lambda line: None,
 ) -> GpuWeights:
-    """Load a rank's share of the weights of a prepared folder, or random ones (``dummy``), into memory from
-    ``memory``. With ``in_fp8`` FP8 matrices are stored for FP8 products, if possible; with ``join`` MLPs beside experts
-    may go into their stacks. Raises ConfigError for a checkpoint that does not fit its config."""
+    """Load ``shard`` of the weights in a prepared folder, or random ones (``dummy``), into a region from ``memory``.
+
+    ``in_fp8``: store FP8 matrices for FP8 products if possible. ``join``: shared experts may be put into the stacks of
+    experts. Raises ConfigError for a checkpoint that does not fit its config.
+    """
     kind = DTYPES[dtype]
     packed = None
     if dummy:
@@ -442,10 +448,10 @@ def load_gpu_weights(
         plan = packed.plan
     else:
         plan = plan_folder(folder, config, kind, shard, join=join)
-    given = memory(weights_key(fingerprint, dtype, plan, shard), plan.nbytes)
-    weights = GpuWeights(config, plan, given.memory, kind)
-    weights.close = given.close
-    if given.must_fill:
+    region = memory(weights_key(fingerprint, dtype, plan, shard), plan.nbytes)
+    weights = GpuWeights(config, plan, region.memory, kind)
+    weights.close = region.close
+    if region.must_fill:
         if dummy:
             weights.fill_dummy()
         elif packed is not None:
@@ -453,9 +459,9 @@ def load_gpu_weights(
         else:
             with open_checkpoint(folder, config) as checkpoint, torch.inference_mode():
                 named = _named_tensors(checkpoint, config, kind, shard, join=join)
-                weights.fill(((name, each) for name, each in named if isinstance(each, torch.Tensor)), progress)
-        if given.memory.is_cuda:
-            # Another process may read the weights as soon as they are reported as filled.
-            torch.cuda.synchronize(given.memory.device)
-        given.filled()
+                weights.fill(((name, tensor) for name, tensor in named if isinstance(tensor, torch.Tensor)), progress)
+        if region.memory.is_cuda:
+            # Other processes read the weights as soon as they are reported as filled.
+            torch.cuda.synchronize(region.memory.device)
+        region.filled()
     return weights

@@ -16,19 +16,20 @@ from pillion.kvstore.gpu.mapped_memory import map_pool, share_region
 
 log = logging.getLogger("pillion.worker")
 
+# Max wait for another worker to fill the region.
 WEIGHTS_TIMEOUT_S = 600.0
 
 
 def load_gpu_worker(flags: WorkerFlags, prepared: PreparedModel) -> LoadedModel:
-    """Load a worker of one process. Raises ConfigError."""
+    """Load a worker of one process. Raises ConfigError for models and flags that are not supported."""
     memory = region_memory(flags.attach_socket)
     backend, operators = load_gpu_backend(flags, limits_of(flags, prepared), prepared, memory, log.info)
     return LoadedModel(prepared, backend, operators, expected_cost=cost_on_gpu(flags, prepared), map_device=map_pool)
 
 
 def region_memory(attach_socket: str) -> GetMemory:
-    """Return a function that allocates memory for weights: a region on this process's GPU, owned by the KV node and
-    mapped by all its workers."""
+    """Return a function that maps a region for weights on this process's GPU, which the KV node owns and shares among
+    its workers."""
 
     def get(key: str, size_bytes: int) -> WeightMemory:
         device = step_device()

@@ -1,16 +1,14 @@
 """The location of a process's KV heads in a pool, and how they are written and attended there.
 
-    a pool in one piece              one part: all heads of the process, in place
-    a pool of a shard per GPU        its own shard has all heads of a rank, if there are as many ranks as shards: also
-                                     one part. Workers of other sizes have a part in each shard with one of their heads,
-                                     and access other GPUs' memory over their link (peer access).
+    a pool in one piece        one part, with all heads of the process
+    a pool divided over GPUs   with as many ranks as shards, also one part: each rank's heads are in its own shard.
+                               Otherwise a process has a part per shard with any of its heads, and accesses other GPUs'
+                               memory directly (peer access).
 
-A part of all heads works on the projections in place. If there are several parts, the columns of each are gathered into
-a separate buffer, written and attended as if the pool had no other heads, and the results are scattered to its columns
-of the output.
+A part with all heads works on the projections in place. Otherwise the part's columns are gathered into a buffer, KV is
+written and attention computed as if there were no other heads, and the output is copied to the part's columns.
 
-In models whose layers differ in their KV heads, each kind of heads has a part for the layers with such heads. Their
-pools are in one piece.
+In models whose layers differ in their KV heads, there is a part for each kind of KV heads. Their pools are not divided.
 """
 
 from __future__ import annotations
@@ -31,15 +29,15 @@ from pillion.kernels.gpu.attention.paged_attention import PagedAttention
 
 @dataclass(frozen=True, slots=True)
 class PoolPart:
-    """Some KV heads of a process in one shard of a pool; a pool in one piece has one shard.
+    """Some KV heads of a process in one shard of a pool; a pool in one piece is one shard.
 
     Attributes:
-        kind: all KV heads of the model's layers of this part.
-        shard: the shard's number.
-        shard_heads: the model's KV heads in the shard.
-        heads: the shard's heads that the process writes.
-        attended: whether the process reads them here; heads in several shards are read in the first one.
-        copied: whether the process copies whole slots here: the first process that uses a shard does.
+        kind: KV heads, in the whole model, of the layers that this part is for.
+        shard: index of the shard.
+        shard_heads: KV heads in the shard.
+        heads: KV heads in the shard that the process writes.
+        attended: True if the process reads them from this shard; heads in several shards are read from the first.
+        copied: True if this process copies whole slots of the shard, as the first process that uses a shard does.
     """
 
     kind: LayerHeads
@@ -51,8 +49,7 @@ class PoolPart:
 
 
 def parts_of(config: ModelConfig, own: ModelShard, shares: Sequence[range]) -> list[PoolPart]:
-    """Return the parts of a rank in a pool whose shards have the KV heads ``shares``. ``config``: that of the whole
-    model."""
+    """Return a rank's parts of a divided pool. ``config``: of the whole model; ``shares``: KV heads of each shard."""
     (kind,), parts, read = config.all_heads, [], own.kv_heads.start
     for shard in _used(own, shares):
         share = shares[shard]
@@ -64,26 +61,25 @@ def parts_of(config: ModelConfig, own: ModelShard, shares: Sequence[range]) -> l
 
 
 def whole_parts(config: ModelConfig, own: ModelShard) -> Iterator[PoolPart]:
-    """Yield the parts of a rank in a pool in one piece: all of its KV heads, one part per kind. ``config``: that of the
-    whole model."""
+    """Yield a rank's parts of a pool in one piece, one per kind of KV heads. ``config``: of the whole model."""
     for number, kind in enumerate(config.all_heads):
-        mine = own.kv_heads_of(kind.kv_heads)
-        yield PoolPart(kind, 0, range(kind.kv_heads), mine, copied=own.leads and number == 0)
+        heads = own.kv_heads_of(kind.kv_heads)
+        yield PoolPart(kind, 0, range(kind.kv_heads), heads, copied=own.leads and number == 0)
 
 
 def _used(own: ModelShard, shares: Sequence[range]) -> list[int]:
-    """Return the shards that a rank writes to: its own, or all with one of its heads."""
+    """Return the shards that a rank writes: its own if there is one per rank, otherwise all with any of its heads."""
     if len(shares) == own.size:
         return [own.rank]
-    mine = own.kv_heads
-    return [shard for shard, share in enumerate(shares) if share.start < mine.stop and mine.start < share.stop]
+    heads = own.kv_heads
+    return [shard for shard, share in enumerate(shares) if share.start < heads.stop and heads.start < share.stop]
 
 
 def part_layout(layout: KVLayout, part: PoolPart) -> KVLayout:
-    """Return the layout of a slot in the shard of a part."""
+    """Return the layout of a slot in a part's shard."""
     count = len(part.shard_heads)
     if count == part.kind.kv_heads:
-        # Layers of other kinds may have another KV head count; keep it.
+        # Not divided; other layers may have other numbers of KV heads.
         return layout
     layers = tuple(None if heads is None else replace(heads, kv_heads=count) for heads in layout.layers)
     return replace(layout, num_kv_heads=count, layers=layers)
@@ -91,18 +87,20 @@ def part_layout(layout: KVLayout, part: PoolPart) -> KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class LayerRows:
-    """The layers of a pool with KV heads of one kind, in the layout of attention kernels: ``pool`` [slots, places,
-    planes, heads, block_size, head_dim], or for float8 [slots, places, planes, heads, bytes].
+    """View of a pool, for attention kernels, that contains the layers with one kind of KV heads.
 
-    ``places``: the place of each layer. If layers of another kind are between them, places are smaller than a layer,
-    and only those listed are meaningful."""
+    Attributes:
+        pool: [slots, places, planes, heads, block_size, head_dim], or [slots, places, planes, heads, bytes] in FP8. If
+            other layers are between these layers, places overlap, and only those in ``places`` are meaningful.
+        places: by layer, its index in the second dimension of ``pool``.
+    """
 
     pool: torch.Tensor
     places: Mapping[int, int]
 
     @classmethod
     def of(cls, pool: torch.Tensor, layout: KVLayout, part: PoolPart, dtype: torch.dtype) -> LayerRows:
-        """View a part's layers in a pool of bytes [slots, block_bytes]. ``layout``: that of the whole pool."""
+        """Return the view of a part's layers in a shard, bytes [slots, block_bytes]. ``layout``: of the whole pool."""
         layout, heads = part_layout(layout, part), replace(part.kind, kv_heads=len(part.shard_heads))
         fp8 = layout.dtype == FP8_E4M3
         values, size = (pool, 1) if fp8 else (pool.view(dtype), dtype.itemsize)
@@ -118,8 +116,7 @@ class LayerRows:
 
 
 class LatentRows:
-    """Attention over the rows of latents in a shard of a pool, ``pool``, whose only KV head all ranks have.
-    ``attention``: None if the shard is only written."""
+    """Latents (MLA) in a shard, the only KV head of every rank. ``attention``: None if the shard is only written."""
 
     def __init__(self, rows: LayerRows, attention: LatentAttention | None) -> None:
         self.pool, self.places, self.attention = rows.pool, rows.places, attention
@@ -131,50 +128,54 @@ class LatentRows:
     def attend(
         self, index: int, queries: torch.Tensor, out: torch.Tensor, record: torch.Tensor, *, chunks: bool
     ) -> None:
-        """Compute the weighted sums of latents for queries [T, heads, rank + rotary], into ``out`` [T, heads *
-        rank]."""
+        """Compute attention for queries [T, heads, rank + rotary], into ``out`` [T, heads * rank]: weighted sums of
+        latents."""
         if self.attention is not None:
             self.attention.attend(self.places[index], queries, out, record, with_chunks=chunks)
 
 
 class PartRows:
-    """One part's queries, keys and values in a step, and attention over them.
+    """Writer of a part's keys and values, and attention over them.
 
-    ``places``: those of its layers in the shard. ``attention``: None if the shard is only written. ``attention_words``:
-    the length of the attention's record."""
+    Attributes:
+        places: by layer, its index in the view of the shard (:class:`LayerRows`).
+        attention: None if the shard is only written.
+        attention_words: max length of the attention plan.
+    """
 
     def __init__(
         self,
         num_heads: int,
-        mine: range,
+        own_heads: range,
         part: PoolPart,
         rows: LayerRows,
         attention: PagedAttention | None,
         max_tokens: int,
         like: torch.Tensor,
     ) -> None:
-        """Allocate the rows of a part. The process has ``num_heads`` query heads per layer, and the KV heads ``mine``.
-        ``like``: a tensor of the device and type of projections."""
+        """Allocate the buffers of a part. ``num_heads``, ``own_heads``: the process's query heads and KV heads in the
+        part's layers. ``like``: a tensor with the device and type of projections."""
         self.part, self.attention = part, attention
         self.places, self._pool = rows.places, rows.pool
-        group, size = num_heads // len(mine), part.kind.head_dim
+        group, size = num_heads // len(own_heads), part.kind.head_dim
         self.heads, self._head_dim = len(part.heads) * group, size
-        # Queries may be rotated in place only if one part has all heads.
-        self._whole = part.attended and part.heads == mine
-        first, count = part.heads.start - mine.start, len(part.heads)
+        # A part with all heads works in place.
+        self._whole = part.attended and part.heads == own_heads
+        first, count = part.heads.start - own_heads.start, len(part.heads)
         # Columns of the part's queries, keys and values in the process's projection.
         ranges = (
             (first * group, self.heads),
             (num_heads + first, count),
-            (num_heads + len(mine) + first, count),
+            (num_heads + len(own_heads) + first, count),
         )
-        self._columns = [slice(begin * size, (begin + many) * size) for begin, many in ranges]
-        self._normed = torch.cat([torch.arange(begin, begin + many) for begin, many in ranges[:2]])
+        self._columns = [slice(begin * size, (begin + length) * size) for begin, length in ranges]
+        # Heads of queries and keys, by which norm weights of single heads are selected.
+        self._normed = torch.cat([torch.arange(begin, begin + length) for begin, length in ranges[:2]])
         self._norms: dict[int, HeadNorm] = {}
         self._sinks: dict[int, torch.Tensor] = {}
         gathered = 0 if self._whole else max_tokens
         self._buffer = like.new_zeros(gathered, (self.heads + 2 * count) * size)
-        self._found = like.new_zeros(gathered, self.heads * size)
+        self._out = like.new_zeros(gathered, self.heads * size)
 
     @property
     def attention_words(self) -> int:
@@ -190,20 +191,20 @@ class PartRows:
         *,
         source: int,
     ) -> None:
-        """Norm and rotate the part's queries of layer ``index``, and write its keys and values into the pool's
-        ``rows``, unless the layer reads those of another layer, ``source``. ``qkv``: the projections [T, ...] of all
-        heads of the process."""
+        """Norm and rotate the part's queries of layer ``index``, and write its keys and values to ``rows`` of the pool
+        unless it reads those of another layer, ``source``. ``qkv``: projections [T, ...] of all of the process's
+        heads."""
         part, writes = self.part, source == index
-        mine = self._mine(qkv)
-        # Layers without keys and values are in pools in one piece.
+        columns = self._own_columns(qkv)
+        # Pools of models with layers that share KV are not divided.
         assert writes or self._whole
         if not self._whole:
-            torch.cat([qkv[:, columns] for columns in self._columns], 1, out=mine)
+            torch.cat([qkv[:, part_columns] for part_columns in self._columns], 1, out=columns)
             if norm is not None:
                 norm = self._norm_of(index, norm)
         first = part.heads.start - part.shard_heads.start
         kv_write(
-            mine,
+            columns,
             self._pool,
             rows,
             self.places[source],
@@ -225,21 +226,22 @@ class PartRows:
         source: int,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """Compute the attention of the queries of layer ``index`` that :meth:`write` rotated, over the keys and values
-        of layer ``source``, into the part's columns of ``out`` [T, heads * head_dim]. ``sinks`` [heads]: those of the
-        process's heads."""
+        """Compute attention of layer ``index``, whose queries :meth:`write` has rotated, over the keys and values of
+        layer ``source``, into the part's columns of ``out`` [T, heads * head_dim]. ``sinks``: of all of the process's
+        heads [heads]."""
         if self.attention is None:
             return
         tokens, width = len(qkv), self.heads * self._head_dim
-        queries = self._mine(qkv)[:, :width].view(tokens, self.heads, self._head_dim)
-        found = out if self._whole else self._found[:tokens]
-        mine = None if sinks is None else self._sinks_of(index, sinks)
+        queries = self._own_columns(qkv)[:, :width].view(tokens, self.heads, self._head_dim)
+        part_out = out if self._whole else self._out[:tokens]
+        own_sinks = None if sinks is None else self._sinks_of(index, sinks)
         place = self.places[source]
-        self.attention.attend(place, queries, found, record, window=window, with_chunks=chunks, sinks=mine)
+        self.attention.attend(place, queries, part_out, record, window=window, with_chunks=chunks, sinks=own_sinks)
         if not self._whole:
-            out[:, self._columns[0]].copy_(found)
+            out[:, self._columns[0]].copy_(part_out)
 
-    def _mine(self, qkv: torch.Tensor) -> torch.Tensor:
+    def _own_columns(self, qkv: torch.Tensor) -> torch.Tensor:
+        """Return the part's projections: ``qkv`` itself, or the buffer."""
         return qkv if self._whole else self._buffer[: len(qkv)]
 
     def _sinks_of(self, index: int, sinks: torch.Tensor) -> torch.Tensor:
@@ -252,6 +254,6 @@ class PartRows:
     def _norm_of(self, index: int, norm: HeadNorm) -> HeadNorm:
         """Return a norm with the weights of the part's heads, selected once per layer."""
         if index not in self._norms:
-            mine = self._normed.to(norm.weight.device)
-            self._norms[index] = norm._replace(weight=norm.weight.index_select(0, mine))
+            heads = self._normed.to(norm.weight.device)
+            self._norms[index] = norm._replace(weight=norm.weight.index_select(0, heads))
         return self._norms[index]
