@@ -196,7 +196,7 @@ class OperationBuilder:
     ) -> Iterator[Operation]:
         """Yield the kernels of a product of ``x`` with the matrix ``name``, or with one matrix per expert or head.
 
-        ``groups``: rows of each expert. ``head_strides``: bytes between heads in ``x`` and in ``out``, zeros without heads.
+        ``groups``: rows of each expert. ``head_strides``: bytes between heads in ``x`` and ``out``; 0 without heads.
         For epilogues: ``factor`` (of "add"), ``clamped`` (of "gated_clamped") and ``xielu_params`` (of "act_xielu").
         Raises ConfigError if the matrix does not fit ``x`` or ``out``.
         """
