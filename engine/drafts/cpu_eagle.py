@@ -1,4 +1,4 @@
-"""EAGLE-3 head as a program of the CPU kernels: its operations, its weights, and its backend.
+"""EAGLE-3 head on the CPU kernels: its operations, its packed weights, and its backend.
 
     first pass:      the model's states --fc--> hidden
     later passes:    rows of the last pass's hidden --copied by the host--> hidden
@@ -40,14 +40,19 @@ from pillion.kernels.step import Int32, States, StepBatch
 from pillion.kernels.torch.torch_linear import Linear
 
 _LAYER = "layers.0."
-# The qkv matrix is stored as two halves: this one multiplies states, the other has the model's usual name.
+# The half of the qkv matrix that multiplies hidden states; the other half has the matrix's usual name.
 _STATE_QKV = "state_qkv"
 
 
 @dataclass(frozen=True, slots=True)
 class HeadPlan:
-    """Programs of a head: ``first`` reads ``states`` of the model, ``following`` what the host has written to
-    ``hidden``. ``outputs`` are the sampled rows that a further pass may read."""
+    """Operations and buffers of a head.
+
+    Attributes:
+        first: first pass, from the main model's hidden states in ``states``.
+        following: later passes, from rows of ``outputs`` that the host copied to ``hidden``.
+        outputs: the head's hidden states of the sampled rows.
+    """
 
     first: ModelPlan
     following: tuple[Operation, ...]
@@ -58,27 +63,27 @@ class HeadPlan:
 
 def pack_head(weights: EagleWeights, config: EagleConfig, dtype: str) -> InMemoryMatrices:
     """Pack a head's weights, which are never quantized, for the CPU kernels."""
-    held, layer, hidden = InMemoryMatrices(), config.layer, config.layer.hidden_size
-    packer = MatrixPacker(held, layer, whole_model(layer), WIDE_KINDS[dtype])
-    both = weights.layer["qkv"]
-    assert isinstance(both, Linear)
-    assert isinstance(both.weight, torch.Tensor)
-    held.tensor("embedding", weights.embedding)
+    packed, layer, hidden = InMemoryMatrices(), config.layer, config.layer.hidden_size
+    packer = MatrixPacker(packed, layer, whole_model(layer), WIDE_KINDS[dtype])
+    qkv = weights.layer["qkv"]
+    assert isinstance(qkv, Linear)
+    assert isinstance(qkv.weight, torch.Tensor)
+    packed.tensor("embedding", weights.embedding)
     packer.linear("fuse", weights.fuse)
     packer.norm("embedding_norm", weights.embedding_norm)
     packer.norm("state_norm", weights.state_norm)
-    tokens = Linear.plain(both.weight[:, :hidden].contiguous(), both.bias)
-    packer.layer(_LAYER, config.operations, LayerWeights({**weights.layer, "qkv": tokens}))
-    packer.linear(_STATE_QKV, Linear.plain(both.weight[:, hidden:].contiguous()))
+    token_qkv = Linear.plain(qkv.weight[:, :hidden].contiguous(), qkv.bias)
+    packer.layer(_LAYER, config.operations, LayerWeights({**weights.layer, "qkv": token_qkv}))
+    packer.linear(_STATE_QKV, Linear.plain(qkv.weight[:, hidden:].contiguous()))
     packer.norm("final_norm", weights.final_norm)
     packer.linear("lm_head", weights.lm_head)
-    return held
+    return packed
 
 
 def plan_head(
     config: EagleConfig, weights: InMemoryMatrices, layout: KVLayout, dtype: str, max_model_len: int
 ) -> HeadPlan:
-    """Return the programs of an EAGLE head for texts of up to ``max_model_len`` entries."""
+    """Return the operations of an EAGLE head for chains of up to ``max_model_len`` entries."""
     layer = config.layer
     ropes, shard = rope_tables(layer, max_model_len), whole_model(layer)
     builder = OperationBuilder(layer, weights, layout, dtype, ropes, shard, layer.num_heads)
@@ -94,7 +99,7 @@ def plan_head(
 def _operations(
     config: EagleConfig, builder: OperationBuilder, sampled: OperationBuilder, logits: Buffer
 ) -> Iterator[Operation]:
-    """Yield the head's operations, from tokens and hidden to logits."""
+    """Yield the operations of a pass from the buffer ``hidden`` and the token ids to ``logits``."""
     width = config.layer.hidden_size
     embedded = builder.buffer("embedded", width, "float32")
     token = builder.buffer("normed_token", width, builder.row_dtype)
@@ -122,16 +127,16 @@ def _operations(
 def head_model(
     config: EagleConfig, weights: EagleWeights, layout: KVLayout, main: CpuModel, progress: Progress
 ) -> tuple[CpuModel, HeadPlan]:
-    """Pack and compile (the first time on a machine) an EAGLE head for the model ``main``."""
-    held = pack_head(weights, config, main.dtype)
-    plan = plan_head(config, held, layout, main.dtype, main.max_model_len)
+    """Pack an EAGLE head for the model ``main``, and compile its kernels unless the code cache has them."""
+    packed = pack_head(weights, config, main.dtype)
+    plan = plan_head(config, packed, layout, main.dtype, main.max_model_len)
     kernels = compile_operations(plan.first.operations, main, progress)
     model = replace(
         main,
         config=config.layer,
         shard=whole_model(config.layer),
         layout=layout,
-        weights=held,
+        weights=packed,
         plan=plan.first,
         kernels=kernels,
     )
@@ -139,7 +144,12 @@ def head_model(
 
 
 class CpuEagle(EagleBackend, CpuBackend):
-    """:class:`EagleBackend` on the CPU kernels, with its own threads."""
+    """:class:`EagleBackend` on the CPU kernels, with its own threads.
+
+    Args:
+        main: the model that the head drafts for, or its rank 0.
+        threads, affinity, share: those of :class:`CpuBackend`.
+    """
 
     def __init__(
         self,
@@ -152,45 +162,43 @@ class CpuEagle(EagleBackend, CpuBackend):
         affinity: Sequence[int] = (),
         share: CoreShare | None = None,
     ) -> None:
-        """Take ``main``, the model that the head drafts for, or its rank 0; ``threads``, ``affinity`` and ``share`` as
-        in :class:`CpuBackend`."""
         model, self._head = head_model(config, weights, layout, main, progress)
         CpuBackend.__init__(self, model, threads, affinity, share)
         self._following = Program(self._head.following, model.kernels, self.workspace)
         self._target_ids, self._draft_vocab_size = weights.target_ids, config.draft_vocab_size
         self._width = len(config.state_layers) * config.state_size
-        # Input of the next pass: states of the model, or rows of the last pass's output, which has _num_outputs rows.
-        self._given: npt.NDArray[np.generic] = np.empty((0, self._width), self._head.states.dtype)
+        # Hidden states for the next pass: the main model's, or rows of the last pass's _num_outputs outputs.
+        self._inputs: npt.NDArray[np.generic] = np.empty((0, self._width), self._head.states.dtype)
         self._reads_model = True
         self._num_outputs = 0
 
     def read(self, states: States) -> None:
-        """Set the model's states that the next pass reads, one per row."""
-        self._given, self._reads_model = states, True
+        """Set the next pass's hidden states to the main model's ``states``, one per row."""
+        self._inputs, self._reads_model = states, True
 
     def follow(self, rows: Sequence[int]) -> None:
-        """Make the last pass's outputs at ``rows`` of its sampled rows the input of the next pass."""
+        """Set the next pass's hidden states to the head's of the last pass; ``rows`` indexes its sampled rows."""
         outputs = self._rows(self._head.outputs, self._num_outputs, self.model.config.hidden_size)
-        self._given, self._reads_model = outputs[list(rows)], False
+        self._inputs, self._reads_model = outputs[list(rows)], False
 
     def warm_up(self, max_tokens: int) -> None:
-        """Run the head once over zero states, to compile and load everything."""
-        most = min(max_tokens, self.model.max_model_len)
-        self.read(np.zeros((most, self._width), self._head.states.dtype))
-        HostBackend.warm_up(self, most)
+        """Run the head once over zero hidden states."""
+        tokens = min(max_tokens, self.model.max_model_len)
+        self.read(np.zeros((tokens, self._width), self._head.states.dtype))
+        HostBackend.warm_up(self, tokens)
 
     def _programs(self) -> tuple[Program, ...]:
         return (*super()._programs(), self._following)
 
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
-        """Run a pass and return the logits of the draft vocabulary."""
+        """Run a pass and return the logits [sampled rows, draft vocab]."""
         return super()._run(pool, batch)[:, : self._draft_vocab_size]
 
     def _fill(self, pool: torch.Tensor, batch: StepBatch, rows: Int32) -> None:
         super()._fill(pool, batch, rows)
         head, count = self._head, batch.num_tokens
         target = head.states if self._reads_model else head.hidden
-        self._rows(target, count, self._given.shape[1])[:] = self._given[:count]
+        self._rows(target, count, self._inputs.shape[1])[:] = self._inputs[:count]
         self._num_outputs = len(rows)
 
     def _run_kernels(self, program: Program) -> None:

@@ -1,7 +1,7 @@
-"""The ``config.json`` of an EAGLE-3 head, of a ``speculators`` checkpoint or in the original layout.
+"""The ``config.json`` of an EAGLE-3 head, as ``speculators`` writes it or in the original format.
 
-``speculators`` has the head's one layer under ``transformer_layer_config``, without keys at transformers' defaults. In
-the original layout the layer's keys are beside ``draft_vocab_size``. Imports no torch.
+``speculators`` puts the keys of the head's single layer under ``transformer_layer_config``, and omits transformers'
+defaults. In the original format they are at the top level, with ``draft_vocab_size``. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from pillion.engine.models.layer_operations import Entries, Layer, Multiply
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
 
-_KINDS = ("llama", "qwen3")
-_OF_HEAD = ("draft_vocab_size", "norm_before_residual", "target_hidden_size", "eagle_config")
+_LAYER_TYPES = ("llama", "qwen3")
+# Keys of the original format that are not the layer's.
+_HEAD_KEYS = ("draft_vocab_size", "norm_before_residual", "target_hidden_size", "eagle_config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +29,11 @@ class EagleConfig:
     """Sizes and options of an EAGLE-3 head.
 
     Attributes:
-        layer: config of the head's one layer and of its rotary embedding; ``vocab_size`` is the model's.
-        draft_vocab_size: number of different tokens that the head can draft.
-        state_layers: the model's layers whose inputs the head reads, in order.
-        state_size: width of each of these inputs.
-        norm_before_residual: True if the residual is the normed state instead of the state.
+        layer: config of the head's single layer and of its rotary embedding; ``vocab_size`` is the main model's.
+        draft_vocab_size: number of tokens that the head can draft.
+        state_layers: the main model's layers whose inputs the head reads, in the order of concatenation.
+        state_size: hidden size of the main model.
+        norm_before_residual: True if the head's residual is the normed hidden state instead of the hidden state.
     """
 
     layer: ModelConfig
@@ -43,22 +44,24 @@ class EagleConfig:
 
     @property
     def operations(self) -> Layer:
-        """Operations of the head's layer, whose inputs are the concatenated normed embedding and normed state."""
-        _, product, *others = layers_of(self.layer)[0]
-        assert isinstance(product, Multiply)
-        both = replace(product.matrix, inputs=(Entries(2 * self.layer.hidden_size),))
-        return (Multiply(both), *others)
+        """Operations of the head's layer, from the concatenated normed embedding and normed hidden state on."""
+        _, qkv, *later = layers_of(self.layer)[0]
+        assert isinstance(qkv, Multiply)
+        matrix = replace(qkv.matrix, inputs=(Entries(2 * self.layer.hidden_size),))
+        return (Multiply(matrix), *later)
 
 
 def load_eagle_config(folder: Path, main: ModelConfig) -> EagleConfig:
-    """Read the config of an EAGLE-3 head. Raises ConfigError unless the folder has a head for the model ``main``."""
+    """Read the config of an EAGLE-3 head for the model ``main``. Raises ConfigError if the head is not supported, or
+    was made for another model."""
     raw = read_json(folder / "config.json")
-    head, layer_keys = _parts(raw)
-    kind = layer_keys.get("model_type")
-    if kind not in _KINDS:
-        raise ConfigError(f"its layer is of the kind {kind!r}; layers of {' and '.join(_KINDS)} are served")
+    head, layer_keys = _split_keys(raw)
+    layer_type = layer_keys.get("model_type")
+    if layer_type not in _LAYER_TYPES:
+        supported = " and ".join(_LAYER_TYPES)
+        raise ConfigError(f"its layer has model_type {layer_type!r}; only {supported} are supported")
     # ``speculators`` omits transformers' defaults, which may differ from the family's.
-    layer = parse_config({**DEFAULTS[kind], **layer_keys})
+    layer = parse_config({**DEFAULTS[layer_type], **layer_keys})
     if layer.quantization is not None:
         raise ConfigError(f"its weights are quantized ({layer.quantization.words}); only plain ones are supported")
     if layer.num_layers != 1:
@@ -67,7 +70,7 @@ def load_eagle_config(folder: Path, main: ModelConfig) -> EagleConfig:
         raise ConfigError(f"it was made for a vocabulary of {layer.vocab_size} tokens, the model has {main.vocab_size}")
     state_size = size(head, "target_hidden_size", layer.hidden_size)
     if state_size != main.hidden_size:
-        raise ConfigError(f"it reads states of {state_size} values, the model's have {main.hidden_size}")
+        raise ConfigError(f"it reads hidden states of {state_size} values, but the model's have {main.hidden_size}")
     draft_vocab_size = size(head, "draft_vocab_size", layer.vocab_size)
     if draft_vocab_size > layer.vocab_size:
         raise ConfigError(f"its draft_vocab_size {draft_vocab_size} is larger than the vocabulary, {layer.vocab_size}")
@@ -80,8 +83,8 @@ def load_eagle_config(folder: Path, main: ModelConfig) -> EagleConfig:
     )
 
 
-def _parts(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the config's keys about the head, and those about its layer."""
+def _split_keys(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the config's entries of the head, and those of its layer. Raises ConfigError for an unsupported head."""
     if "speculators_model_type" in raw or "transformer_layer_config" in raw:
         if raw.get("speculators_model_type") != "eagle3":
             raise ConfigError(f"its speculators_model_type is {raw.get('speculators_model_type')!r}, not 'eagle3'")
@@ -94,26 +97,26 @@ def _parts(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         raise ConfigError(
             "it is not an EAGLE-3 head: config.json has neither speculators_model_type nor draft_vocab_size"
         )
-    head = {key: raw[key] for key in _OF_HEAD if key in raw}
+    head = {key: raw[key] for key in _HEAD_KEYS if key in raw}
     options = head.pop("eagle_config", None) or {}
     if not isinstance(options, dict) or options.get("use_aux_hidden_state") is False:
         raise ConfigError(
-            f"config.json has eagle_config = {options!r}; only heads that read three states are supported"
+            f"config.json has eagle_config = {options!r}; only heads that read three hidden states are supported"
         )
     check_head_keys(options)
-    return {**head, **options}, {key: value for key, value in raw.items() if key not in _OF_HEAD}
+    return {**head, **options}, {key: value for key, value in raw.items() if key not in _HEAD_KEYS}
 
 
 def _state_layers(head: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Return the layers whose inputs the head reads: the config's, or vLLM's default."""
-    named = head.get("eagle_aux_hidden_state_layer_ids")
-    if named is None:
+    """Return the main model's layers whose inputs the head reads: the config's, or vLLM's default."""
+    ids = head.get("eagle_aux_hidden_state_layer_ids")
+    if ids is None:
         layers: tuple[int, ...] = (2, num_layers // 2, num_layers - 3)
     else:
-        layers = token_ids(named)
-        if not isinstance(named, list) or not named or len(layers) != len(named):
-            raise ConfigError(f"config.json: eagle_aux_hidden_state_layer_ids must be a list of layers, not {named!r}")
-    wrong = [layer for layer in layers if not 0 <= layer < num_layers]
-    if wrong:
-        raise ConfigError(f"it reads the inputs of layer {wrong[0]}; the model has {num_layers} layers")
+        layers = token_ids(ids)
+        if not isinstance(ids, list) or not ids or len(layers) != len(ids):
+            raise ConfigError(f"config.json: eagle_aux_hidden_state_layer_ids must be a list of layers, not {ids!r}")
+    unknown = [layer for layer in layers if not 0 <= layer < num_layers]
+    if unknown:
+        raise ConfigError(f"it reads the inputs of layer {unknown[0]}; the model has {num_layers} layers")
     return layers

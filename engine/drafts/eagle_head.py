@@ -1,11 +1,11 @@
-"""EAGLE-3 head: the common part of its backends, its passes over its model's pool, and its backend on torch.
+"""EAGLE-3 head: the common base of its backends, its backend on torch, and its passes over the main model's pool.
 
-Entry p of a head's text is the model's state at position p and the token after it, p + 1; it drafts token p + 2:
+A head's entry p is made of the model's hidden state at position p and of token p + 1; it drafts token p + 2:
 
     state --fc--> norm --.                                           .--> norm --lm head--> draft token, by d2t
-    token --embedding--> norm --> [both] --qkv--> attention, MLP ----'--> state of the next entry, if drafted
+    token --embedding--> norm --> [both] --qkv--> attention, MLP ----'--> state of the next entry, while drafting
 
-(EAGLE-3, Li et al. 2025, in the form of ``speculators`` and vLLM.) The head also runs on the CPU kernels
+This is EAGLE-3 (Li et al. 2025) as in ``speculators`` and vLLM. The head also runs on the CPU kernels
 (:mod:`pillion.engine.drafts.cpu_eagle`) and on the GPU kernels (:mod:`pillion.engine.drafts.gpu_eagle`).
 """
 
@@ -39,45 +39,42 @@ def eagle_layout(config: EagleConfig, block_size: int, dtype: str) -> KVLayout:
 
 
 class EagleBackend(HostBackend):
-    """Backend of an EAGLE head. :meth:`read` or :meth:`follow` sets the states of the next step; each step keeps the
-    states of its sampled rows. Logits are those of the draft vocabulary.
+    """Backend of an EAGLE head. :meth:`read` or :meth:`follow` sets the hidden states of the next step's rows; each
+    step keeps the head's hidden states of its sampled rows. Logits are those of the draft vocabulary."""
 
-    ``_target_ids``: the model's id of each draft id, int64; None if ids are equal.
-    """
-
+    # The main model's id of each draft id, int64 [draft vocab]; None if ids are equal.
     _target_ids: torch.Tensor | None = None
-    # Last step's logits by the model's ids; minus infinity outside of the draft vocabulary.
-    _wide = torch.empty(0, 0)
+    # Logits by the main model's ids; minus infinity outside of the draft vocabulary.
+    _model_logits = torch.empty(0, 0)
 
     @abstractmethod
     def read(self, states: States) -> None:
-        """Set the model's states of the next step's rows."""
+        """Set the next step's hidden states to the main model's ``states``, one per row."""
 
     @abstractmethod
     def follow(self, rows: Seq[int]) -> None:
-        """Make the next step's rows follow these of the last step's ``sample_rows``."""
+        """Set the next step's hidden states to the head's of the last step; ``rows`` indexes its ``sample_rows``."""
 
     def launch(self, batch: StepBatch, copies: Seq[tuple[int, int]], rows: SamplingRows | None) -> FinishedStep:
         """Run the pass synchronously; a head has no blocks to copy."""
         assert rows is not None
         logits, ids = self.forward(batch), self._target_ids
         if rows.plain:
-            found = logits.argmax(-1)
-            return FinishedStep(Sampled(tuple((found if ids is None else ids[found]).tolist())))
+            draft_ids = logits.argmax(-1)
+            return FinishedStep(Sampled(tuple((draft_ids if ids is None else ids[draft_ids]).tolist())))
         if ids is None:
             return FinishedStep(sample(logits, rows))
-        if len(self._wide) < len(logits):
-            self._wide = torch.full((len(logits), self.vocab_size), -torch.inf)
-        wide = self._wide[: len(logits)]
-        wide[:, ids] = logits
-        return FinishedStep(sample(wide, rows))
+        if len(self._model_logits) < len(logits):
+            self._model_logits = torch.full((len(logits), self.vocab_size), -torch.inf)
+        model_logits = self._model_logits[: len(logits)]
+        model_logits[:, ids] = logits
+        return FinishedStep(sample(model_logits, rows))
 
 
 class TorchEagle(EagleBackend):
-    """:class:`EagleBackend` with torch's operators."""
+    """:class:`EagleBackend` on torch's operators. ``max_model_len``: max entries of a chain."""
 
     def __init__(self, config: EagleConfig, weights: EagleWeights, layout: KVLayout, max_model_len: int) -> None:
-        """``max_model_len`` is in entries of a text."""
         super().__init__(layout, config.layer.vocab_size)
         self._config, self._weights, self._target_ids = config, weights, weights.target_ids
         self._dtype, self._operations = weights.embedding.dtype, config.operations
@@ -92,15 +89,15 @@ class TorchEagle(EagleBackend):
         self._inputs = self._outputs[list(rows)]
 
     def warm_up(self, max_tokens: int) -> None:
-        """Run the head once over zero states."""
+        """Run the head once over zero hidden states."""
         width = len(self._config.state_layers) * self._config.state_size
-        whole = torch.zeros(max_tokens, width, dtype=self._dtype)
+        zeros = torch.zeros(max_tokens, width, dtype=self._dtype)
         with torch.inference_mode():
-            self._inputs = self._weights.fuse(whole)
+            self._inputs = self._weights.fuse(zeros)
         super().warm_up(max_tokens)
 
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
-        """Run a pass and return the logits of the draft vocabulary."""
+        """Run a pass and return the logits [sampled rows, draft vocab]."""
         layer, weights, layout = self._config.layer, self._weights, self.layout
         states = self._inputs[: batch.num_tokens]
         shape = (len(pool), 1, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
@@ -134,17 +131,19 @@ class TorchEagle(EagleBackend):
 
 
 class HeadBackend(Backend, Protocol):
-    """Backend of a head: an :class:`EagleBackend`, or a GPU's."""
+    """Backend of an EAGLE head on any device: an :class:`EagleBackend`, or a
+    :class:`pillion.engine.drafts.gpu_eagle.GpuEagle`."""
 
     def read(self, states: States) -> None:
-        """Set the model's states of the next step's rows."""
+        """Set the next step's hidden states to the main model's ``states``, one per row."""
 
     def follow(self, rows: Seq[int]) -> None:
-        """Make the next step's rows follow these of the last step's ``sample_rows``."""
+        """Set the next step's hidden states to the head's of the last step; ``rows`` indexes its ``sample_rows``."""
 
 
 class EagleModel(DraftModel):
-    """Passes of an EAGLE-3 head, on the step thread. The first one reads states of the model, the others the head's."""
+    """Passes of an EAGLE-3 head, on the step thread. The first pass reads the main model's hidden states, later ones
+    the head's own."""
 
     backend: HeadBackend
 

@@ -1,4 +1,4 @@
-"""Weights of an EAGLE-3 head, with the names of ``speculators`` checkpoints or of the original layout."""
+"""Weights of an EAGLE-3 head, loaded from a ``speculators`` checkpoint or one in the original format."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ _LAYER = "layers.0."
 
 @dataclass(frozen=True, slots=True)
 class EagleWeights:
-    """Weights of a head. ``layer.qkv`` is [heads and KV heads, 2 * hidden]: normed embedding, then normed state.
+    """Weights of a head. The inputs of the layer's ``qkv`` are a normed embedding and a normed hidden state, [2 *
+    hidden].
 
     Attributes:
-        embedding: [vocab, hidden], the head's own or the model's.
-        fuse: linear layer that fuses the states of all layers read into one.
-        state_norm: norm of a state before the head's layer.
-        target_ids: [draft vocab] int64, the model's id of each draft id; None if ids are equal.
+        embedding: [vocab, hidden], the head's own or the main model's.
+        fuse: linear layer from the concatenated hidden states of several layers to one [hidden].
+        state_norm: norm of the fused hidden state.
+        target_ids: [draft vocab] int64, the main model's id of each draft id; None if ids are equal.
     """
 
     embedding: torch.Tensor
@@ -52,47 +53,48 @@ class EagleWeights:
 def load_eagle_weights(
     folder: Path, config: EagleConfig, embedding: torch.Tensor, make_linear: MakeLinear = Linear
 ) -> EagleWeights:
-    """Load a head in the type of the model's ``embedding``, which is used if the head has none. ``make_linear`` makes
-    linear layers. Raises ConfigError for tensors that are missing, unknown, of a wrong shape, or not finite.
-    """
+    """Load a head in the dtype of the main model's ``embedding``, which is used if the head has none. ``make_linear``
+    makes a linear layer of a weight and a bias or None. Raises ConfigError for tensors that are missing, unknown, of a
+    wrong shape, or not finite."""
     with open_files(folder) as files:
         return _make(config, _Tensors(files, config, embedding.dtype, make_linear), embedding)
 
 
 class _Tensors:
-    """Open files of a head, with names and shapes of tensors checked against its config."""
+    """The tensors in a head's open files. Raises ConfigError unless names, dtypes and shapes match its config."""
 
     def __init__(
         self, files: Mapping[str, FileTensor], config: EagleConfig, dtype: torch.dtype, make_linear: MakeLinear
     ) -> None:
         self.make_linear = make_linear
-        self._files = {name.replace("midlayer.", _LAYER, 1): found for name, found in files.items()}
+        self._files = {name.replace("midlayer.", _LAYER, 1): tensor for name, tensor in files.items()}
         self._dtype = dtype
-        wanted, optional = dict(_shapes(config)), _optional_shapes(config)
-        missing = sorted(wanted.keys() - self._files.keys())
+        required, optional = dict(_shapes(config)), _optional_shapes(config)
+        missing = sorted(required.keys() - self._files.keys())
         if missing:
             raise ConfigError(f"it lacks {format_names(missing)}")
-        known = wanted | optional
-        # Not read: the inverse of d2t, and leftovers.
+        known = required | optional
+        # Ignored: t2d, the inverse of d2t, and inv_freq, which follows from the config.
         unknown = sorted(
             name for name in self._files.keys() - known.keys() if not name.endswith(("t2d", "rotary_emb.inv_freq"))
         )
         if unknown:
-            raise ConfigError(f"it holds {format_names(unknown)}, which an EAGLE-3 head does not have")
+            raise ConfigError(f"it contains {format_names(unknown)}, which an EAGLE-3 head does not have")
         for name, shape in known.items():
             if name not in self._files:
                 continue
-            own, kinds = self._files[name], ("I64", "I32") if name == "d2t" else FLOATS
-            if own.header.dtype not in kinds:
-                raise ConfigError(f"its {own.name} is {own.header.dtype}; only {', '.join(kinds)} are supported")
-            if own.header.shape != shape:
-                raise ConfigError(f"its {own.name} is {list(own.header.shape)}, but config.json requires {list(shape)}")
+            tensor, dtypes = self._files[name], ("I64", "I32") if name == "d2t" else FLOATS
+            header = tensor.header
+            if header.dtype not in dtypes:
+                raise ConfigError(f"its {tensor.name} is {header.dtype}; only {', '.join(dtypes)} are supported")
+            if header.shape != shape:
+                raise ConfigError(f"its {tensor.name} is {list(header.shape)}, but config.json requires {list(shape)}")
 
     def has(self, name: str) -> bool:
         return name in self._files
 
     def load(self, name: str) -> torch.Tensor:
-        """Return a float tensor in the head's type."""
+        """Return a float tensor in the head's dtype. Raises ConfigError if it is not finite."""
         tensor = self.ids(name).to(self._dtype)
         if not finite(tensor):
             raise ConfigError(f"its {self._files[name].name} contains NaN or infinities")
@@ -103,7 +105,8 @@ class _Tensors:
         return self._files[name].read()
 
     def layer(self, config: EagleConfig) -> LayerWeights:
-        spelled = {
+        """Load the weights of the head's layer."""
+        joined = {
             key: torch.cat([self.load(_LAYER + part.name) for part in parts])
             for key, (parts, *_) in layer_checkpoint_names(config.operations).items()
         }
@@ -111,9 +114,9 @@ class _Tensors:
         for tensor in tensors_of(config.operations):
             name = tensor.name
             if tensor.role is Role.MATRIX:
-                weights[name] = self.make_linear(spelled[f"{name}.weight"], spelled.get(f"{name}.bias"))
+                weights[name] = self.make_linear(joined[f"{name}.weight"], joined.get(f"{name}.bias"))
             else:
-                weight = in_order(spelled[name], tensor)
+                weight = in_order(joined[name], tensor)
                 weights[name] = RmsNorm(weight, config.layer.rms_norm_eps, wide=False)
         return weights
 
@@ -135,17 +138,18 @@ def _make(config: EagleConfig, tensors: _Tensors, embedding: torch.Tensor) -> Ea
 
 
 def _target_ids(config: EagleConfig, tensors: _Tensors) -> torch.Tensor | None:
-    """Return the model's id of each draft id, from the offsets in d2t; None without d2t."""
+    """Return the main model's id of each draft id, int64 [draft vocab], from the offsets in d2t; None without d2t."""
     if not tensors.has("d2t"):
         return None
     count = config.draft_vocab_size
     ids = torch.arange(count) + tensors.ids("d2t").long()
     if int(ids.min()) < 0 or int(ids.max()) >= config.layer.vocab_size:
-        raise ConfigError(f"its d2t names tokens outside of the vocabulary of {config.layer.vocab_size}")
+        raise ConfigError(f"its d2t maps to tokens outside of the vocabulary of {config.layer.vocab_size}")
     return ids
 
 
 def _shapes(config: EagleConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the name and shape of each tensor that the head must have."""
     layer, hidden = config.layer, config.layer.hidden_size
     yield "fc.weight", (hidden, len(config.state_layers) * config.state_size)
     yield "norm.weight", (hidden,)

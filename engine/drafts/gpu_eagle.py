@@ -1,4 +1,4 @@
-"""EAGLE-3 head on a GPU: its weights, its buffers and its forward pass, which is that of a one-layer model.
+"""EAGLE-3 head on a GPU: its weights, buffers and forward pass, which is that of a one-layer model.
 
     read     states of the model --copied to the device, fc--> residual                 outside of CUDA graphs
     follow   rows of the last pass's outputs --> residual                               outside of CUDA graphs
@@ -6,10 +6,11 @@
              [both] --qkv--> the layer's other operations, as a model's --> residual --> outputs
              residual --norm--> LM head --> logits of draft ids --> logits of the model's ids --> tokens
 
-The host queues everything of a pass in order on one stream, so the states that :meth:`GpuEagle.read` writes to the
-residual stream belong to the next pass, and a pass may be launched before the tokens of the last one are known. The
-sampler gets logits by the model's ids, minus infinity outside of the draft vocabulary, so it is the model's own. The
-weights are private to this process, since a head is only one layer; the embedding is the model's if the head has none.
+The host queues everything in order on one CUDA stream, so the hidden states that :meth:`GpuEagle.read` writes to the
+residual belong to the next pass, and a pass may be launched before the tokens of the last one are known. Logits are
+scattered to the main model's ids, minus infinity outside of the draft vocabulary, so the main model's sampler is used.
+The weights are private to this process, since a head is only one layer; the embedding is the main model's if the head
+has none.
 """
 
 from __future__ import annotations
@@ -43,24 +44,25 @@ log = logging.getLogger("pillion.worker")
 
 
 def head_weights(config: EagleConfig, weights: EagleWeights, main: GpuWeights) -> GpuWeights:
-    """Copy a head's weights to the GPU of ``main``, the model's weights, whose embedding it may share."""
+    """Copy a head's weights to the GPU of the main model's weights, ``main``. The main model's embedding is shared if
+    the head has none."""
     named = dict(layer_tensors(config.operations, weights.layer, main.dtype, whole_model(config.layer), in_fp8=False))
-    found = {f"layers.0.{name}": tensor for name, tensor in named.items()}
-    found |= {"fuse.weight": _plain(weights.fuse), "lm_head.weight": _plain(weights.lm_head)}
+    tensors = {f"layers.0.{name}": tensor for name, tensor in named.items()}
+    tensors |= {"fuse.weight": _plain(weights.fuse), "lm_head.weight": _plain(weights.lm_head)}
     for name, norm in (
         ("embedding_norm", weights.embedding_norm),
         ("state_norm", weights.state_norm),
         ("final_norm", weights.final_norm),
     ):
-        found[name] = norm.weight
+        tensors[name] = norm.weight
     shared = weights.embedding is main["embedding"]
     if not shared:
-        found["embedding"] = weights.embedding
-    plain = [(name, tensor) for name, tensor in found.items() if isinstance(tensor, torch.Tensor)]
-    held = own_weights(config.layer, plain, main.dtype, main.device)
+        tensors["embedding"] = weights.embedding
+    plain = [(name, tensor) for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)]
+    gpu_weights = own_weights(config.layer, plain, main.dtype, main.device)
     if shared:
-        held["embedding"] = main["embedding"]
-    return held
+        gpu_weights["embedding"] = main["embedding"]
+    return gpu_weights
 
 
 def _plain(linear: Linear) -> torch.Tensor:
@@ -69,13 +71,14 @@ def _plain(linear: Linear) -> torch.Tensor:
 
 
 class GpuEagleModel(GpuModel):
-    """A head on a GPU, for passes of ``limits``.
+    """Weights and buffers of a head on a GPU, for passes within ``limits``; ``weights`` are those of
+    :func:`head_weights`.
 
     Attributes:
-        both: [max_tokens, 2 * hidden], concatenated normed embeddings and states of a pass.
-        outputs: [max_samples, hidden], states of sampled rows, for rows that follow them.
-        target_ids: int64, the model's id of each draft id; None if ids are equal.
-        drafted: [max_samples, draft vocab], logits of the draft vocabulary.
+        both: [max_tokens, 2 * hidden], concatenated normed embeddings and normed hidden states of a pass.
+        outputs: [max_samples, hidden], the head's hidden states of sampled rows, for the next pass.
+        target_ids: int64 [draft vocab], the main model's id of each draft id; None if ids are equal.
+        draft_logits: [max_samples, draft vocab]; empty if ids are equal.
     """
 
     def __init__(
@@ -87,7 +90,6 @@ class GpuEagleModel(GpuModel):
         *,
         invariant: bool = False,
     ) -> None:
-        """``weights`` are those of :func:`head_weights`."""
         samples, hidden = limits.max_samples, head.layer.hidden_size
         super().__init__(
             weights,
@@ -101,7 +103,7 @@ class GpuEagleModel(GpuModel):
         self.norm_before_residual = head.norm_before_residual
         self.both, self.outputs = self._rows(2 * hidden), self.residual.new_zeros(samples, hidden)
         self.target_ids = None if target_ids is None else target_ids.to(self.device)
-        self.drafted = self.outputs.new_zeros(samples if target_ids is not None else 0, head.draft_vocab_size)
+        self.draft_logits = self.outputs.new_zeros(samples if target_ids is not None else 0, head.draft_vocab_size)
         if target_ids is not None:
             self.logits.fill_(-torch.inf)
 
@@ -111,7 +113,7 @@ class GpuEagleModel(GpuModel):
 
 
 class EagleDecoder(GpuDecoder):
-    """Forward pass of a head over states in the residual stream."""
+    """Forward pass of a head over hidden states in the model's residual."""
 
     _model: GpuEagleModel
 
@@ -133,8 +135,8 @@ class EagleDecoder(GpuDecoder):
         model, count = self._model, len(normed)
         if model.target_ids is None:
             return super()._logits(normed)
-        found = model.product(normed, model.weights.head, None, model.drafted[:count])
-        return model.logits[:count].index_copy_(1, model.target_ids, found.float())
+        draft_logits = model.product(normed, model.weights.head, None, model.draft_logits[:count])
+        return model.logits[:count].index_copy_(1, model.target_ids, draft_logits.float())
 
 
 class GpuEagle(GpuBackend):
@@ -144,7 +146,7 @@ class GpuEagle(GpuBackend):
     _model: GpuEagleModel
 
     def read(self, states: States) -> None:
-        """Queue the fusion of the model's states into the next step's inputs."""
+        """Queue the fusion of the main model's hidden states [rows, layers * hidden] to the next step's inputs."""
         model = self._model
         with torch.inference_mode():
             rows = to_device(states.view(np.int16) if states.dtype == np.uint16 else states, model.device)
@@ -152,18 +154,19 @@ class GpuEagle(GpuBackend):
             model.product(rows, model.weights["fuse.weight"], None, model.residual[: len(rows)])
 
     def follow(self, rows: Sequence[int]) -> None:
-        """Queue the copy of the last step's outputs at ``rows`` of its ``sample_rows`` to the next step's inputs."""
+        """Queue a copy of hidden states that the last step output, those at indices ``rows`` of its ``sample_rows``, to
+        the next step's inputs."""
         model = self._model
         with torch.inference_mode():
-            wanted = to_device(np.array(rows, np.int64), model.device)
-            torch.index_select(model.outputs, 0, wanted, out=model.residual[: len(rows)])
+            indices = to_device(np.array(rows, np.int64), model.device)
+            torch.index_select(model.outputs, 0, indices, out=model.residual[: len(rows)])
 
 
 def load_gpu_eagle(
     flags: WorkerFlags, folder: Path, head: EagleConfig, layout: KVLayout, main: GpuBackend, limits: GpuLimits
 ) -> GpuEagle:
-    """Load the head in ``folder`` for the model of ``main``, whose steps keep its states from now on. Raises
-    ConfigError for a head that the GPU cannot run."""
+    """Load the head in ``folder`` for the model of ``main``, whose steps return hidden states from now on. Raises
+    ConfigError for a head that the GPU cannot run, or that does not fit into its memory."""
     model, dtype = main.model, layout.dtype
     check_limits(model.device, layout)
     weights = load_eagle_weights(folder, head, model.weights["embedding"], Linear.plain)
@@ -171,9 +174,9 @@ def load_gpu_eagle(
     needed = head_bytes(head.layer, width, dtype, limits.max_tokens, limits.max_samples)
     with fit_in_memory(limits.max_tokens, needed, model.device) as size:
         main.set_aux_hidden_state_layers(head.state_layers)
-        held = head_weights(head, weights, model.weights)
-        own = GpuEagleModel(head, held, weights.target_ids, limits, invariant=flags.batch_invariant)
-        backend = GpuEagle(own, layout, limits, enforce_eager=flags.enforce_eager)
+        gpu_weights = head_weights(head, weights, model.weights)
+        head_model = GpuEagleModel(head, gpu_weights, weights.target_ids, limits, invariant=flags.batch_invariant)
+        backend = GpuEagle(head_model, layout, limits, enforce_eager=flags.enforce_eager)
         backend.allocate_workspace()
-    log.info("the head's passes of up to %d tokens take up to %s beside its weights", limits.max_tokens, size)
+    log.info("the head's passes of up to %d tokens take up to %s, besides its weights", limits.max_tokens, size)
     return backend

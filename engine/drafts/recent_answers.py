@@ -1,12 +1,13 @@
-"""Cache of a worker's last answers, searched for a text's end: a ring of tokens with hash chains.
+"""Cache of a worker's recent answers, in which the last tokens of a text are looked up: rings of tokens with hash
+chains.
 
-    tokens   ... A B C D | ... A B C E | ...         | is the end of an answer
-    last        latest place of each hash of MIN_MATCH_TOKENS tokens
-    before      previous place with the same hash, per place: a chain from new to old, as in LZ77
+    tokens      ... A B C D | ... A B C E | ...         | is the end of an answer
+    last        latest index of each hash of MIN_MATCH_TOKENS tokens
+    before      per index, the previous one with the same hash: a chain from new to old, as in LZ77
 
-Tenants never draft from each other's answers, because a stream's speed would leak their content: there is a ring per
-root, by which cached prefixes are isolated, too. Rings are evicted as a whole, LRU. The result of a look-up only
-depends on the answers and their order.
+Tenants never draft from each other's answers, because a stream's speed would leak their content: there is one ring per
+root, which isolates cached prefixes, too. Rings are evicted as a whole, LRU. The result of a look-up only depends on
+the answers and their order.
 """
 
 from __future__ import annotations
@@ -20,78 +21,80 @@ from pillion.kernels.step import Int32
 
 Int64 = npt.NDArray[np.int64]
 
+# Tokens per hash, and max matches per look-up.
 MIN_MATCH_TOKENS = 3
-MAX_PLACES = 32
-# Initial and max ring size; a token takes 12 bytes, and a slot of its table 8.
+MAX_MATCHES = 32
+# Initial and max ring size; a token takes 12 bytes, and an entry of its hash table 8.
 FIRST_RING_TOKENS, MAX_RING_TOKENS = 2**12, 2**18
-TABLE_SLOTS = 2**14
-# Max tokens of all rings; with the tables of MAX_RINGS some 32 MiB.
+TABLE_ENTRIES = 2**14
+# Max tokens of all rings; with the hash tables of MAX_RINGS some 32 MiB.
 MAX_CACHED_TOKENS = 2**20
 MAX_RINGS = 128
 # Separator after each answer.
 END = -1
 
-_NOWHERE = -1
-_PLAIN_FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
-_FACTORS = np.array(_PLAIN_FACTORS, dtype=np.uint32)
+_NO_INDEX = -1
+# Odd multipliers of the hash, one per token; the upper bits of the sum index the table of TABLE_ENTRIES.
+_FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
 
 
 class AnswerRing:
-    """Latest answers of one root in a ring buffer. A token's place is the number of tokens before it, stored at that
-    number modulo the ring's size."""
+    """Latest answers of one root in a ring buffer. A token's index counts all tokens added before it; it is stored at
+    its index modulo the ring's size."""
 
     def __init__(self, max_answers: int) -> None:
         self._max_answers = max_answers
         self.tokens: Int32 = np.empty(FIRST_RING_TOKENS, dtype=np.int32)
         self._before: Int64 = np.empty(FIRST_RING_TOKENS, dtype=np.int64)
-        self._last: Int64 = np.full(TABLE_SLOTS, _NOWHERE, dtype=np.int64)
+        self._last: Int64 = np.full(TABLE_ENTRIES, _NO_INDEX, dtype=np.int64)
         self._starts: deque[int] = deque()
         self.end = 0
 
     @property
     def first(self) -> int:
-        """First place still in the ring."""
+        """First index still in the ring."""
         return max(self.end - len(self.tokens), self._starts[0] if self._starts else 0)
 
     def add(self, text: Int32) -> None:
-        """Store an answer, or the end of it that fits."""
+        """Store an answer, int32, or as many of its last tokens as fit."""
         text = text[-(MAX_RING_TOKENS - 1) :]
         while self.end + len(text) + 1 > len(self.tokens) < MAX_RING_TOKENS:
-            # Places are not displaced until the ring wraps for the first time.
+            # Tokens stay where they are: the ring has not wrapped yet.
             self.tokens = np.concatenate((self.tokens, np.empty_like(self.tokens)))
             self._before = np.concatenate((self._before, np.empty_like(self._before)))
         self._starts.append(self.end)
         if len(self._starts) > self._max_answers:
             self._starts.popleft()
-        places = np.arange(self.end, self.end + len(text) + 1)
-        at = places % len(self.tokens)
-        self.tokens[at] = np.append(text, np.int32(END))
-        self._before[at] = _NOWHERE
+        indices = np.arange(self.end, self.end + len(text) + 1)
+        stored_at = indices % len(self.tokens)
+        self.tokens[stored_at] = np.append(text, np.int32(END))
+        self._before[stored_at] = _NO_INDEX
         self.end += len(text) + 1
         if len(text) < MIN_MATCH_TOKENS:
             return
-        hashes, places = _hashes(text), places[MIN_MATCH_TOKENS - 1 : -1]
-        # Chain new places of equal hash in order; the first of them points to the last known place.
+        hashes, indices = _hashes(text), indices[MIN_MATCH_TOKENS - 1 : -1]
+        # Chain the new indices of each hash in order; the first of them points to the last one known before.
         order = np.argsort(hashes, kind="stable")
-        earlier = self._last[hashes]
-        again = np.flatnonzero(hashes[order[1:]] == hashes[order[:-1]])
-        earlier[order[again + 1]] = places[order[again]]
-        self._before[places % len(self.tokens)] = earlier
+        before = self._last[hashes]
+        repeated = np.flatnonzero(hashes[order[1:]] == hashes[order[:-1]])
+        before[order[repeated + 1]] = indices[order[repeated]]
+        self._before[indices % len(self.tokens)] = before
         # For duplicate hashes, NumPy keeps the last assignment.
-        self._last[hashes] = places
+        self._last[hashes] = indices
 
-    def places(self, text: Int32) -> Int64:
-        """Return the latest places whose last tokens equal those of ``text`` (up to hash collisions), newest first."""
-        found: list[int] = []
+    def matches(self, text: Int32) -> Int64:
+        """Return the indices of up to MAX_MATCHES tokens that end a run with the hash of the last MIN_MATCH_TOKENS
+        tokens of ``text``, newest first."""
+        matches: list[int] = []
         if len(text) >= MIN_MATCH_TOKENS:
-            # _hashes in plain Python: ten times as fast for a single hash.
+            # Plain Python: for a single hash, ten times as fast as _hashes.
             run = text[-MIN_MATCH_TOKENS:].tolist()
-            mixed = sum(token * factor for token, factor in zip(run, _PLAIN_FACTORS, strict=True))
-            first, place = self.first, self._last.item((mixed & 0xFFFFFFFF) >> 18)
-            while place >= first and len(found) < MAX_PLACES:
-                found.append(place)
-                place = int(self._before[place % len(self.tokens)])
-        return np.array(found, dtype=np.int64)
+            mixed = sum(token * factor for token, factor in zip(run, _FACTORS, strict=True))
+            first, index = self.first, self._last.item((mixed & 0xFFFFFFFF) >> 18)
+            while index >= first and len(matches) < MAX_MATCHES:
+                matches.append(index)
+                index = int(self._before[index % len(self.tokens)])
+        return np.array(matches, dtype=np.int64)
 
 
 class RecentAnswers:
@@ -114,7 +117,7 @@ class RecentAnswers:
             self._rings.popitem(last=False)
 
     def ring(self, root: bytes) -> AnswerRing | None:
-        """Return the answers of one root and mark them as used."""
+        """Return the ring of one root and mark it as used; None if there is none."""
         ring = self._rings.get(root)
         if ring is not None:
             self._rings.move_to_end(root)
@@ -127,9 +130,9 @@ class RecentAnswers:
 
 
 def _hashes(text: Int32) -> Int64:
-    """Return the slots of the runs of MIN_MATCH_TOKENS tokens, by last token: int64 [len(text) - MIN_MATCH_TOKENS +
-    1]."""
+    """Return the hash, below TABLE_ENTRIES, of each run of MIN_MATCH_TOKENS tokens: int64 [len(text) -
+    MIN_MATCH_TOKENS + 1]."""
     runs = np.lib.stride_tricks.sliding_window_view(text.astype(np.uint32), MIN_MATCH_TOKENS)
-    mixed = (runs * _FACTORS).sum(axis=1, dtype=np.uint32)
-    slots: Int64 = (mixed >> np.uint32(18)).astype(np.int64)
-    return slots
+    mixed = (runs * np.array(_FACTORS, dtype=np.uint32)).sum(axis=1, dtype=np.uint32)
+    hashes: Int64 = (mixed >> np.uint32(18)).astype(np.int64)
+    return hashes

@@ -1,4 +1,4 @@
-"""A worker's drafter, and its schedulers' views of it (speculative decoding)."""
+"""A worker's drafter for speculative decoding, from which each scheduler gets its DraftTokens."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def make_drafter(shape: DraftShape, passes: DraftPasses, blocks: BlockManager) -
 
 
 class WorkerDrafts:
-    """A worker's drafter through all of its epochs: a method without a model, or a model over the worker's pool."""
+    """A worker's drafter for all of its epochs: a look-up method, or a model over the worker's pool (``draft``)."""
 
     def __init__(self, config: SpeculativeConfig, draft: tuple[DraftShape, DraftModel] | None) -> None:
         self._draft = draft
-        # Outlives epochs, since its measurements stay valid.
+        # Shared by all epochs, because its measurements stay valid.
         self._control = DraftControl.of(config)
         self._drafter = make_lookup_drafter(config) if draft is None else None
 
     def draft_tokens(self, blocks: BlockManager) -> DraftTokens:
-        """Return the draft interface for the scheduler of one epoch, over its blocks."""
+        """Return the draft tokens of one epoch's scheduler, whose slots ``blocks`` manages."""
         drafter: Drafter | None = self._drafter
         if drafter is None:
             assert self._draft is not None
@@ -48,7 +48,7 @@ class WorkerDrafts:
             self._draft[1].bind_pool(attachment.pool, attachment.num_slots)
 
     def warm_up(self, max_tokens: int) -> None:
-        """Warm up passes of up to ``max_tokens`` tokens."""
+        """Warm up the draft model's passes of up to ``max_tokens`` tokens."""
         if self._draft is not None:
             self._draft[1].backend.warm_up(max_tokens)
 
@@ -59,10 +59,11 @@ class WorkerDrafts:
 
 
 def load_drafts(
-    flags: WorkerFlags, model: LoadedModel, most_tokens: int, load: BackendFactory, wait_turn: Callable[[], object]
+    flags: WorkerFlags, model: LoadedModel, max_tokens: int, load: BackendFactory, wait_turn: Callable[[], object]
 ) -> WorkerDrafts | None:
-    """Load the drafter of ``--speculative-config``; None without one. Passes have up to ``most_tokens`` tokens.
-    ``wait_turn`` blocks until this process may allocate private memory. Raises ConfigError."""
+    """Load the drafter of ``--speculative-config``; None without one. A draft model's passes have up to ``max_tokens``
+    tokens. ``wait_turn`` blocks until this process may allocate private memory. Raises ConfigError if the model cannot
+    be loaded or cannot draft for ``model``."""
     config = flags.speculative_config if isinstance(flags, DecodeFlags) else SpeculativeConfig()
     if not config.method:
         return None
@@ -71,4 +72,4 @@ def load_drafts(
     if config.method == "eagle3":
         # A head's weights are not shared, so a standby loads them only at its turn.
         wait_turn()
-    return WorkerDrafts(config, load_draft(flags, config, model, thread_count(flags), most_tokens, load))
+    return WorkerDrafts(config, load_draft(flags, config, model, thread_count(flags), max_tokens, load))

@@ -1,12 +1,13 @@
 """A text's blocks on one worker: the slots in order, how far they are computed, and how far committed.
 
-The table, left to right; every count is in blocks and none of them shrinks while the ticket is held:
+The table, left to right; counts are in blocks, and num_committed and num_sent never shrink under one ticket, except
+that a refused commit resets num_sent to num_committed:
 
     [ committed: the ticket's chain | in commit: sent to the KV node | owned: leased, being written or still empty ]
     0                        num_committed                        num_sent                                  num_blocks
 
-Only one run of blocks is sent to the node at a time, so that a refusal cannot leave a hole in the chain. The tokens
-belong to the subclass: a draft model's chain reads those of its sequence.
+Only one run of blocks is sent to the node at a time, so that a refusal cannot leave a hole in the chain. A subclass
+provides the tokens: a sequence its own, a draft model's chain those of its sequence.
 """
 
 from __future__ import annotations
@@ -22,11 +23,8 @@ from pillion.kvstore.hashing import HASH_BYTES, chain_hashes
 
 @dataclass(slots=True, kw_only=True)
 class ChunkDone:
-    """A chunk of a prefill range: start of its first step and end of its last, by the scheduler's clock.
-
-    A chunk is reported when computed, and committed by its CommitOrder. A chunk committed before the range came has the
-    range's arrival for both times.
-    """
+    """A committed chunk of a prefill range, with the start of its first step and the end of its last one, in seconds of
+    the scheduler's clock. Both are the range's arrival if the chunk was committed before."""
 
     seq_id: int
     index: int
@@ -37,8 +35,14 @@ class ChunkDone:
 
 @dataclass(frozen=True, slots=True)
 class AdoptedTicket:
-    """An adopted ticket: the slots of its pinned chain, those leased for what the sequence will write, and those of the
-    state after the chain, for a model with states, where other texts diverge after ``known_blocks`` blocks."""
+    """An adopted ticket.
+
+    Attributes:
+        chain_slots: slots of its pinned chain.
+        leased_slots: slots leased for the blocks that the sequence will write.
+        state_slots: slots of the state after the chain, for a model with states.
+        known_blocks: in a model with states, number of blocks after which other texts are expected to diverge.
+    """
 
     ticket_id: int
     chain_slots: tuple[int, ...]
@@ -48,14 +52,15 @@ class AdoptedTicket:
 
 
 class BlockChain:
-    """Blocks of ``block_size`` tokens each. A chain belongs to one scheduler, and only its methods and those of
-    subclasses write its fields.
+    """A text's blocks of ``block_size`` tokens each. A chain belongs to one scheduler, and only its methods and those
+    of subclasses write its fields.
 
     Args:
-        seq_id: the chain's name in a CommitOrder.
-        tokens: int32, memory for all tokens of the text.
-        first_block, parent_hash: where hashing begins, and the hash of the block before, or the root.
-        hashes: those of leading whole blocks from there on, if known.
+        seq_id: id in CommitOrders.
+        tokens: int32 [max tokens], memory of the text's tokens.
+        first_block: index of the first block to hash.
+        parent_hash: hash of the block before ``first_block``; the root if that is 0.
+        hashes: 32 bytes for each block from ``first_block`` on whose hash is known.
     """
 
     def __init__(
@@ -81,11 +86,11 @@ class BlockChain:
         self._table[: self.num_blocks] = slots
         self.num_committed = self.num_sent = len(ticket.chain_slots)
         self.num_computed = self.num_committed * self.block_size
-        # False after a refused run, because the next block would not follow the chain's tail.
+        # False after a refused commit: the node has no parent for further blocks.
         self.may_commit = True
 
     def tokens(self, start: int, end: int) -> Int32:
-        """Return some of the text's tokens as a view, int32 [end - start]."""
+        """Return tokens ``start`` .. ``end`` of the text as a view, int32 [end - start]."""
         return self._tokens[start:end]
 
     def table(self) -> Int32:
@@ -111,7 +116,7 @@ class BlockChain:
 
     @property
     def full_blocks(self) -> int:
-        """Blocks whose every token has its KV."""
+        """Number of leading blocks all of whose tokens have their KV."""
         return min(self.num_computed // self.block_size, self.num_blocks)
 
     @property
@@ -124,8 +129,8 @@ class BlockChain:
         self.num_sent = end
 
     def commit(self, slots: Seq[int]) -> list[int]:
-        """Record the run as committed in ``slots``, which are read from now on (I2). Return own slots replaced by
-        another committer's; launched steps may still read them."""
+        """Record the sent blocks as committed in ``slots``, which replace the own ones (I2). Return own slots replaced
+        by another committer's; launched steps may still read them."""
         start = self.num_committed
         own = self._table[start : start + len(slots)].tolist()
         self._table[start : start + len(slots)] = slots
@@ -150,6 +155,6 @@ class BlockChain:
         return self.block_hashes(block - 1, block) if block > self._first_block else self.parent_hash
 
     def block_hashes(self, start: int, end: int) -> bytes:
-        """Return 32 bytes per block of start .. end, none before the start of hashing."""
+        """Return the hashes of blocks ``start`` .. ``end``, 32 bytes each; ``start`` is at least ``first_block``."""
         first = self._first_block
         return bytes(self._hashes[(start - first) * HASH_BYTES : (end - first) * HASH_BYTES])

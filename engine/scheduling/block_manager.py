@@ -1,17 +1,17 @@
-"""A worker's blocks at its KV node: the free slots, and the commits and releases to send.
+"""A worker's slots: free ones, and orders to its KV node to lease, commit, release and return.
 
 Sans-IO (I9): orders gather in an Outcome, which :mod:`pillion.engine.worker.node_updates` sends to the node. One run of
 blocks per sequence is sent at a time; the node's answer comes back as :meth:`BlockManager.accept` or as a refusal.
 
 A few free slots, leased ahead, let a decode grow without an RPC in the step.
 
-    KV node --lease--> free slots --take--> a sequence's table --commit--> KV node
-       ^                 |  ^                |
-       +----give back----+  +------give------+
+    KV node --lease--> free slots --allocate--> a sequence's table --commit--> KV node
+       ^                 |  ^                     |
+       +-----return------+  +--------free---------+
 
 :class:`FreeSlots` counts the slots to lease and to return; the event loop calls the node. One lease call runs at a
-time. A short answer means that the node is *exhausted*, so that a sequence must be preempted; it is valid for
-LEASE_RETRY_S, and void once this worker has released memory since the call.
+time. If the node grants fewer slots than requested, it is *exhausted*, and a sequence must be preempted. That answer
+is valid for LEASE_RETRY_S, and void once this worker has released memory since the call.
 """
 
 from __future__ import annotations
@@ -25,61 +25,70 @@ from pillion.engine.scheduling.in_flight import InFlightSteps
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, ResumeOrder
 
-# Free slots kept beyond the target, so that a stream that ends and one that begins cause no calls.
+# Free slots kept above the target, so that a stream that ends and one that begins cause no calls.
 SPARE_BLOCKS = 8
 MAX_LEASE_BLOCKS = 1024
-# Delay after a short answer before the node is asked again.
+# Pause of lease calls after the node granted fewer slots than requested.
 LEASE_RETRY_S = 0.05
+# Slots are leased if fewer are free than decodes need for their next FREE_SLOTS_LOW_TOKENS tokens, up to what they need
+# for their next FREE_SLOTS_TARGET_TOKENS.
+FREE_SLOTS_LOW_TOKENS = 4
+FREE_SLOTS_TARGET_TOKENS = 16
 
 
 class FreeSlots:
-    """Free slots leased to this worker: below ``low_blocks`` more are leased, up to ``target_blocks``."""
+    """Free slots leased to this worker: if fewer than ``low_blocks``, more are leased, up to ``target_blocks``."""
 
     def __init__(self) -> None:
         self._free: list[int] = []
-        self._leaving: list[int] = []
+        # Slots to return to the node with the next outcome.
+        self._to_return: list[int] = []
         self.low_blocks = 0
         self.target_blocks = 0
+        # Slots requested by the running lease call; 0 without one.
         self._requested_blocks = 0
+        # True if memory was released after that call began.
         self._answer_is_stale = False
         self._recall_blocks = 0
-        self._short_until_s = 0.0
+        self._exhausted_until_s = 0.0
 
     def __len__(self) -> int:
         return len(self._free)
 
     @property
     def slots(self) -> tuple[int, ...]:
-        return (*self._free, *self._leaving)
+        """All slots, those to return included."""
+        return (*self._free, *self._to_return)
 
     @property
     def lease_under_way(self) -> bool:
         return self._requested_blocks > 0
 
     def exhausted(self, now: float) -> bool:
-        """Return whether the node has just answered that it has no more slots."""
-        return now < self._short_until_s
+        """Return whether the node recently granted fewer slots than requested."""
+        return now < self._exhausted_until_s
 
     def take(self) -> int | None:
-        """Take one slot; None if there is none."""
+        """Allocate one slot; None if none is free."""
         return self._free.pop() if self._free else None
 
     def give(self, slots: Iterable[int]) -> None:
-        """Put back slots that no step uses any more."""
+        """Free slots that only launched steps may still access."""
         self._free.extend(slots)
 
     def send_back(self, slots: Iterable[int]) -> None:
-        """Return slots to the node soon: those of lost commit races, which it may have promised to a request."""
-        self._leaving.extend(slots)
+        """Return slots to the node with the next outcome: those of lost commit races, which it may have reserved for a
+        request."""
+        self._to_return.extend(slots)
 
-    def aim(self, low_blocks: int, target_blocks: int) -> None:
-        """Set the slots that running decodes will need soon (``low_blocks``), and later."""
+    def set_target(self, low_blocks: int, target_blocks: int) -> None:
+        """Set the number of slots that running decodes will need soon (``low_blocks``), and later."""
         self.low_blocks = low_blocks
         self.target_blocks = max(low_blocks, target_blocks)
 
-    def wanted(self, now: float, urgent: bool) -> int:
-        """Return the blocks to lease now, 0 for none; the call counts as running until :meth:`granted`. ``urgent``: a
-        decode waits for a slot."""
+    def start_lease(self, now: float, urgent: bool) -> int:
+        """Return the number of slots to lease now, 0 for none; the call counts as running until :meth:`granted`.
+        ``urgent``: a decode waits for a slot."""
         if self.lease_under_way or len(self._free) >= self.low_blocks or (self.exhausted(now) and not urgent):
             return 0
         self._requested_blocks = min(self.target_blocks - len(self._free), MAX_LEASE_BLOCKS)
@@ -87,68 +96,67 @@ class FreeSlots:
         return self._requested_blocks
 
     def granted(self, slots: Seq[int], now: float) -> None:
-        short = len(slots) < self._requested_blocks
+        """Handle the node's answer to a lease call."""
+        is_short = len(slots) < self._requested_blocks
         self._requested_blocks = 0
         self._free.extend(slots)
-        self._short_until_s = now + LEASE_RETRY_S if short and not self._answer_is_stale else 0.0
+        self._exhausted_until_s = now + LEASE_RETRY_S if is_short and not self._answer_is_stale else 0.0
 
-    def memory_is_coming(self) -> None:
-        """Void the node's last short answer, since memory was released there."""
-        self._short_until_s = 0.0
+    def memory_released(self) -> None:
+        """Assume that the node is not exhausted any more, since this worker has released memory."""
+        self._exhausted_until_s = 0.0
         self._answer_is_stale = self.lease_under_way
 
     def recall(self, blocks: int) -> None:
-        """Record that the node wants ``blocks`` slots back."""
+        """Record that the node requests ``blocks`` slots back."""
         self._recall_blocks = blocks
 
-    def surplus(self) -> tuple[int, ...]:
-        """Remove and return the slots above the target, which go back to the node."""
+    def pop_surplus(self) -> tuple[int, ...]:
+        """Remove and return the slots to return to the node: those above the target, recalled ones, and those of
+        :meth:`send_back`."""
         extra = len(self._free) - self.target_blocks
         if self.target_blocks and extra <= SPARE_BLOCKS:
             extra = 0
         recalled = min(self._recall_blocks, len(self._free) - self.low_blocks)
         self._recall_blocks = 0
         count = max(extra, recalled, 0)
-        given = (*self._leaving, *self._free[:count])
-        self._leaving.clear()
+        surplus = (*self._to_return, *self._free[:count])
+        self._to_return.clear()
         del self._free[:count]
-        return given
+        return surplus
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a slot is free twice."""
         assert len(set(self.slots)) == len(self.slots), f"a slot is free twice: {sorted(self.slots)}"
 
 
-# Slots are leased when fewer are free than decodes need for FREE_SLOTS_LOW_TOKENS more tokens each, up to what they
-# need for FREE_SLOTS_TARGET_TOKENS.
-FREE_SLOTS_LOW_TOKENS = 4
-FREE_SLOTS_TARGET_TOKENS = 16
-
-
 class SideBlocks(Protocol):
-    """A user of slots besides sequences (partial blocks, states, draft chains), which frees them if memory is short."""
+    """A feature that uses slots besides sequences (partial blocks, states, draft chains), and frees them if memory is
+    short."""
 
     @property
     def lacking_blocks(self) -> int:
-        """Return the slots that it would like to have, leased only if decodes need none."""
+        """Number of slots to lease in addition, if the node has any."""
 
     def yield_slots(self, blocks: int, now: float) -> bool:
-        """Free at least ``blocks`` slots, because memory is short. Return False if it freed none."""
+        """Free at least ``blocks`` slots or, if there are fewer, all that can be freed. Return False if none can."""
 
     def side_chains(self) -> Iterable[BlockChain]:
-        """Return its chains of blocks."""
+        """Return the chains that own the slots."""
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Raise AssertionError if its state contradicts the given sequences, which are all that are not gone."""
+        """Raise AssertionError on inconsistency with ``sequences``, the scheduler's."""
 
 
 class BlockManager:
-    """The blocks of one scheduler, of ``block_size`` tokens each, and of its other users of slots.
+    """All slots leased to one scheduler, for blocks of ``block_size`` tokens, and its orders to the KV node.
 
     Attributes:
         free_slots: the free slots leased to this worker.
         in_flight: the launched steps.
-        out: the outcome being gathered; slots to return wait for the steps in flight that may use them.
+        out: the outcome being gathered.
+        needed_blocks: slots that decodes will need soon.
+        extra_blocks, state_pages: slots for states per new ticket, and pages of one state; 0 without states.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -158,13 +166,15 @@ class BlockManager:
         self.out = Outcome()
         self._leased = 0
         self.needed_blocks = 0
-        self.beside_blocks = 0
+        self.extra_blocks = 0
         self.state_pages = 0
 
     def leased(self, slots: int) -> None:
+        """Count ``slots`` further slots as leased to this worker."""
         self._leased += slots
 
     def granted(self, slots: Seq[int], now: float) -> None:
+        """Handle the node's answer to a lease call."""
         self._leased += len(slots)
         self.free_slots.granted(slots, now)
 
@@ -175,19 +185,19 @@ class BlockManager:
         self.release(ticket.ticket_id)
 
     def release(self, ticket_id: int) -> None:
+        """Order the release of a ticket."""
         self.out.releases.append(ticket_id)
-        self.free_slots.memory_is_coming()
+        self.free_slots.memory_released()
 
     def order_resume(self, sequence: Sequence) -> None:
-        """Order a ticket for a sequence without one. Its chain ends before the tokens whose logits are needed, at least
-        the last token."""
+        """Order a new ticket for a RESUMING sequence. Its chain ends before the first token whose logits are needed."""
         last = sequence.num_tokens - 1 if sequence.unscored_from is None else sequence.unscored_from
         whole = last // self.block_size
         self.out.resumes.append(
             ResumeOrder(
                 seq_id=sequence.seq_id,
                 block_hashes=sequence.block_hashes(0, whole),
-                total_blocks=sequence.num_tokens // self.block_size + 1 + self.beside_blocks,
+                total_blocks=sequence.num_tokens // self.block_size + 1 + self.extra_blocks,
                 priority=sequence.priority,
                 state_pages=self.state_pages,
                 flow=sequence.flow,
@@ -195,8 +205,8 @@ class BlockManager:
         )
 
     def order_commit(self, chain: BlockChain, now: float, *, may_wait: bool = False) -> None:
-        """Order the commit of the full blocks not yet at the node, one run at a time. ``may_wait`` is that of the
-        order."""
+        """Order the commit of the chain's full blocks that are not committed, unless a commit is in flight or one was
+        refused. ``may_wait``: see :class:`CommitOrder`."""
         start, end = chain.num_committed, chain.full_blocks
         if end <= start or chain.in_commit or not chain.may_commit:
             return
@@ -214,34 +224,36 @@ class BlockManager:
         )
 
     def accept(self, chain: BlockChain, slots: Seq[int]) -> None:
-        """Record a committed run. If another committer was first, the worker's own slot is returned once no step reads
-        it (I2)."""
+        """Record a run as committed in ``slots``. Where another committer was first, the worker's own slot is returned
+        to the node once no step reads it (I2)."""
         replaced = chain.commit(slots)
         self._leased -= len(slots) - len(replaced)
         self.free_slots.send_back(replaced)
 
     def finish_outcome(self, decodes: Iterable[Sequence], now: float, urgent: bool, wanted_blocks: int) -> Outcome:
-        """Return the orders gathered since the last outcome, and begin a new one. Slots are leased if ``decodes`` will
-        run short of them (``urgent``: one waits now), and ``wanted_blocks`` beyond that for drafts, states and partial
-        blocks."""
-        room = [s.num_blocks * self.block_size - s.next_start for s in decodes]
-        low = sum(tokens < FREE_SLOTS_LOW_TOKENS for tokens in room)
+        """Return the outcome gathered since the last call, with slots to return and to lease.
+
+        ``decodes``: running decodes, which need free slots to grow. ``urgent``: one of them waits for a slot.
+        ``wanted_blocks``: further slots for drafts, states and partial blocks.
+        """
+        free_tokens = [s.num_blocks * self.block_size - s.next_start for s in decodes]
+        low = sum(tokens < FREE_SLOTS_LOW_TOKENS for tokens in free_tokens)
         self.needed_blocks = low
-        target = max(low, sum(tokens < FREE_SLOTS_TARGET_TOKENS for tokens in room))
-        self.free_slots.aim(low + wanted_blocks, target + wanted_blocks)
+        target = max(low, sum(tokens < FREE_SLOTS_TARGET_TOKENS for tokens in free_tokens))
+        self.free_slots.set_target(low + wanted_blocks, target + wanted_blocks)
         out, self.out = self.out, Outcome()
-        out.returned_slots.extend(self.free_slots.surplus())
+        out.returned_slots.extend(self.free_slots.pop_surplus())
         if self.in_flight.hold_back(out):
-            self.free_slots.memory_is_coming()
+            self.free_slots.memory_released()
         self._leased -= len(out.returned_slots)
-        out.lease_blocks = self.free_slots.wanted(now, urgent=urgent)
+        out.lease_blocks = self.free_slots.start_lease(now, urgent=urgent)
         return out
 
     def check_integrity(self, chains: Iterable[BlockChain]) -> None:
         """Raise AssertionError unless every slot leased to this worker is in exactly one place (I4)."""
         self.free_slots.check_integrity()
-        places = [*self.free_slots.slots, *self.in_flight.held_back_slots()]
+        slots = [*self.free_slots.slots, *self.in_flight.held_back_slots()]
         for chain in chains:
-            places.extend(chain.owned_slots())
-        assert len(set(places)) == len(places), "a slot is in two places"
-        assert len(places) == self._leased, f"{self._leased} slots are leased, {len(places)} are accounted for"
+            slots.extend(chain.owned_slots())
+        assert len(set(slots)) == len(slots), "a slot is in two places"
+        assert len(slots) == self._leased, f"{self._leased} slots are leased, {len(slots)} are accounted for"

@@ -1,8 +1,8 @@
-"""Draft tokens of decodes, judged by the step itself.
+"""Draft tokens of decodes, verified by the step itself.
 
 Sampling is a pure function of (logits, seed, position) (I6), so a draft token is accepted exactly if it would have been
 chosen anyway: drafts change the number of steps, never the tokens, at any temperature. Draft tokens are cut where a
-grammar rejects them, and made only after decodes without forced tokens. Sans-IO (I9).
+grammar rejects them, and not made for decodes with forced tokens. Sans-IO (I9).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Drafter(Protocol):
     """Drafts tokens, once per step, on the step thread. A drafter only reads the sequences."""
 
     def draft(self, wanted: Seq[tuple[Sequence, int]]) -> list[Int32]:
-        """Return for each sequence up to the given number of tokens, at least 1, that may follow ``sequence.tokens(0,
-        sequence.num_tokens)``; it may return none."""
+        """Return draft tokens, int32, for each (sequence, max tokens >= 1): likely continuations of the sequence's
+        tokens, possibly empty."""
 
     def seconds_per_token(self, sequences: int) -> float:
-        """Return the seconds to draft one more token for each of ``sequences``, without the step that judges it."""
+        """Return the seconds to draft one more token for each of ``sequences`` sequences, without verification."""
 
     def ended(self, sequence: Sequence) -> None:
-        """Drop a stream's data: it has ended, or was preempted and may come back."""
+        """Handle the end, or preemption, of a stream: drop its data."""
 
 
 class DraftTokens:
@@ -39,7 +39,9 @@ class DraftTokens:
 
     Args:
         control: decides how many tokens are drafted per stream.
-        drafter: drafts them; also ``draft_chains`` if it is a model with its own KV, else None.
+        drafter: drafts the tokens.
+
+    ``draft_chains`` is the drafter if it is a model with its own KV, else None.
     """
 
     def __init__(self, control: DraftControl, drafter: Drafter) -> None:
@@ -58,14 +60,14 @@ class DraftTokens:
             self._drafter.ended(sequence)
 
     def may_run_ahead(self, running: Iterable[Sequence]) -> bool:
-        """Return whether the next step may be planned before the last launched one has landed, because nothing would be
-        drafted: a draft token can only follow known tokens."""
+        """Return whether the next step may be planned while a step is in flight: only if nothing would be drafted,
+        since draft tokens can only follow known tokens."""
         if self._control.keeps_resting:
             return True
         chains = self.draft_chains
         streams = (s for s in running if s.decoding and not s.is_prefill)
-        known = [s for s in streams if s.draft_tokens.found or (chains is not None and chains.catches_up(s))]
-        return not self._control.may_draft(known)
+        likely = [s for s in streams if s.draft_tokens.had_draft or (chains is not None and chains.catches_up(s))]
+        return not self._control.may_draft(likely)
 
     def draft(
         self,
@@ -77,62 +79,72 @@ class DraftTokens:
         cost: StepCost,
         grammars: Grammars | None,
     ) -> float:
-        """Propose draft tokens after these decodes (:meth:`Sequence.propose`), unless tokens are forced: at most
-        ``spare`` altogether. ``idle`` counts tokens of the step that no prompt needs, ``cost`` predicts steps, and
-        ``grammars`` cut draft tokens. Return the seconds that a draft model took."""
+        """Propose draft tokens (:meth:`Sequence.propose`) for these decodes, except those with forced tokens.
+
+        Args:
+            spare: max draft tokens of the step.
+            idle: tokens of the step's budget that no prompt needs, for a draft model's catching up.
+            cost: predicts the seconds of steps.
+            grammars: cut the draft tokens; None without grammars.
+
+        Returns the seconds that a draft model took.
+        """
         chains, control, drafter = self.draft_chains, self._control, self._drafter
         if chains is not None:
             chains.begin_step(idle, now)
         if control.rests(len(scheduled)):
             return 0.0
-        streams, rooms = [], []
+        streams, limits = [], []
         for chunk in scheduled:
             if not chunk.sequence.num_proposed:
                 streams.append(chunk.sequence)
-                rooms.append(min(spare, _room(chunk)))
+                limits.append(min(spare, _draft_limit(chunk)))
         if not streams:
             return 0.0
         control.observe(scheduled, cost, drafter.seconds_per_token(len(streams)) / len(streams))
-        self._propose(streams, control.decide(streams, rooms, spare), grammars)
-        took_s = chains.took_s if chains is not None else 0.0
-        control.drafted(took_s)
-        return took_s
+        self._propose(streams, control.decide(streams, limits, spare), grammars)
+        drafting_s = chains.drafting_s if chains is not None else 0.0
+        control.record_drafting(drafting_s)
+        return drafting_s
 
     def _propose(self, streams: Seq[Sequence], shares: Seq[int], grammars: Grammars | None) -> None:
-        """Draft each stream's share of tokens; streams without any are probed, in turn."""
+        """Draft each stream's share of tokens, and propose them if a step that verifies them pays. Streams with a share
+        of 0 are probed when due."""
         control, drafter = self._control, self._drafter
-        wanted = [(stream, most) for stream, most in zip(streams, shares, strict=True) if most]
-        silent = (stream for stream, most in zip(streams, shares, strict=True) if not most)
-        due = control.due_for_probe(silent, slow=drafter.seconds_per_token(1) > 0)
-        if not (wanted or due):
+        wanted = [(stream, share) for stream, share in zip(streams, shares, strict=True) if share]
+        resting = (stream for stream, share in zip(streams, shares, strict=True) if not share)
+        probes = control.due_for_probe(resting, slow=drafter.seconds_per_token(1) > 0)
+        if not (wanted or probes):
             return
-        control.drafts_for(len(wanted), len(due))
-        draft_tokens = drafter.draft([*wanted, *due])
-        found = [(stream, drafted[:most]) for (stream, most), drafted in zip(wanted, draft_tokens, strict=False)]
+        control.drafts_for(len(wanted), len(probes))
+        drafts = drafter.draft([*wanted, *probes])
+        proposals = [(stream, tokens[:share]) for (stream, share), tokens in zip(wanted, drafts, strict=False)]
         if grammars is not None:
-            found = [(stream, grammars.fit(stream, drafted) if len(drafted) else drafted) for stream, drafted in found]
-        if wanted and control.pays([(stream, len(tokens)) for stream, tokens in found]):
-            for stream, tokens in found:
-                stream.draft_tokens.asked(tokens, stream.num_tokens)
+            proposals = [
+                (stream, grammars.fit(stream, tokens) if len(tokens) else tokens) for stream, tokens in proposals
+            ]
+        if wanted and control.pays([(stream, len(tokens)) for stream, tokens in proposals]):
+            for stream, tokens in proposals:
+                stream.draft_tokens.record_proposal(tokens, stream.num_tokens)
                 if len(tokens):
                     stream.propose(tokens)
         else:
-            for stream, tokens in found:
+            for stream, tokens in proposals:
                 control.keep_as_probe(stream, tokens)
-        for (stream, _), drafted in zip(due, draft_tokens[len(wanted) :], strict=True):
-            stream.draft_tokens.probe(drafted, stream.num_tokens)
+        for (stream, _), tokens in zip(probes, drafts[len(wanted) :], strict=True):
+            stream.draft_tokens.probe(tokens, stream.num_tokens)
 
     def stepped(self, plan: StepPlan, seconds: float) -> None:
         """Record a step's end and duration; 0.0 if unknown."""
         self._control.stepped(plan, seconds)
 
     def judged(self, sequence: Sequence, drafted: int, right: int) -> None:
-        """Record judged draft tokens, of which the first ``right`` were accepted."""
+        """Record that a step verified ``drafted`` draft tokens of a sequence and accepted the first ``right``."""
         self._control.judged(sequence, drafted, right)
 
 
-def _room(chunk: ScheduledChunk) -> int:
-    """Return the max draft tokens after a chunk: none after an unknown token, or after the first token of parallel
-    samples."""
+def _draft_limit(chunk: ScheduledChunk) -> int:
+    """Return the max draft tokens of a decode's chunk: 0 if its token is unknown, or parallel samples start with the
+    next one."""
     sequence = chunk.sequence
     return 0 if sequence.num_in_flight or chunk.parallel_seeds else sequence.draft_capacity

@@ -1,9 +1,8 @@
-"""What the grammars of answers allow: whether a step may choose the next token, which tokens are forced, how many draft
-tokens fit, and whether an answer is complete.
+"""Decisions by the grammars of answers: whether a step may choose the next token, which tokens are forced, how many
+draft tokens fit, and whether an answer is complete.
 
-A sequence has its grammar itself (``Sequence.grammar``, :class:`pillion.engine.grammars.grammar_state.GrammarState`);
-nothing here is called without one. Forced tokens are proposed like draft tokens, and always accepted: their masks allow
-nothing else. Sans-IO (I9).
+Each sequence has its own :class:`pillion.engine.grammars.grammar_state.GrammarState` (``Sequence.grammar``). Forced
+tokens are proposed like draft tokens, and always accepted: their masks allow no other token. Sans-IO (I9).
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from pillion.types import FinishReason
 
 
 class Verdict(Enum):
-    """What to do with a sequence whose next token would be chosen.
+    """Whether a step may choose a sequence's next token.
 
-    RUN: a step may choose the token. WAIT: the grammar has not consumed the answer yet. FAILED: the sequence fails, for
+    RUN: it may. WAIT: not yet, because the grammar has not consumed the answer. FAILED: the sequence fails with
     ``grammar.failure``. FINISHED: ``grammar.forced`` completes the answer without a step.
     """
 
@@ -35,9 +34,9 @@ class Verdict(Enum):
 
 
 class Grammars:
-    """The grammars of one scheduler's sequences. Forced tokens get slots out of the ``free_slots``.
+    """The grammars of one scheduler's sequences; slots of forced tokens are allocated from ``free_slots``.
 
-    ``forces`` is True if a grammar has forced tokens since the last call of :meth:`force`.
+    ``forces``: True if forced tokens were found since the last call of :meth:`force`.
     """
 
     def __init__(self, free_slots: FreeSlots) -> None:
@@ -45,7 +44,7 @@ class Grammars:
         self.forces = False
 
     def verdict(self, sequence: Sequence) -> Verdict:
-        """Return whether a step can choose the sequence's next token."""
+        """Return whether a step may choose the next token of a sequence with a grammar."""
         grammar = sequence.grammar
         assert grammar is not None
         if not grammar.follow():
@@ -68,29 +67,30 @@ class Grammars:
             if grammar is None or not grammar.forced or sequence.num_in_flight:
                 continue
             self._grow(sequence, sequence.num_tokens + len(grammar.forced))
-            room = 0 if chunk.parallel_seeds else min(spare - used, sequence.draft_capacity)
-            # Nothing is chosen after the last token of a complete answer.
-            tokens = grammar.forced[: max(0, min(room, len(grammar.forced) - grammar.completes))]
+            limit = 0 if chunk.parallel_seeds else min(spare - used, sequence.draft_capacity)
+            # The last token of a complete answer is chosen by the step, since nothing is chosen after it.
+            tokens = grammar.forced[: max(0, min(limit, len(grammar.forced) - grammar.completes))]
             if tokens:
                 sequence.propose(np.array(tokens, dtype=np.int32), forced=True)
                 used += len(tokens)
         return used
 
     def _grow(self, sequence: Sequence, tokens: int) -> None:
-        """Add slots to a decode until it has room for ``tokens`` tokens, or there are no free slots."""
-        while sequence.num_blocks * sequence.block_size < min(tokens, sequence.most_tokens):
+        """Add slots to a decode until it has room for ``tokens`` tokens, or no slot is free."""
+        while sequence.num_blocks * sequence.block_size < min(tokens, sequence.max_length):
             slot = self._free_slots.take()
             if slot is None:
                 return
             sequence.add_slot(slot)
 
     def fit(self, sequence: Sequence, draft_tokens: Int32) -> Int32:
-        """Return the first draft tokens, up to what the grammar may accept."""
+        """Return the draft tokens up to the first that the sequence's grammar, if any, rejects."""
         grammar = sequence.grammar
         return draft_tokens if grammar is None else draft_tokens[: grammar.count_fitting(draft_tokens.tolist())]
 
     def accepted(self, sequence: Sequence, tokens: Seq[int], reason: FinishReason | None) -> FinishReason | None:
-        """Record the accepted tokens. Return the finish reason, or None; ``reason`` is the one without the grammar."""
+        """Record the accepted tokens of a sequence with a grammar. Return its finish reason or None, given the
+        ``reason`` or None without the grammar."""
         grammar = sequence.grammar
         assert grammar is not None
         grammar.take(tokens)
@@ -99,7 +99,7 @@ class Grammars:
         return FinishReason.STOP if grammar.completes and not grammar.forced else reason
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Raise AssertionError if a grammar is not at its answer's end."""
+        """Raise AssertionError if a grammar was given more or fewer tokens than its answer has."""
         for sequence in sequences:
-            grammar, answered = sequence.grammar, sequence.num_tokens - sequence.prompt_tokens
-            assert grammar is None or grammar.num_tokens == answered, "a grammar is not at its answer's end"
+            grammar, answer_tokens = sequence.grammar, sequence.num_tokens - sequence.prompt_tokens
+            assert grammar is None or grammar.num_tokens == answer_tokens, "a grammar is not at its answer's end"

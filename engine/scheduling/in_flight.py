@@ -1,27 +1,27 @@
-"""Steps that are launched and have not landed: what they use of each sequence, and what waits for them.
+"""Launched steps that have not retired: the tokens of each sequence in them, and the orders that wait for their end.
 
     schedule k+1 --> launched --> schedule k+2 ...      k+1 runs on the device meanwhile
-                         '--> step k lands, is committed, and hands on what waited for it
+                         '--> step k retires and is committed, and the orders that waited for it are sent
 
-A sequence's ``num_computed`` counts what has landed, ``num_in_flight`` what is in launched steps after that; its next
-chunk starts after both. The token that a launched decode chooses is unknown: the next step may run on it nonetheless,
-and refers to it by its row in the launched step (StepPlan.unknown). If the next choice reads that token as well
-(penalties, a grammar), only the forward pass is launched ahead, and the choice starts when the launched step has landed
-(StepPlan.awaits_tokens). What may be scheduled after a launched step (:meth:`InFlightSteps.may_follow`):
+A sequence's ``num_computed`` counts the tokens of retired steps, ``num_in_flight`` those of launched steps after them;
+its next chunk starts after both. The token that a launched decode chooses is unknown: the next step may run on it
+nonetheless, and refers to it by its row in the launched step (StepPlan.unknown). If the next choice reads that token as
+well (penalties, a grammar), only the forward pass is launched ahead, and the choice starts when the launched step has
+ended (StepPlan.awaits_tokens). What may be scheduled after a launched step (:meth:`InFlightSteps.may_follow`):
 
-* A stream, unless its unknown token will be its last by length. A stop id cannot be foreseen: then the row launched
-  meanwhile is void.
+* A stream, unless its unknown token is its last by length. If that token turns out to be a stop id, the row launched
+  after it is void.
 * A stream without proposed tokens after its launched chunk, if its grammar allows it
   (:attr:`pillion.engine.grammars.grammar_state.GrammarState.may_run_ahead`).
 * A prompt tail and a prefill range, after their launched chunks: their tokens are known.
 
-A landed chunk counts only if its sequence still runs under the same ticket. The chunk of a cancelled, failed or stopped
-sequence is dropped, as is that of a preempted one, whose token is chosen again (I6).
+A retired chunk counts only if its sequence still runs under the same ticket. The chunk of a cancelled, failed or
+stopped sequence is dropped, as is that of a preempted one, whose token is chosen again (I6).
 
-Slots that a launched step may access must not return to the KV node before it has landed, or another worker would write
-there: releases and slots wait for the steps in flight at their order, and so do resumes, which follow their releases.
-This is the grace period of read-copy-update (McKenney and Slingwine 1998). The worker's own free slots need not wait:
-the device runs steps in order. Sans-IO (I9).
+Slots that a launched step may access must not return to the KV node before that step has retired, or another worker
+would write there: releases and returned slots wait until all steps launched before them have retired, and so do
+resumes, which follow their releases. This is the grace period of read-copy-update (McKenney and Slingwine 1998). The
+worker's own free slots need not wait: the device runs steps in order. Sans-IO (I9).
 """
 
 from __future__ import annotations
@@ -39,8 +39,12 @@ from pillion.types import TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class _LaunchedStep:
-    """A step in flight. ``generations`` and ``parallel_samples`` are those of each chunk's sequence at the launch;
-    ``rows`` has, by seq_id, the row that chooses the sequence's own token."""
+    """A step in flight.
+
+    Attributes:
+        generations, parallel_samples: those of each chunk's sequence at the launch.
+        rows: by seq_id, the row that chooses the sequence's next token, without its parallel samples' rows.
+    """
 
     plan: StepPlan
     generations: tuple[int, ...]
@@ -48,7 +52,7 @@ class _LaunchedStep:
     rows: dict[int, int]
 
     def counts(self, chunk: ScheduledChunk, generation: int) -> bool:
-        """Return whether the chunk's sequence still waits for its results."""
+        """Return whether the chunk's results count for its sequence, which had ``generation`` at the launch."""
         sequence = chunk.sequence
         return sequence.state is SequenceState.RUNNING and sequence.generation == generation
 
@@ -59,6 +63,7 @@ class InFlightSteps:
     def __init__(self) -> None:
         self._steps: deque[_LaunchedStep] = deque()
         self._launched = 0
+        # Orders held back, with the number of the last step that they wait for.
         self._held_back: deque[tuple[int, Outcome]] = deque()
 
     def __len__(self) -> int:
@@ -86,24 +91,25 @@ class InFlightSteps:
         return sequence.seq_id in self._steps[-1].rows and not sequence.next_is_last
 
     def unknown(self, scheduled: Seq[ScheduledChunk]) -> tuple[tuple[int, int], ...]:
-        """Return (chunk, row) for each chunk of the next step whose token that row of the last step chooses."""
+        """Return (index in ``scheduled``, row) of each chunk whose token is not known yet, but chosen by that row of
+        the last launched step."""
         if not self._steps:
             return ()
         rows = self._steps[-1].rows
         return tuple(
-            (place, rows[chunk.sequence.seq_id])
-            for place, chunk in enumerate(scheduled)
+            (index, rows[chunk.sequence.seq_id])
+            for index, chunk in enumerate(scheduled)
             if chunk.start == chunk.sequence.num_tokens
         )
 
-    def landed(self, plan: StepPlan, sampled: Sampled) -> tuple[Seq[ScheduledChunk], Sampled]:
-        """Remove the oldest step, which is that of ``plan``. Return its chunks that count, and the tokens that their
-        sequences and parallel samples still wait for. A plan that was never launched counts as a whole."""
+    def retire(self, plan: StepPlan, sampled: Sampled) -> tuple[Seq[ScheduledChunk], Sampled]:
+        """Remove the oldest step, which is that of ``plan``. Return its chunks that count, and ``sampled`` without the
+        results of other chunks and of dropped parallel samples. All chunks of a plan that was not launched count."""
         if not (self._steps and self._steps[0].plan is plan):
             return plan.scheduled, sampled
         step = self._steps.popleft()
         scheduled: list[ScheduledChunk] = []
-        places: list[int] = []
+        kept_rows: list[int] = []
         scores: list[TokenLogprob] = []
         vectors: list[Float32] = []
         row = scored = pooled = 0
@@ -111,13 +117,12 @@ class InFlightSteps:
             plan.scheduled, step.generations, step.parallel_samples, strict=True
         ):
             if step.counts(chunk, generation):
-                chunk.sequence.land(chunk.count)
+                chunk.sequence.retire(chunk.count)
                 scheduled.append(chunk)
-                places.extend(range(row, row + chunk.samples))
                 first = row + chunk.samples
-                places.extend(
-                    at for at, sample in enumerate(parallel_samples, first) if sample in chunk.sequence.parallel_samples
-                )
+                kept_rows.extend(range(row, first))
+                current = chunk.sequence.parallel_samples
+                kept_rows.extend(index for index, sample in enumerate(parallel_samples, first) if sample in current)
                 scores.extend(sampled.scored[scored : scored + chunk.scores])
                 vectors.extend(sampled.pooled[pooled : pooled + chunk.pools])
             row += chunk.samples + len(parallel_samples)
@@ -125,11 +130,11 @@ class InFlightSteps:
             pooled += chunk.pools
         if len(vectors) < len(sampled.pooled):
             sampled = replace(sampled, pooled=tuple(vectors))
-        if len(places) == row or not sampled.token_ids:
+        if len(kept_rows) == row or not sampled.token_ids:
             return scheduled, sampled if len(scores) == len(sampled.scored) else replace(sampled, scored=tuple(scores))
         return scheduled, Sampled(
-            tuple(sampled.token_ids[at] for at in places),
-            tuple(sampled.logprobs[at] for at in places) if sampled.logprobs else (),
+            tuple(sampled.token_ids[kept] for kept in kept_rows),
+            tuple(sampled.logprobs[kept] for kept in kept_rows) if sampled.logprobs else (),
             tuple(scores),
             pooled=sampled.pooled,
         )
@@ -139,31 +144,31 @@ class InFlightSteps:
         """Number of the last launched step."""
         return self._launched
 
-    def has_landed(self, number: int) -> bool:
-        """Return whether the step of that number, and all before it, have landed."""
+    def has_retired(self, number: int) -> bool:
+        """Return whether step number ``number``, counted from 1, and all before it have retired."""
         return self._launched - len(self._steps) >= number
 
     @property
     def holding_back(self) -> bool:
-        """True if memory on its way to the node waits for a step in flight."""
+        """True if releases or slots for the node wait for a step in flight."""
         return bool(self._held_back)
 
     def hold_back(self, out: Outcome) -> bool:
-        """Move the orders that have to wait out of ``out``, and those that have waited long enough into it. Return
-        whether the latter include releases."""
+        """Move releases, returned slots and resumes out of ``out`` until the steps now in flight have retired, and
+        those whose wait is over into it. Return whether ``out`` has releases now."""
         if not (self._steps or self._held_back):
             return False
         if out.releases or out.returned_slots or out.resumes:
             late = Outcome(releases=out.releases, returned_slots=out.returned_slots, resumes=out.resumes)
             self._held_back.append((self._launched, late))
             out.releases, out.returned_slots, out.resumes = [], [], []
-        landed = self._launched - len(self._steps)
-        while self._held_back and self._held_back[0][0] <= landed:
+        retired = self._launched - len(self._steps)
+        while self._held_back and self._held_back[0][0] <= retired:
             out.add_orders(self._held_back.popleft()[1])
         return bool(out.releases)
 
     def held_back_slots(self) -> list[int]:
-        """Return slots that are no longer free and still leased to this worker."""
+        """Return the slots that leave this worker, but whose return is held back."""
         return [slot for _, late in self._held_back for slot in late.returned_slots]
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
@@ -176,6 +181,6 @@ class InFlightSteps:
         for sequence in sequences:
             if sequence.state is not SequenceState.CLOSING and sequence.state is not SequenceState.RESUMING:
                 assert sequence.num_in_flight == in_flight.get(sequence.seq_id, 0), "tokens in flight do not add up"
-                most = sequence.num_tokens + sequence.num_proposed + bool(sequence.num_in_flight)
-                assert sequence.next_start <= most
+                limit = sequence.num_tokens + sequence.num_proposed + bool(sequence.num_in_flight)
+                assert sequence.next_start <= limit
         assert self._steps or not self._held_back, "orders wait for nothing"

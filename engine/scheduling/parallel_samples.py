@@ -1,4 +1,4 @@
-"""Parallel samples, further answers to a prompt, from their first token until they run.
+"""Start of parallel samples, further answers to a prompt: from their first token until they run.
 
     first token, chosen from the parent's logits
         --the prompt's blocks are all sent to the node--> a ticket is ordered --> PREEMPTED, waits to run
@@ -19,12 +19,14 @@ from pillion.engine.scheduling.step_plan import ScheduledChunk
 
 
 class ParallelSampling:
-    """The parallel samples of one scheduler; ``late`` is read-only."""
+    """The parallel samples of one scheduler that have not run yet.
+
+    ``late`` (read-only): by seq_id of their parent, samples whose ticket waits for the commit of the prompt's blocks.
+    """
 
     def __init__(self, queues: SchedulerQueues, block_manager: BlockManager) -> None:
         self._queues = queues
         self._block_manager = block_manager
-        # By parent id: samples whose prompt is not completely sent to the node yet.
         self.late: dict[int, list[Sequence]] = {}
 
     def order_ticket(self, parent: Sequence, child: Sequence) -> None:
@@ -37,17 +39,18 @@ class ParallelSampling:
             self._block_manager.order_resume(child)
 
     def parent_answered(self, seq_id: int, alive: Mapping[int, Sequence]) -> None:
-        """Handle the node's answer to a parent's commit, after the next one, if any, was ordered."""
+        """Order the tickets of the late samples of parent ``seq_id``, after the node's answer to its commit and, if
+        there are more blocks, the order of the next one. ``alive``: the scheduler's sequences by seq_id."""
         for child in self.late.pop(seq_id):
             if alive.get(child.seq_id) is child:
                 self._block_manager.order_resume(child)
 
     def start_running(self, alive: Mapping[int, Sequence]) -> tuple[list[ScheduledChunk], list[tuple[int, int]]]:
-        """Return decodes of the parallel samples that may run and have all of their prompt, and the (source, target)
-        slots to copy first.
+        """Start the first preempted sequences, as free places allow, that are parallel samples; return the decodes of
+        those whose whole prompt is computed or copied, and the (source, target) slots to copy before the step.
 
-        Parallel samples queue like other sequences. Call this when nothing more is preempted in this step, so that no
-        sequence frees a slot to be copied.
+        Call this when nothing more is preempted in this step, so that no sequence frees a slot to be copied.
+        ``alive``: the scheduler's sequences by seq_id.
         """
         scheduled: list[ScheduledChunk] = []
         copies: list[tuple[int, int]] = []
@@ -67,9 +70,9 @@ class ParallelSampling:
 
 def copy_partial_block(parent: Sequence, child: Sequence) -> tuple[int, int] | None:
     """Return the (source, target) slots to copy if ``child``, with its new ticket, lacks only the prompt's partial
-    block, and ``parent``, which is not gone, still has it; ``child`` then counts as computed.
+    block, and ``parent`` still has it; the child's prompt then counts as computed. Else return None.
 
-    Rows after the prompt are the parent's answer; the child overwrites them before it reads them.
+    The copy's rows after the prompt are the parent's answer; the child overwrites them before it reads them.
     """
     prompt, block = child.prompt_tokens, child.num_committed
     missing = prompt - child.num_computed

@@ -1,14 +1,15 @@
-"""The last, partial blocks of answers: a conversation's next turn begins with a copy of the one before.
+"""The last, partial blocks of answers, kept so that a conversation's next turn begins with a copy of one.
 
-    answer ends --> its whole blocks are committed, the slot of the partial one stays here, under the hash of the block
-                    before it, with the block's tokens
-    prompt joins, its chain ends with that hash --> as many tokens as agree are copied, and count as computed
-    memory is short, or too many are kept --> the slot that was used least recently goes back to the free slots
+    answer ends --> its whole blocks are committed; the slot of the partial one is kept with the block's tokens, under
+                    the hash of the block before it
+    prompt is queued, its chain ends with that hash --> the block is copied; leading tokens that are equal count as
+                                                        computed
+    memory is short, or too many are kept --> the least recently used slot is freed
 
-Hashes are of whole blocks, so a partial one is unknown to the node: it is a leased slot of this worker, read by no
-other and freed with the worker's epoch (I2, I4). Its tokens are compared, and the hash before them covers the root, so
-that adapters, salts and kinds of rotary embedding stay apart. The copy is made before the step that continues from it
-(copy-on-write, as for parallel samples). What is gone is recomputed (I1).
+Only whole blocks have hashes, so the node has no name for a partial one: it is a leased slot of this worker, which no
+other reads, and which is freed with the worker's epoch (I2, I4). Its tokens are compared, and the hash before them
+covers the root, so that adapters, salts and kinds of rotary embedding stay apart. The copy is made before the step that
+continues from it (copy-on-write, as for parallel samples). What was evicted is recomputed (I1).
 
 The slots are at most PARTIAL_BLOCK_PERCENT of the pool, and the first to be freed if a decode lacks a slot or the
 node asks for some. Sans-IO (I9).
@@ -30,7 +31,7 @@ class PartialBlock(BlockChain):
     """One partial block, in a slot leased to this worker; ``parent_hash`` is that of the block before it."""
 
     def __init__(self, sequence: Sequence) -> None:
-        """Cut the block off a sequence that ends. ``unused_slots`` are those that the sequence had after it."""
+        """Cut the block off a sequence that ends. ``unused_slots``: the sequence's slots after it, cut off, too."""
         size, block = sequence.block_size, sequence.full_blocks
         tokens = sequence.tokens(block * size, sequence.num_computed).copy()
         self.parent_hash = sequence.hash_before(block)
@@ -40,18 +41,18 @@ class PartialBlock(BlockChain):
         self._readers: list[Sequence] = []
 
     def is_read(self) -> bool:
-        """Return whether a promised copy of the block has not been made yet."""
-        self._readers = [one for one in self._readers if one.copy_first and one.copy_first[0] == self.slot]
+        """Return whether a copy of the block is ordered, but not scheduled."""
+        self._readers = [s for s in self._readers if s.copy_first and s.copy_first[0] == self.slot]
         return bool(self._readers)
 
     def share(self, sequence: Sequence) -> bool:
-        """Let a sequence begin with a copy of the block; return False if their first tokens differ. The last token, and
-        those whose logits are scored, are not shared."""
+        """Order a copy of the block for a sequence that continues with the same tokens; return False if the first ones
+        differ. Tokens whose logits are needed, at least the last one, are computed in any case."""
         start = sequence.num_computed
         last = sequence.num_tokens - 1 if sequence.unscored_from is None else sequence.unscored_from
-        most = max(0, min(last - start, len(self._tokens)))
-        equal = self._tokens[:most] == sequence.tokens(start, start + most)
-        tokens = most if equal.all() else int(equal.argmin())
+        limit = max(0, min(last - start, len(self._tokens)))
+        equal = self._tokens[:limit] == sequence.tokens(start, start + limit)
+        tokens = limit if equal.all() else int(equal.argmin())
         if tokens:
             sequence.share(tokens, self.slot)
             self._readers.append(sequence)
@@ -59,18 +60,18 @@ class PartialBlock(BlockChain):
 
 
 class PartialBlocks:
-    """The partial blocks of one scheduler, by the hash of the block before each: at most ``most``, and more only while
-    they are read. Their slots come from the ``free_slots`` and return there."""
+    """The partial blocks of one scheduler, by the hash of the block before each: at most ``max_blocks``, and more only
+    while they are to be copied. Evicted slots go to ``free_slots``."""
 
     lacking_blocks = 0
 
-    def __init__(self, most: int, free_slots: FreeSlots) -> None:
-        self._most = most
+    def __init__(self, max_blocks: int, free_slots: FreeSlots) -> None:
+        self._max_blocks = max_blocks
         self._free_slots = free_slots
         self._kept: OrderedDict[bytes, PartialBlock] = OrderedDict()
 
     def share(self, sequence: Sequence) -> None:
-        """Let a sequence that has joined the queues begin with a copy of a matching block."""
+        """Order a copy of a matching block, if any, for a sequence that has joined the queues."""
         kept = self._kept.get(sequence.hash_before(sequence.num_committed)) if self._kept else None
         if kept is not None and sequence.parent is None and kept.share(sequence):
             self._kept.move_to_end(kept.parent_hash)
@@ -78,28 +79,28 @@ class PartialBlocks:
     def keep(self, sequence: Sequence) -> None:
         """Cut the last, partial block off a running sequence that ends, if it has one."""
         whole = sequence.num_computed % sequence.block_size == 0
-        if whole or not sequence.may_commit or not self._most:
+        if whole or not sequence.may_commit or not self._max_blocks:
             return
-        known = self._kept.get(sequence.hash_before(sequence.full_blocks))
-        if known is not None and not self._give_up(1, [known]):
+        sibling = self._kept.get(sequence.hash_before(sequence.full_blocks))
+        if sibling is not None and not self._evict(1, [sibling]):
             return
         kept = PartialBlock(sequence)
         self._free_slots.give(kept.unused_slots)
         self._kept[kept.parent_hash] = kept
-        self._give_up(len(self._kept) - self._most, self._kept.values())
+        self._evict(len(self._kept) - self._max_blocks, self._kept.values())
 
     def yield_slots(self, blocks: int, now: float) -> bool:
-        """Free up to ``blocks`` slots. Return False if none."""
-        return self._give_up(blocks, self._kept.values())
+        """Free up to ``blocks`` slots. Return False if none can be freed."""
+        return self._evict(blocks, self._kept.values())
 
-    def _give_up(self, count: int, blocks: Iterable[PartialBlock]) -> bool:
-        """Free up to ``count`` slots of these blocks, in order, but not of blocks that are read. Return whether any
-        were."""
-        gone = [kept for kept in blocks if not kept.is_read()][: max(0, count)]
-        for kept in gone:
+    def _evict(self, count: int, blocks: Iterable[PartialBlock]) -> bool:
+        """Free the slots of the first ``count`` of these blocks, except those to be copied. Return False if it freed
+        none."""
+        evicted = [kept for kept in blocks if not kept.is_read()][: max(0, count)]
+        for kept in evicted:
             del self._kept[kept.parent_hash]
             self._free_slots.give((kept.slot,))
-        return bool(gone)
+        return bool(evicted)
 
     def side_chains(self) -> Iterable[BlockChain]:
         return self._kept.values()
@@ -110,7 +111,7 @@ class PartialBlocks:
         return len(self._kept)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Raise AssertionError if too many are kept, or a sequence is promised a copy of a block that is gone."""
-        assert len(self._kept) <= self._most + sum(kept.is_read() for kept in self._kept.values())
-        promised = {one.copy_first[0] for one in sequences if one.copy_first}
-        assert promised <= {kept.slot for kept in self._kept.values()}, "a copy reads a block that is gone"
+        """Raise AssertionError if too many blocks are kept, or one that is to be copied was evicted."""
+        assert len(self._kept) <= self._max_blocks + sum(kept.is_read() for kept in self._kept.values())
+        sources = {s.copy_first[0] for s in sequences if s.copy_first}
+        assert sources <= {kept.slot for kept in self._kept.values()}, "a block to be copied was evicted"

@@ -19,12 +19,12 @@ before this one is committed: :meth:`launched` announces it, by the rules of :mo
 slots. Without a free slot a decode waits for the outstanding lease call; if the node is exhausted, a victim is
 preempted (possibly the requesting decode itself): it releases its ticket and resumes under a new one with the same
 tokens (I6). Only one preemption is in progress at a time. The victim's committed blocks stay at the node, in any tier,
-so preemption swaps to the node.
+so a preempted sequence is in effect swapped out to the node.
 
 Several answers to one prompt are computed as one until the first token:
-:mod:`pillion.engine.scheduling.parallel_samples`. Everything else in a step comes from optional collaborators, which
-return decisions for the scheduler to carry out and are not called for streams that do not need them. Tokens forced by
-grammars are proposed before draft tokens. A sequence with state is rolled back to its last stored state before its
+:mod:`pillion.engine.scheduling.parallel_samples`. Optional collaborators decide everything else in a step; the
+scheduler carries their decisions out, and calls them only for streams that need them. Tokens forced by grammars are
+proposed before draft tokens. A sequence with recurrent state is rolled back to its last stored state before its
 hidden states go to a draft head; later tokens are recomputed.
 """
 
@@ -75,22 +75,20 @@ class Scheduler:
         max_num_batched_tokens: max tokens per step.
         max_num_seqs: max sequences per step.
         target_itl_s: target duration of a step with streams; 0 leaves the budget constant.
-        target_itl_steps: that duration as a multiple of a plain step's, one without prompt tokens; 0 if it is in
-            seconds or off.
-        max_whole_tokens: 0 cuts prompts at any token; else prompts run whole, and this is the longest one.
-        max_scored_rows: max rows per step that score a prompt's token; splits scored prompts even when
-            others run whole.
-        even_steps: whether steps of cut prompts should take equally long, wherever in a prompt they are.
+        target_itl_steps: target duration as a multiple of a decode-only step's; 0 if the target is in seconds or off.
+        max_whole_tokens: 0 for chunked prefill; else prompts run unchunked, and this is the longest.
+        max_scored_rows: max rows per step that score a prompt's token; prompts with more are chunked in any case.
+        even_steps: whether chunked prefill aims at steps of equal duration, wherever in a prompt they are.
         expected_cost: a step's cost by the device's speed, until steps are measured; None if unknown.
-        pair_tokens: the cost of a query-key pair in tokens, by the model's shape; 0 if unknown.
+        pair_tokens: cost of one query-key pair relative to one token's, by the model's shape; 0 if unknown.
         partial_blocks: keeps the last blocks of answers.
         states: the states of sequences, for models with states.
         grammars: the grammars of answers.
         drafts: drafts next tokens.
         adapters: slots for the sequences' adapters.
 
-    Raises ConfigError if a step cannot hold the decodes of all sequences, or the longest prompt beside them if prompts
-    run whole.
+    Raises ConfigError if the token budget is too small for the decodes of all sequences or, without chunked prefill,
+    for the longest prompt together with the other sequences' decodes.
     """
 
     def __init__(
@@ -116,7 +114,7 @@ class Scheduler:
             raise ConfigError(
                 f"--max-num-seqs {max_num_seqs} must be from 1 to the step's token budget, {max_num_batched_tokens}"
             )
-        # The longest prompt leaves room for a token, and is one of the max_num_seqs sequences.
+        # -2: the longest prompt leaves room for one generated token, and its own sequence does not decode.
         if max_whole_tokens and max_num_batched_tokens < max_whole_tokens + max_num_seqs - 2:
             raise ConfigError(
                 f"without chunked prefill a step must hold a prompt of --max-model-len {max_whole_tokens} beside the "
@@ -138,11 +136,12 @@ class Scheduler:
         self.partial_blocks, self.states, self.grammars = partial_blocks, states, grammars
         self.drafts, self.adapters = drafts, adapters
         self._draft_chains = drafts.draft_chains if drafts is not None else None
-        side = (partial_blocks, states, self._draft_chains)
-        self._side: list[SideBlocks] = [one for one in side if one is not None]
+        optional = (partial_blocks, states, self._draft_chains)
+        self._side_users: list[SideBlocks] = [user for user in optional if user is not None]
 
     def add(self, sequence: Sequence, now: float) -> None:
-        """Add a new sequence with its adopted ticket. Chunks whose blocks the ticket has count as done."""
+        """Add a new sequence with its adopted ticket. Prefill chunks within the ticket's pinned blocks are reported as
+        done."""
         self.sequences[sequence.seq_id] = sequence
         blocks = self.blocks
         blocks.leased(len(sequence.owned_slots()))
@@ -153,24 +152,25 @@ class Scheduler:
             sequence.wait_for(self._work_s(sequence))
             self._join(sequence, now)
             if sequence.grammar is not None and not sequence.is_prompt_only:
-                # If an earlier attempt has generated the whole answer, the sequence ends without a step.
+                # Ends the sequence if an earlier attempt has already generated the whole answer.
                 self._blocked_by_grammar(sequence, now)
 
     def _work_s(self, sequence: Sequence) -> float:
-        """Return the seconds that the rest of a prompt would take alone; 0 before any step was measured."""
+        """Return the seconds to compute a sequence's remaining prompt alone; 0 before any step was measured."""
         budget = self.budget
         return budget.cost.model.range_s(sequence.num_computed, sequence.num_tokens, budget.max_tokens)
 
     def positions(self) -> dict[int, int]:
-        """Return the queue position, from 1, of each sequence that does not decode yet, by seq_id; 0 while its prompt
-        is computed or it waits at the node for memory."""
-        resuming = {one.seq_id: 0 for one in self.sequences.values() if one.state is SequenceState.RESUMING}
+        """Return by seq_id the queue position, from 1, of each sequence that waits to run; 0 while its prompt is
+        computed, or while it waits at the node for memory."""
+        resuming = {s.seq_id: 0 for s in self.sequences.values() if s.state is SequenceState.RESUMING}
         return resuming | self.queues.positions()
 
     def cancel(self, seq_id: int, now: float) -> None:
         """End a sequence whose client is gone: free its slots and ticket without an update (I8).
 
-        Blocks in commit stay. A parallel sample that has not started never will. Unknown ids are ignored.
+        Blocks whose commit is in flight are still committed. An unstarted parallel sample is dropped. Unknown ids are
+        ignored.
         """
         sequence = self.sequences.get(seq_id)
         if sequence is None:
@@ -188,7 +188,8 @@ class Scheduler:
             self._abandon(sequence, now)
 
     def committed(self, seq_id: int, slots: Seq[int], refusal: str, now: float) -> None:
-        """Handle the node's answer to a CommitOrder: the slot that stays per block, or why nothing was committed."""
+        """Handle the node's answer to a CommitOrder: each block's committed slot, or a ``refusal`` of the whole run."""
+        # Negative ids: chains of states and drafts.
         if seq_id < 0:
             of_state = self.states is not None and self.states.committed(seq_id, slots, refusal)
             if not of_state and self._draft_chains is not None:
@@ -203,7 +204,7 @@ class Scheduler:
         else:
             self.blocks.accept(sequence, slots)
         if sequence.state is SequenceState.CLOSING:
-            self._settle(sequence, now)
+            self._continue_closing(sequence, now)
         elif sequence.end_reported:
             self._close(sequence, now)
         else:
@@ -216,24 +217,24 @@ class Scheduler:
         self.blocks.granted(slots, now)
 
     def recall(self, blocks: int, now: float) -> None:
-        """Handle the node's request for ``blocks`` free slots; side users of slots free theirs."""
-        for one in self._side if blocks else ():
-            one.yield_slots(blocks, now)
+        """Handle the node's request for ``blocks`` free slots; partial blocks, states and drafts yield theirs."""
+        for user in self._side_users if blocks else ():
+            user.yield_slots(blocks, now)
         self.free_slots.recall(blocks)
 
     def chain_opened(self, chain_id: int, ticket: AdoptedTicket | None, now: float) -> None:
-        """Handle the node's answer to a ChainOrder; None without a ticket."""
+        """Handle the node's answer to a ChainOrder: ``ticket`` is None if the node opened none."""
         assert self._draft_chains is not None
         self._draft_chains.opened(chain_id, ticket, now)
 
     def resumed(self, seq_id: int, ticket: AdoptedTicket, now: float) -> None:
-        """Handle a new ticket adopted for a sequence without one. If the sequence has ended, release it."""
+        """Queue a RESUMING sequence with its newly adopted ticket; release the ticket if the sequence has ended."""
         sequence = self.sequences.get(seq_id)
         if sequence is None:
             self.release_ticket(ticket, now)
             return
         self.blocks.leased(len(ticket.leased_slots))
-        sequence.hold(ticket, SequenceState.PREEMPTED)
+        sequence.adopt(ticket, SequenceState.PREEMPTED)
         sequence.wait_for(self._work_s(sequence))
         self._join(sequence, now)
 
@@ -242,7 +243,7 @@ class Scheduler:
         self.blocks.release_ticket(ticket)
 
     def expect_adapter(self, digest: str, now: float) -> None:
-        """Preload an adapter for a sequence that will be added once its prompt's blocks arrive."""
+        """Preload the adapter ``digest`` for a sequence that will be added once its prompt's blocks arrive."""
         if self.adapters is not None:
             self.adapters.preload(digest)
 
@@ -259,11 +260,11 @@ class Scheduler:
 
     @property
     def may_run_ahead(self) -> bool:
-        """True if the next step may be scheduled before the last launched one has landed."""
+        """True if the next step may be scheduled while launched steps are in flight."""
         return self.drafts is None or self.drafts.may_run_ahead(self.queues.running)
 
     def schedule(self, now: float) -> StepPlan:
-        """Return the next step's work; empty if nothing can run, or nothing more until a step has landed."""
+        """Return the next step's plan; empty if nothing can run before an event or the end of a step in flight."""
         queues, adapters = self.queues, self.adapters
         if adapters is not None:
             adapters.assign(now)
@@ -274,36 +275,37 @@ class Scheduler:
         if any(sequence.parent is not None for sequence in queues.preempted):
             begun, copies = self._parallel_samples.start_running(self.sequences)
             scheduled += [chunk for chunk in begun if not self._blocked_by_grammar(chunk.sequence, now)]
-        most = self.budget.max_tokens
+        budget_tokens = self.budget.max_tokens
         prompt_tails = queues.prompt_tails()
-        took_s = 0.0
+        proposal_s = 0.0
         if scheduled and (self.drafts is not None or (self.grammars is not None and self.grammars.forces)):
-            scheduled, took_s = self._with_proposals(scheduled, prompt_tails, now)
+            scheduled, proposal_s = self._with_proposals(scheduled, prompt_tails, now)
         if prompt_tails:
             streams = sum(sequence.decoding for sequence in queues.running)
             first = prompt_tails[0].next_start
-            line = queues.line(prompt_tails)
-            room = self.budget.room(scheduled, first, len(prompt_tails), streams=streams, line=line)
-            most = sum(chunk.count for chunk in scheduled) + room.at(first)
+            queue = queues.lengthening_tails(prompt_tails)
+            room = self.budget.room(scheduled, first, len(prompt_tails), streams=streams, queue=queue)
+            budget_tokens = sum(chunk.count for chunk in scheduled) + room.at(first)
             tails = list(self._tail_chunks(prompt_tails, room, now))
             scheduled += tails
             copies += [chunk.sequence.take_copy() for chunk in tails if chunk.sequence.copy_first]
         # A step's measured cost excludes the search for proposals.
-        self.budget.begin(scheduled, now + took_s, len(self.in_flight))
+        self.budget.begin(scheduled, now + proposal_s, len(self.in_flight))
         placements, slots = adapters.place(scheduled) if adapters is not None and scheduled else ((), None)
         unknown = self.in_flight.unknown(scheduled)
         states = self.states.begin(scheduled) if self.states is not None and scheduled else None
-        return StepPlan(tuple(scheduled), tuple(copies), most, unknown, placements, slots, states)
+        return StepPlan(tuple(scheduled), tuple(copies), budget_tokens, unknown, placements, slots, states)
 
     def launched(self, plan: StepPlan) -> None:
-        """Record that the plan just made is in flight; it is committed, or failed, after those before it."""
+        """Record the last scheduled plan as in flight. Steps are committed, or failed, in launch order."""
         self.in_flight.launched(plan)
 
     def commit(self, plan: StepPlan, sampled: Sampled, now: float) -> Outcome:
+        """Apply a step's results, in launch order; return the outcome of everything since the last call."""
         seconds = self.budget.end(now, sampled.borrowed_s)
         if self.drafts is not None:
             self.drafts.stepped(plan, seconds)
-        scheduled, counting = self.in_flight.landed(plan, sampled)
+        scheduled, counting = self.in_flight.retire(plan, sampled)
         rows, scores = zip_longest(counting.token_ids, counting.logprobs), iter(counting.scored)
         vectors = iter(counting.pooled)
         for chunk in scheduled:
@@ -325,26 +327,25 @@ class Scheduler:
             if sequence.state is SequenceState.RUNNING:
                 self.blocks.order_commit(sequence, now, may_wait=not sequence.is_prefill)
         if self.states is not None:
-            self.states.landed(plan.scheduled)
+            self.states.end_step(plan.scheduled)
         if self._draft_chains is not None and sampled.states is not None:
             self._draft_chains.store_states(plan.scheduled, sampled.states)
         return self.flush(now)
 
     def fail_step(self, plan: StepPlan, error: PillionError, now: float) -> Outcome:
-        """Fail this step's sequences after a failure of the backend, and those waiting for adapters to be placed by
-        it."""
+        """Fail the sequences of a step that failed in the backend, and those of adapters that it was to place."""
         self.budget.end(now, ok=False)
-        for chunk in self.in_flight.landed(plan, Sampled())[0]:
+        for chunk in self.in_flight.retire(plan, Sampled())[0]:
             chunk.sequence.drop_proposed()
             self.fail(chunk.sequence.seq_id, error, now)
-        for sequence in self.adapters.not_placed(plan.placements) if self.adapters is not None else ():
+        for sequence in self.adapters.drop_placements(plan.placements) if self.adapters is not None else ():
             self.fail(sequence.seq_id, error, now)
         return self.flush(now)
 
     def flush(self, now: float) -> Outcome:
         """Return the outcome of everything since the last call."""
         decodes = (s for s in self.queues.running if s.decoding)
-        lacking = sum(one.lacking_blocks for one in self._side)
+        lacking = sum(user.lacking_blocks for user in self._side_users)
         out = self.blocks.finish_outcome(decodes, now, urgent=self._starved, wanted_blocks=lacking)
         if self.states is not None:
             out.commits += self.states.take_orders(out.releases)
@@ -359,11 +360,11 @@ class Scheduler:
         return out
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless slots, queues and collaborators' states add up."""
+        """Raise AssertionError if slots, queues and collaborators' states are inconsistent."""
         sequences = self.sequences.values()
         self.blocks.check_integrity([*sequences, *self.side_chains()])
-        for side in self._side:
-            side.check_integrity(sequences)
+        for user in self._side_users:
+            user.check_integrity(sequences)
         if self.grammars is not None:
             self.grammars.check_integrity(sequences)
         if self.adapters is not None:
@@ -373,10 +374,11 @@ class Scheduler:
         assert not any(s.num_proposed for s in sequences if not s.num_in_flight), "a proposal outlived its step"
 
     def side_chains(self) -> list[BlockChain]:
-        return [chain for one in self._side for chain in one.side_chains()]
+        """Return the block chains of partial blocks, states and drafts."""
+        return [chain for user in self._side_users for chain in user.side_chains()]
 
     def _decodes(self, now: float) -> list[ScheduledChunk]:
-        """Return a chunk of one token for each running decode that has a slot for it."""
+        """Return a one-token chunk for each running decode that has, or can allocate, a slot for the token."""
         scheduled = []
         self._starved = False
         for sequence in self.queues.to_decode():
@@ -386,20 +388,21 @@ class Scheduler:
             if start == sequence.num_blocks * self.block_size and not self._grow(sequence, now):
                 self._starved = self._starved or sequence.state is SequenceState.RUNNING
                 continue
-            # Unstarted parallel samples wait for the next step: their first token's mask was late.
+            # Unstarted only if the first token's mask was late; they start with this token, unless a step is in flight.
             parallel_samples = () if sequence.num_in_flight else sequence.parallel_samples
             scheduled.append(ScheduledChunk(sequence, start, 1, 1, tuple(sample.seed for sample in parallel_samples)))
         return [chunk for chunk in scheduled if chunk.sequence.state is SequenceState.RUNNING]
 
     def _may_decode(self, sequence: Sequence, now: float) -> bool:
-        """Return whether a step can choose the next token of a running sequence, after those of launched steps."""
+        """Return whether the next step can choose a running sequence's next token, given what is in flight."""
         grammar = sequence.grammar
         if sequence.num_in_flight:
             return self.in_flight.may_follow(sequence) and (grammar is None or grammar.may_run_ahead)
         return sequence.decoding and (grammar is None or not self._blocked_by_grammar(sequence, now))
 
     def _blocked_by_grammar(self, sequence: Sequence, now: float) -> bool:
-        """Return whether no step can choose the sequence's next token now. Its grammar may have ended it."""
+        """Return whether the sequence's grammar prevents a step from choosing its next token now. Fails the sequence
+        with its grammar, and ends it if forced tokens complete the answer."""
         grammar = sequence.grammar
         if grammar is None:
             return False
@@ -417,18 +420,17 @@ class Scheduler:
         self, scheduled: list[ScheduledChunk], prompt_tails: Seq[Sequence], now: float
     ) -> tuple[list[ScheduledChunk], float]:
         """Return the decodes, lengthened by forced tokens and drafts, and the seconds that drafting took."""
-        left = self.budget.room(scheduled, 0, 0, least_tokens=0).at(0)
+        left = self.budget.room(scheduled, 0, 0, min_tokens=0).at(0)
         idle = left - sum(tail.left_to_compute for tail in prompt_tails)
-        spare, took_s, grammars = left - self._owed(prompt_tails), 0.0, self.grammars
+        spare, drafting_s, grammars = left - self._tokens_for_tails(prompt_tails), 0.0, self.grammars
         if grammars is not None and grammars.forces:
             spare -= grammars.force(scheduled, spare)
         if self.drafts is not None:
-            took_s = self.drafts.draft(scheduled, spare, idle, now, cost=self.budget.cost, grammars=grammars)
-        return [chunk.lengthened() for chunk in scheduled], took_s
+            drafting_s = self.drafts.draft(scheduled, spare, idle, now, cost=self.budget.cost, grammars=grammars)
+        return [chunk.lengthened() for chunk in scheduled], drafting_s
 
     def _grow(self, sequence: Sequence, now: float) -> bool:
-        """Add a slot to a decode, preempting another sequence if necessary. Return False if there is none in this
-        step."""
+        """Add a slot to a decode, preempting a sequence if necessary. Return False if no slot is free in this step."""
         while True:
             slot = self.free_slots.take()
             if slot is not None:
@@ -436,7 +438,7 @@ class Scheduler:
                 return True
             if not self.free_slots.exhausted(now) or self.in_flight.holding_back:
                 return False
-            if any(one.yield_slots(1, now) for one in self._side):
+            if any(user.yield_slots(1, now) for user in self._side_users):
                 continue
             if any(s.resume_after and s.state is SequenceState.CLOSING for s in self.sequences.values()):
                 return False
@@ -457,8 +459,8 @@ class Scheduler:
             if left == 0:
                 return
             wanted = sequence.num_tokens - start
-            chooses = sequence.grammar is not None and not sequence.is_prompt_only
-            if chooses and wanted <= left and self._blocked_by_grammar(sequence, now):
+            needs_mask = sequence.grammar is not None and not sequence.is_prompt_only
+            if needs_mask and wanted <= left and self._blocked_by_grammar(sequence, now):
                 wanted -= 1
                 if not wanted or sequence.end_reported:
                     continue
@@ -469,13 +471,13 @@ class Scheduler:
                     continue
             elif self.whole_prompts and wanted > left:
                 return
-            logits = sequence.pooling is not None and bool(sequence.pooling.logits_of)
-            if logits and rows_left <= 0:
+            reports_logits = sequence.pooling is not None and bool(sequence.pooling.logits_of)
+            if reports_logits and rows_left <= 0:
                 continue
             if sequence.step_ends and not self.whole_prompts:
-                wanted = sequence.cut_to_place(start, wanted)
+                wanted = sequence.cut_at_step_end(start, wanted)
             chunk = self._tail_chunk(sequence, min(left, wanted), now)
-            rows_left -= chunk.scores or bool(chunk.pools and logits)
+            rows_left -= chunk.scores or bool(chunk.pools and reports_logits)
             room.take(start, chunk.count)
             yield chunk
 
@@ -492,16 +494,16 @@ class Scheduler:
         seeds = tuple(sample.seed for sample in sequence.parallel_samples)
         return ScheduledChunk(sequence, start, count, 1, seeds, rows)
 
-    def _owed(self, prompt_tails: Seq[Sequence]) -> int:
-        """Return the tokens of a step to reserve for prompt tails: some, or the whole first tail if prompts run
-        whole."""
+    def _tokens_for_tails(self, prompt_tails: Seq[Sequence]) -> int:
+        """Return the tokens of a step to reserve for prompt tails: MIN_TAIL_TOKENS or, without chunked prefill, the
+        first tail's."""
         if not prompt_tails:
             return 0
         return prompt_tails[0].left_to_compute if self.whole_prompts else MIN_TAIL_TOKENS
 
     def _accept_tokens(self, chunk: ScheduledChunk, rows: Iterator[Chosen], now: float) -> None:
-        """Apply a chunk's tokens, the next of ``rows``: one, the accepted proposals after it, and the first tokens of
-        parallel samples."""
+        """Append the tokens chosen by a chunk's rows, which are next in ``rows``, up to the first rejected proposal,
+        and start its parallel samples."""
         sequence, out = chunk.sequence, self.blocks.out
         proposed = sequence.num_proposed
         chosen: list[Chosen] = []
@@ -533,26 +535,27 @@ class Scheduler:
                 self._begin_parallel_sample(sequence, sample, next(rows), now)
 
     def _accept_scores(self, chunk: ScheduledChunk, scores: tuple[TokenLogprob, ...]) -> bool:
-        """Report scores of the prompt. Return False if the logits are not finite."""
-        if any(isnan(one.logprob) for one in scores):
+        """Report scores of prompt tokens. Return False, without a report, if the logits are not finite."""
+        if any(isnan(score.logprob) for score in scores):
             return False
         chunk.sequence.score(len(scores))
         self.blocks.out.updates.append(Update(seq_id=chunk.sequence.seq_id, prompt_logprobs=scores))
         return True
 
     def _end_prompt(self, sequence: Sequence, now: float) -> None:
-        """End a sequence that generates nothing, with its vector if requested; fail it if that is not finite."""
+        """End a sequence that generates nothing, with its vector if requested; fail it if the vector is not finite."""
         vector = sequence.vector
         if vector is not None and not np.isfinite(vector).all():
             error = "the embedding is not finite: its weights are damaged, or its arithmetic overflows"
             self.fail(sequence.seq_id, BrokenModel(error), now)
             return
-        found = b"" if vector is None else vector.astype("<f4").tobytes()
-        self.blocks.out.report_end(sequence, Ending(reason=FinishReason.LENGTH, vector=found), now)
+        packed = b"" if vector is None else vector.astype("<f4").tobytes()
+        self.blocks.out.report_end(sequence, Ending(reason=FinishReason.LENGTH, vector=packed), now)
         self._close(sequence, now, commit_rest=True)
 
     def _fail_broken(self, chunk: ScheduledChunk, token: int, rows: Iterator[Chosen], now: float) -> None:
-        """Fail a sequence whose logits for ``token`` are not finite, and its parallel samples, which share the row."""
+        """Fail a sequence whose logits for token number ``token`` are not finite, and its unstarted parallel samples,
+        whose results in ``rows`` are skipped."""
         sequence = chunk.sequence
         for _ in sequence.take_parallel_samples() if chunk.parallel_seeds else ():
             next(rows)
@@ -562,14 +565,14 @@ class Scheduler:
         self.fail(sequence.seq_id, BrokenModel(error), now)
 
     def _finish(self, sequence: Sequence, tokens: Seq[int], reason: FinishReason, now: float) -> None:
-        """End a stream with known tokens that needed no step."""
+        """End a stream whose last ``tokens`` were forced, and needed no step."""
         self.blocks.out.forced_tokens += len(tokens)
         self.blocks.out.report_tokens(sequence, [(token, None) for token in tokens], reason, now)
         self._close(sequence, now, commit_rest=True)
 
     def _begin_parallel_sample(self, parent: Sequence, sample: ParallelSampleSpec, chosen: Chosen, now: float) -> None:
-        """Start a parallel sample with its first token, chosen from its parent's logits; then it needs its own
-        ticket."""
+        """Start a parallel sample with its first token, ``chosen`` from its parent's logits, and order its ticket
+        unless that token ends it."""
         child = parent.sample(sample, now)
         reason = child.append(chosen[0])
         if self.grammars is not None and parent.grammar is not None:
@@ -581,6 +584,7 @@ class Scheduler:
             self._parallel_samples.order_ticket(parent, child)
 
     def _join(self, sequence: Sequence, now: float) -> None:
+        """Queue a sequence, and announce it to the collaborators."""
         self.queues.join(sequence)
         if self.states is not None:
             self.states.join(sequence)
@@ -592,13 +596,16 @@ class Scheduler:
             self.partial_blocks.share(sequence)
 
     def _abandon(self, sequence: Sequence, now: float) -> None:
+        """Close a sequence whose end was reported, without committing the rest; one that waits for a new ticket is only
+        removed."""
         if sequence.state is SequenceState.RESUMING:
             del self.sequences[sequence.seq_id]
         else:
             self._close(sequence, now)
 
     def _close(self, sequence: Sequence, now: float, *, commit_rest: bool = False, resume: bool = False) -> None:
-        """Remove a sequence from the queues; owned slots that will not be committed become free at once."""
+        """Remove a sequence from the queues and free its owned slots that will not be committed. With ``commit_rest``
+        its full blocks are still committed; with ``resume`` it is preempted."""
         self.queues.leave(sequence)
         if commit_rest and sequence.state is SequenceState.RUNNING:
             if self.partial_blocks is not None and not resume:
@@ -615,10 +622,11 @@ class Scheduler:
         if sequence.in_commit:
             self.blocks.out.hurry = True
         else:
-            self._settle(sequence, now)
+            self._continue_closing(sequence, now)
 
-    def _settle(self, sequence: Sequence, now: float) -> None:
-        """Handle the node's answer to a closing sequence's run: commit the remaining blocks, or release the ticket."""
+    def _continue_closing(self, sequence: Sequence, now: float) -> None:
+        """Continue closing a sequence without a commit in flight: commit the remaining blocks, or release the ticket,
+        and then resume a preempted sequence."""
         if sequence.commit_rest:
             self.blocks.order_commit(sequence, now)
             if sequence.in_commit:

@@ -9,9 +9,9 @@
               a parallel sample: another answer to its parent's prompt, with its own first token --+
 
 Its blocks are a :class:`pillion.engine.scheduling.block_chain.BlockChain`. A CLOSING sequence waits only for the node's
-answer to that run: its owned slots were freed when CLOSING began, and its ticket is released when CLOSING ends.
-Proposed tokens follow the sequence's own tokens for one step. A sequence belongs to one scheduler, and only its methods
-write its fields.
+answers to its commits: its other owned slots were freed when CLOSING began, and its ticket is released when CLOSING
+ends. Proposed tokens follow the sequence's own tokens for one step. A sequence belongs to one scheduler, and only its
+methods write its fields.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from pillion.types import FinishReason, PoolingParams, SamplingParams
 
 
 def rope_shift(text_tokens: int, original_tokens: int, max_model_len: int) -> int:
-    """Return the row of a model's rotary tables where a text of at most ``text_tokens`` tokens (0: unknown) begins.
-    Rows after those of the longest text are for texts within the model's original length."""
+    """Return the row of a model's rotary tables for position 0 of a text of at most ``text_tokens`` tokens (0:
+    unknown): 0, or ``max_model_len``, where the rows for texts within the model's original length begin."""
     return max_model_len if 0 < text_tokens <= original_tokens < max_model_len else 0
 
 
@@ -62,7 +62,7 @@ class ParallelSampleSpec:
 @dataclass(frozen=True, slots=True)
 class Ending:
     """Why a sequence ended: ``reason`` for a stream, ``error`` for a failure, neither for a finished prefill range.
-    ``vector`` is a text's, if requested: float32, little-endian."""
+    ``vector``: the pooled text as float32, little-endian; empty unless requested."""
 
     reason: FinishReason | None = None
     error: PillionError | None = None
@@ -74,11 +74,12 @@ class SequenceProgress:
     """Times of a sequence, in seconds of the scheduler's clock; 0.0 means not yet.
 
     Attributes:
+        tail_tokens, tail_steps: prompt tokens to compute on arrival, and steps that computed them.
         token_steps: steps with tokens of the answer.
-        last_token_s, longest_gap_s: end of the last of these steps, and the longest time between two.
+        last_token_s, longest_gap_s: end of the last step with tokens, and the longest time between two.
         preempted_s: time of each preemption.
         adapter_s: when its adapter was first ready.
-        drafted_tokens, accepted_tokens: judged draft tokens, and the accepted ones.
+        drafted_tokens, accepted_tokens: verified draft tokens, and the accepted ones among them.
     """
 
     arrived_s: float
@@ -99,8 +100,8 @@ class SequenceProgress:
     def preemptions(self) -> int:
         return len(self.preempted_s)
 
-    def tokens_came(self, now: float) -> None:
-        """Record a step with tokens of the answer."""
+    def record_token_step(self, now: float) -> None:
+        """Record the end of a step with tokens of the answer."""
         if self.token_steps:
             self.longest_gap_s = max(self.longest_gap_s, now - self.last_token_s)
         else:
@@ -111,11 +112,16 @@ class SequenceProgress:
 
 @dataclass(eq=False, repr=False)
 class Sequence(BlockChain):
-    """One sequence (see the module's docstring). Its tokens and table are allocated once. It begins at ``now`` with its
-    ticket; ``hashes`` are those of leading whole blocks, if known.
+    """A decode stream or prefill range of one worker; its states are drawn in the module's docstring. Its tokens and
+    block table are allocated once.
+
+    Args:
+        ticket, now: adopted ticket and time of arrival.
+        hashes: 32 bytes for each leading whole block whose hash is known.
+        vocab_size: number of logits per row; read only if ``sampling`` edits logits.
 
     Attributes:
-        seq_id: unique on the worker, and its place in the order of arrival.
+        seq_id: unique on the worker, in order of arrival.
         token_ids: int32 [N], the prompt and what earlier attempts generated. A prefill range's tokens before
             ``start_tokens`` are never read.
         parent_hash: hash of the block that ends at ``start_tokens``; the request's root if that is 0.
@@ -123,18 +129,18 @@ class Sequence(BlockChain):
         prompt_tokens: number of token_ids that are prompt.
         sampling: resolved parameters; None for a prefill range, which ends when its tokens are computed.
         rope_shift: row of the rotary tables for position 0.
-        max_model_len: max tokens in all.
+        max_model_len: max tokens of prompt and answer together.
         chunk_ends: ends of a prefill range's chunks, each acknowledged on its commit; a step may compute several. Empty
             for a stream.
         priority: smaller is more urgent (:mod:`pillion.rules.priority`).
         parallel_samples: further answers, which start with this sequence's first token. Empty for a prefill range.
-        scored_tokens: with ``sampling.prompt_logprobs``, tokens after the prompt's first that are not scored.
+        scored_tokens: with ``sampling.prompt_logprobs``, number of prompt tokens, after the first, that need no score.
         adapter: digest of the adapter; "" for the model alone.
         pooling: how the text becomes a vector, with its positions; None for a sequence that generates.
         keeps_blocks: whether whole blocks are committed; False for a model without keys and values.
         flow: the tenant's share of the worker.
-        kept_tokens: positions after which other texts are expected to diverge; a model with states keeps one before
-            each.
+        kept_tokens: positions where other texts are expected to diverge; a model with states keeps the state at the
+            last block boundary before each.
     """
 
     ticket: InitVar[AdoptedTicket]
@@ -164,31 +170,35 @@ class Sequence(BlockChain):
     # Chunks whose acknowledgements are sent, or wait only for the node's answer.
     _acked_chunks: int = field(default=0, init=False)
     end_reported: bool = field(default=False, init=False)
-    # The sequence whose prompt this parallel sample shares, until the prompt's KV is copied or found.
+    # Parent of a parallel sample that has not run yet; it may still have the prompt's partial block.
     parent: Sequence | None = field(default=None, init=False)
     grammar: GrammarState | None = field(default=None, init=False)
-    # Whether it is queued and waits for its adapter; and the adapter's slot in the backend, else -1.
+    # True while it is queued and its adapter is not ready; index of the ready adapter's slot, or -1.
     awaits_adapter: bool = field(default=False, init=False)
     adapter_slot: int = field(default=-1, init=False)
-    # With states: steps of the prompt end at these positions, where one is kept.
+    # With states: positions of the prompt where a step ends, because the state is kept.
     step_ends: list[int] = field(default_factory=list, init=False)
-    # True if a sampled token depends on the tokens before it, and not only on the logits and its position.
+    # True if sampling reads earlier tokens (penalties, a grammar), and not only logits, seed and position.
     reads_history: bool = field(default=False, init=False)
-    # Prompt tokens are scored by the rows of positions num_scored .. score_end; each row scores the next token.
+    # Alternatives to report per scored prompt token (prompt_logprobs).
     scored_alternatives: int = field(default=0, init=False)
+    # Sum of the rows pooled so far.
     _rows_sum: Float32 | None = field(default=None, init=False)
+    # True if the proposed tokens are forced by the grammar, and not drafted.
     forced: bool = field(default=False, init=False)
-    # Counts tickets, and launched steps that ran on a token not chosen: a step launched under an older number is void.
+    # Incremented with each ticket, and when a launched step assumed a token that was then not chosen. A step launched
+    # under an older number is void.
     generation: int = field(default=0, init=False)
+    # Tokens charged to the flow, in prompt tokens.
     _charged: int = field(default=0, init=False)
 
     def __post_init__(self, ticket: AdoptedTicket, now: float, hashes: bytes, vocab_size: int) -> None:
         sampling = self.sampling
         self.max_tokens = (sampling.max_tokens or 0) if sampling is not None else 0
-        room = max(len(self.token_ids), min(self.max_model_len, self.prompt_tokens + self.max_tokens))
+        capacity = max(len(self.token_ids), min(self.max_model_len, self.prompt_tokens + self.max_tokens))
         super().__init__(
             self.seq_id,
-            np.empty(room, dtype=np.int32),
+            np.empty(capacity, dtype=np.int32),
             self.block_size,
             first_block=self.start_tokens // self.block_size,
             parent_hash=self.parent_hash,
@@ -207,33 +217,34 @@ class Sequence(BlockChain):
                 self.edits = LogitEdits(sampling, vocab_size)
             self.reads_history = self.edits is not None and self.edits.read_history
         self.is_prompt_only = sampling is not None and self.max_tokens == 0
+        # Rows num_scored .. score_end - 1 remain to be scored; each scores the next token.
         self.num_scored = self.score_end = self.scored_tokens
         if sampling is not None and sampling.prompt_logprobs is not None:
             self.scored_alternatives = sampling.prompt_logprobs
             self.score_end = max(self.scored_tokens, self.prompt_tokens - 1)
         if self.pooling is not None:
             self.num_scored, self.score_end = self._pooled.start, self._pooled.stop
-        self.hold(ticket, SequenceState.WAITING)
+        self.adopt(ticket, SequenceState.WAITING)
         if not self.keeps_blocks:
             self.refuse_commit()
         self.progress.tail_tokens = self.num_tokens - self.num_computed
-        self._found_tokens = self.num_computed
+        self._cached_tokens = self.num_computed
         self.extend_hashes(self.num_tokens)
 
     @cached_property
     def draft_tokens(self) -> DraftRecord:
-        """The record of the stream's draft tokens, created on demand."""
+        """The stream's draft statistics."""
         return DraftRecord()
 
     def wait_for(self, work_s: float) -> None:
-        """Take the queue place of a prompt that would take ``work_s`` seconds alone. A stream that has emitted tokens,
-        here or elsewhere, has a waiting reader and keeps the place of its arrival. Called before the sequence is
-        queued."""
-        streams = not self.is_prefill and (self.progress.token_steps or self.num_tokens > self.prompt_tokens)
-        self.prompt_order = self.queue_order if streams else prompt_order(self.queue_order, work_s)
+        """Set ``prompt_order`` by the ``work_s`` seconds that the remaining prompt would take alone, before the
+        sequence is queued. A stream that has emitted tokens, on any worker, has a waiting reader and stays in order of
+        arrival."""
+        has_streamed = not self.is_prefill and (self.progress.token_steps or self.num_tokens > self.prompt_tokens)
+        self.prompt_order = self.queue_order if has_streamed else prompt_order(self.queue_order, work_s)
 
     def sample(self, sample: ParallelSampleSpec, now: float) -> Sequence:
-        """Return a RESUMING sequence of the same prompt, without a ticket."""
+        """Return a parallel sample of this sequence's prompt: RESUMING, without a ticket or generated tokens."""
         assert self.sampling is not None
         child = replace(
             self,
@@ -247,25 +258,26 @@ class Sequence(BlockChain):
         )
         child.queue_order = child.prompt_order = self.queue_order
         child.parent = self
-        child._found_tokens = len(self.token_ids)
+        child._cached_tokens = len(self.token_ids)
         child.state = SequenceState.RESUMING
         child.progress.first_step_s = now
-        child.progress.tokens_came(now)
+        child.progress.record_token_step(now)
         child.progress.tail_tokens = 0
         return child
 
-    def hold(self, ticket: AdoptedTicket, state: SequenceState) -> None:
+    def adopt(self, ticket: AdoptedTicket, state: SequenceState) -> None:
         """Start from an adopted ticket, WAITING or PREEMPTED: only its pinned chain counts as computed."""
         self.take_ticket(ticket)
-        # Tokens after the computed ones in launched steps (:mod:`pillion.engine.scheduling.in_flight`).
+        # Tokens in launched steps (:mod:`pillion.engine.scheduling.in_flight`), right after the computed ones.
         self.num_in_flight = 0
         self.num_proposed = 0
         self.generation += 1
         self.state = state
-        # True if the next chunk is a decode: everything but the last sampled token has its KV.
+        # True if the next chunk is a decode: only the last token lacks its KV.
         self.decoding = False
-        # When CLOSING ends: whether full blocks are committed, and whether the sequence resumes.
+        # While CLOSING: whether full blocks are still committed, and whether the sequence resumes.
         self.commit_rest = self.resume_after = False
+        # (source, target) slots to copy before the next chunk.
         self.copy_first: tuple[int, int] | None = None
 
     def start_running(self) -> None:
@@ -273,12 +285,12 @@ class Sequence(BlockChain):
         self.state = SequenceState.RUNNING
 
     def give_way(self) -> None:
-        """Move the sequence, without tokens in a launched step, from RUNNING to PREEMPTED with all its slots."""
+        """Move the sequence from RUNNING to PREEMPTED with all its slots. No launched step may contain it."""
         self.state, self.decoding = SequenceState.PREEMPTED, False
 
     def close(self, now: float, *, commit_rest: bool, resume: bool) -> tuple[int, ...]:
-        """Move the sequence from any state to CLOSING. Return the owned slots that will not be committed, removed from
-        the table. With ``commit_rest`` full blocks are still committed; with ``resume`` the sequence is preempted."""
+        """Move the sequence to CLOSING, and cut the owned slots that will not be committed off its table; return them.
+        With ``commit_rest`` full blocks are still committed; with ``resume`` the sequence is preempted."""
         if resume:
             self.progress.preempted_s.append(now)
         self.state = SequenceState.CLOSING
@@ -293,12 +305,12 @@ class Sequence(BlockChain):
         self.state = SequenceState.RESUMING
 
     def report_end(self, now: float) -> None:
-        """Record that the end is reported, or that the listener has gone."""
+        """Record that the sequence has ended for its client: no further update may be sent."""
         self.end_reported = True
         self.progress.ended_s = now
 
     def plan_chunk(self, count: int, now: float) -> None:
-        """Record the start times of the sequence and of chunks when ``count`` tokens of the prompt are scheduled."""
+        """Record that a step with the next ``count`` prompt tokens is scheduled: start times, and the tail's steps."""
         progress = self.progress
         progress.first_step_s = progress.first_step_s or now
         if not progress.first_token_s:
@@ -311,7 +323,7 @@ class Sequence(BlockChain):
         """Record ``count`` tokens in a launched step."""
         self.num_in_flight += count
 
-    def land(self, count: int) -> None:
+    def retire(self, count: int) -> None:
         """Record the end of the oldest launched step with this sequence, which had ``count`` tokens of it."""
         self.num_in_flight -= count
 
@@ -323,53 +335,54 @@ class Sequence(BlockChain):
                 chunk.computed_s = now
 
     def compute_from(self, start: int) -> None:
-        """Recompute the KV from token ``start`` on, before the computed end; no launched step may have the sequence."""
+        """Mark the KV from token ``start`` on as not computed. No launched step may contain the sequence."""
         self.num_computed = start
         self.decoding = self.left_to_compute == 1
 
     def share_prompt(self) -> None:
-        """Record the scheduled copy of the prompt's partial block to a parallel sample: its prompt counts as
-        computed."""
+        """Count a parallel sample's prompt as computed: the copy of its partial block is scheduled."""
         self.num_computed = self.prompt_tokens
 
     def share(self, tokens: int, slot: int) -> None:
-        """Record the KV of the next ``tokens`` tokens (less than a block) in ``slot``, copied before the sequence's
-        next chunk: they count as computed."""
+        """Count the next ``tokens`` tokens, less than a block, as computed: ``slot`` has their KV, and is copied before
+        the sequence's next chunk."""
         self.copy_first = slot, self.slots(self.num_committed, self.num_committed + 1)[0]
         self.num_computed += tokens
         self.progress.tail_tokens = max(0, self.progress.tail_tokens - tokens)
 
     def take_copy(self) -> tuple[int, int]:
-        """Return the (source, target) slots to copy before the next chunk, which is scheduled now."""
+        """Remove and return the (source, target) slots to copy before the chunk that is being scheduled."""
         assert self.copy_first is not None
         copy, self.copy_first = self.copy_first, None
         return copy
 
     def start_decoding(self) -> None:
-        """Record that a parallel sample's whole prompt has its KV, so that its next chunk is a decode."""
+        """Mark a parallel sample whose whole prompt has its KV as decoding."""
         self.decoding = True
 
-    def cut_to_place(self, start: int, count: int) -> int:
-        """Return how many of ``count`` tokens of the prompt a step may compute from ``start`` on, at least one."""
-        end = next((place for place in self.step_ends if place > start), start + count)
+    def cut_at_step_end(self, start: int, count: int) -> int:
+        """Return ``count``, cut so that a chunk from ``start`` on ends at the next of ``step_ends`` at the latest."""
+        end = next((position for position in self.step_ends if position > start), start + count)
         return min(count, end - start)
 
     def rows_to_score(self, start: int, end: int) -> int:
-        """Return the rows of positions ``start`` to ``end`` to score or pool, the last ones before ``score_end``."""
+        """Return how many of the rows ``start`` .. ``end`` - 1 are still to be scored or pooled; they are adjacent, and
+        the last is ``end`` - 1 or ``score_end`` - 1."""
         return max(0, min(end, self.score_end) - max(start, self.num_scored))
 
     @property
     def unscored_from(self) -> int | None:
-        """First position whose row is to be scored or pooled, and so computed whatever is cached; None if there is
-        none."""
+        """First position whose row is still to be scored or pooled, and is computed even if its KV is cached; None if
+        all are."""
         return self.num_scored if self.num_scored < self.score_end else None
 
     def score(self, count: int) -> None:
+        """Record ``count`` further rows as scored."""
         self.num_scored += count
 
     def pool(self, rows: Iterable[Float32]) -> None:
-        """Sum the rows of the next positions of the vector. Rows are added one by one, so that the sum has the same
-        bits however steps cut the text; a resuming sequence keeps its sum."""
+        """Add the next positions' rows, float32 [values] each, to the pooled sum. They are added one by one, so that
+        the sum has the same bits however steps cut the text. The sum survives preemption."""
         for row in rows:
             self.num_scored += 1
             if self._rows_sum is None:
@@ -379,7 +392,7 @@ class Sequence(BlockChain):
 
     @property
     def vector(self) -> Float32 | None:
-        """The mean of the summed rows; None for a sequence without a vector."""
+        """Mean of the pooled rows, float32 [values]; None if none were pooled."""
         if self._rows_sum is None:
             return None
         return self._rows_sum / np.float32(len(self._pooled))
@@ -391,10 +404,11 @@ class Sequence(BlockChain):
         return self.pooling.rows
 
     def accept(self, chosen: Seq[int], now: float) -> tuple[int, FinishReason | None]:
-        """Append a step's tokens up to the first rejected proposal; later results are void.
+        """Append a step's chosen tokens, up to the first that differs from the token proposed for its position or ends
+        the stream; later ones are void.
 
-        Returns the number of accepted tokens, and the finish reason or None. No token is accepted if none could be
-        chosen, or its mask was late; a later step computes that position again.
+        Returns the number of appended tokens, and the finish reason or None. If the first token is negative (no finite
+        logits, or a late mask), none is appended, and a later step computes the position again.
         """
         proposed: list[int] = self.proposed().tolist() if self.num_proposed else []
         self.num_proposed = 0
@@ -409,11 +423,11 @@ class Sequence(BlockChain):
                 break
         self.num_computed -= len(chosen) - accepted
         if not accepted and self.num_in_flight:
-            # The launched step assumed a token that was not chosen: void.
+            # The launched step ran on a token that was not chosen; void it.
             self.num_in_flight = 0
             self.generation += 1
         if accepted:
-            self.progress.tokens_came(now)
+            self.progress.record_token_step(now)
         if proposed and not self.forced:
             # In this order: a reader on another thread never sees more accepted than drafted tokens.
             self.progress.accepted_tokens += max(accepted - 1, 0)
@@ -431,8 +445,8 @@ class Sequence(BlockChain):
         return FinishReason.LENGTH if last else None
 
     def append_known(self, tokens: Seq[int], now: float) -> tuple[Seq[int], FinishReason]:
-        """Append the last tokens of an answer, which need no step. Return those that max_tokens and stop ids leave, and
-        the finish reason."""
+        """Append the last tokens of an answer, which need no step, up to max_tokens or a stop id. Return the appended
+        tokens and the finish reason."""
         reason = None
         for count, token in enumerate(tokens, 1):
             reason = self.append(token)
@@ -440,7 +454,7 @@ class Sequence(BlockChain):
                 tokens, reason = tokens[:count], FinishReason.STOP if count == len(tokens) else reason
                 break
         if tokens:
-            self.progress.tokens_came(now)
+            self.progress.record_token_step(now)
         return tokens, reason or FinishReason.STOP
 
     def propose(self, tokens: Int32, *, forced: bool = False) -> None:
@@ -453,11 +467,11 @@ class Sequence(BlockChain):
         return self.tokens(self.num_tokens, self.num_tokens + self.num_proposed)
 
     def drop_proposed(self) -> None:
-        """Drop the proposed tokens, because the step that would have judged them failed."""
+        """Drop the proposed tokens of a step that failed."""
         self.num_proposed = 0
 
     def follow_grammar(self, grammar: GrammarState) -> None:
-        """Follow a grammar from now on, which has consumed the answer so far."""
+        """Constrain the answer by a grammar that has consumed the tokens generated so far."""
         self.grammar, self.reads_history = grammar, True
 
     def await_adapter(self) -> None:
@@ -470,11 +484,11 @@ class Sequence(BlockChain):
         self.progress.adapter_s = self.progress.adapter_s or now
 
     def leave_adapter(self) -> None:
-        """Record that the sequence has left its queue."""
+        """Clear the adapter's slot and the wait for it; the sequence has left its queue."""
         self.awaits_adapter, self.adapter_slot = False, -1
 
     def take_parallel_samples(self) -> tuple[ParallelSampleSpec, ...]:
-        """Remove and return the parallel samples, which start now."""
+        """Remove and return the parallel samples."""
         parallel_samples, self.parallel_samples = self.parallel_samples, ()
         return parallel_samples
 
@@ -484,7 +498,7 @@ class Sequence(BlockChain):
             self.parallel_samples = tuple(sample for sample in self.parallel_samples if sample.seq_id != seq_id)
 
     def leave_parent(self) -> Sequence | None:
-        """Remove and return the parent; None if already removed."""
+        """Clear the parent, and return it; None if there is none any more."""
         parent, self.parent = self.parent, None
         return parent
 
@@ -495,18 +509,17 @@ class Sequence(BlockChain):
 
     @property
     def may_give_way(self) -> bool:
-        """True if the slot for the token after those in launched steps is there, so that the sequence can continue any
-        time."""
+        """True if the sequence has a slot for its next token, so that it can continue at any time."""
         return self.next_start < self.num_blocks * self.block_size
 
     @property
     def uncharged_tokens(self) -> int:
-        """What the sequence's flow owes beyond what it was charged: one per token of the prompt computed here or in a
-        launched step, and OUTPUT_COST per generated token."""
-        given = len(self.token_ids)
-        computed = min(self.next_start, given) - self._found_tokens
-        # Recomputation after a preemption is free.
-        return max(0, computed + OUTPUT_COST * (self.num_tokens - given) - self._charged)
+        """Tokens not yet charged to the flow, in prompt tokens: each computed or launched prompt token counts 1, each
+        generated token OUTPUT_COST."""
+        initial = len(self.token_ids)
+        computed = min(self.next_start, initial) - self._cached_tokens
+        # Negative while a preempted sequence recomputes, which is free.
+        return max(0, computed + OUTPUT_COST * (self.num_tokens - initial) - self._charged)
 
     def take_charge(self) -> int:
         """Mark the uncharged tokens as charged, and return their number."""
@@ -516,7 +529,7 @@ class Sequence(BlockChain):
 
     @property
     def next_start(self) -> int:
-        """Start of the next chunk: after everything computed or in a launched step."""
+        """Start of the next chunk: the first token neither computed nor in a launched step."""
         return self.num_computed + self.num_in_flight
 
     def _chunks_with(self, start: int, end: int) -> Iterator[ChunkDone]:
@@ -528,7 +541,7 @@ class Sequence(BlockChain):
                 return
 
     def take_chunks(self, blocks: int) -> tuple[ChunkDone, ...]:
-        """Return the next chunks that end within the first ``blocks`` blocks, each once."""
+        """Return the unacknowledged chunks that end within the first ``blocks`` blocks, and mark them acknowledged."""
         waiting = islice(self._chunks, self._acked_chunks, None)
         done = tuple(chunk for chunk in waiting if chunk.end_tokens <= blocks * self.block_size)
         self._acked_chunks += len(done)
@@ -539,13 +552,13 @@ class Sequence(BlockChain):
 
     @property
     def draft_capacity(self) -> int:
-        """Max tokens that a step can judge beyond the one that it runs, without growing the block table."""
+        """Max proposed tokens of a step that fit into the block table and the max length."""
         in_table = self.num_blocks * self.block_size - self.num_computed - 1
         return max(0, min(in_table, len(self._tokens) - self.num_tokens - 1))
 
     @property
-    def most_tokens(self) -> int:
-        """Max length of the sequence, in tokens."""
+    def max_length(self) -> int:
+        """Max tokens of prompt and answer together."""
         return len(self._tokens)
 
     @property

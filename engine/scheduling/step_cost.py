@@ -4,13 +4,13 @@ The model is linear in what a step does: a constant, tokens (products with the w
 sequence's context once) and query-key pairs (a chunk's attention). Its non-negative weights are fitted to relative
 errors by least squares over some twenty steps with a chunk and some twenty without; each kind fades separately, so that
 the price of a chunk is kept while only decodes run. Faster changes, when other programs load the machine, are in a
-factor beside the fit: the median of measured over predicted time in the last few steps. So a change is followed within
+correction factor: the median of measured over predicted time in the last few steps. So a change is followed within
 three steps, and a hiccup of one or two steps is ignored. Sarathi-Serve profiles this curve offline; here it is measured
 on the serving machine. Sans-IO (I9).
 
-A step on borrowed cores (:mod:`pillion.host.core_lending_table`) enters the fit with its time on the worker's own
-cores: the cores lent change from step to step, and are in the factor. The planner gets the cost on own cores, and who
-shares cores with whom.
+A step on borrowed cores (:mod:`pillion.host.core_lending_table`) enters the fit with the time that it would have taken
+on the worker's own cores; the effect of borrowed cores, whose number changes from step to step, is in the correction
+factor. The planner gets the cost on own cores.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from operator import add, mul
 
 from pillion.config import AUTO
 from pillion.engine.scheduling.step_model import (
-    LINE_STEP_TOKENS,
     MIN_TAIL_TOKENS,
+    QUEUE_STEP_TOKENS,
     StepModel,
     seconds_beside,
-    seconds_for_line,
+    seconds_for_queue,
 )
 from pillion.engine.scheduling.step_plan import ScheduledChunk
 
-# What a step's cost depends on, in the order of SCALES and divided by them. A fit has so few numbers that plain Python
-# is several times as fast as library calls, and it runs between two steps, when all cores wait.
+# Inputs of the cost model, divided by SCALES. At this size plain Python is several times as fast as NumPy, and a fit
+# runs between two steps, while all cores wait.
 Features = tuple[float, ...]
 
 # Weight of earlier steps of a kind when one is added to the fit.
@@ -41,34 +41,33 @@ RECENT_STEPS = 5
 # Divisors of the features, so that their weights are of similar size: 1, tokens, sequences, KV tokens read, query-key
 # pairs.
 SCALES = (1.0, 16.0, 16.0, 16_384.0, 65_536.0)
-# Regularization towards the last weights, relative to the steps' weight. Weights that the steps do not determine stay;
-# initially they are spread over features by size, and a pair's follows from a token's by the model's shape, if known.
+# Regularization towards the last weights, relative to the steps' total weight, so that weights that the steps do not
+# determine stay. The ratio of a pair's weight to a token's stays at the model's, if known.
 INERTIA = 0.1
 _TOKENS, _PAIRS = 1, 4
-# After FIRST_FITS steps, refit only every PLAIN_FIT_STEPS-th step without a chunk: these are alike, and the factor is
-# updated every step.
+# After FIRST_FITS steps, of the steps without a chunk only every PLAIN_FIT_STEPS-th triggers a fit: they are alike, and
+# the correction factor is updated every step.
 FIRST_FITS, PLAIN_FIT_STEPS = 40, 4
-# Max factor by which a measured step may differ from its prediction in the fit.
+# Outliers enter the fit as at most this factor above or below their prediction.
 MAX_SURPRISE = 2.0
-# Beside streams, a step has at most MAX_GROWTH times the tokens of the largest measured one, and FIRST_STEP_TOKENS at
-# first: unmeasured sizes are approached step by step. With a known device speed, the first steps may have
-# FIRST_STEP_SHARE of the budget, if their expected time meets the target.
+# Limits of a step with streams, while larger steps are unmeasured: MAX_GROWTH times the tokens of the largest measured
+# step, FIRST_STEP_TOKENS at first or, with a known device speed, FIRST_STEP_SHARE of the budget.
 MAX_GROWTH = 2
 FIRST_STEP_TOKENS = 64
 FIRST_STEP_SHARE = 1 / 8
-# Min share of max_tokens for an even step, because each step reads all weights.
+# Min tokens of an even step, as a share of max_tokens, because each step reads all weights.
 MIN_EVEN_SHARE = 0.25
 # Target "auto", while few prompts wait: duration of a step with a prompt tail over that of its decodes alone.
 AUTO_TARGET_STEPS = 2.5
-# Max duration of a step that delays no stream, for a budget chosen by cost: the wait of a prompt that arrives just
-# after a step began. The budget is a power of 2 within these bounds (docs/decisions/scheduling.md).
+# Max duration of a step without streams, for a budget chosen by cost: the wait of a prompt that arrives just after a
+# step began. The budget is a power of 2 within these bounds (docs/decisions/scheduling.md).
 LONGEST_STEP_S = 0.3
 MIN_SUITABLE_TOKENS, MAX_SUITABLE_TOKENS = 512, 8192
 
 
 def features(scheduled: Seq[ScheduledChunk]) -> Features:
-    """Return what a step's cost depends on, in the order of SCALES and scaled. Each row with logits counts like a
-    sequence, because draft tokens' rows come in addition to their sequences'."""
+    """Return a step's inputs of the cost model: 1, tokens, rows with logits (at least one per sequence), KV tokens read
+    and query-key pairs, divided by SCALES."""
     tokens = rows = reads = 0
     pairs = 0.0
     for chunk in scheduled:
@@ -81,26 +80,26 @@ def features(scheduled: Seq[ScheduledChunk]) -> Features:
 
 
 class TailRoom:
-    """Room for prompt tails in a step: at most ``tokens`` tokens together, and those that take ``left_s`` by a cost
-    ``model``, each tail priced at its start; but at least ``least_tokens``. Without a model, only tokens count."""
+    """Room for prompt tails in a step: at most ``tokens`` tokens together and, with a cost ``model``, ``left_s``
+    seconds, each tail priced at its start; but ``min_tokens`` tokens in any case."""
 
-    def __init__(self, tokens: int, least_tokens: int = 0, left_s: float = 0.0, model: StepModel | None = None) -> None:
+    def __init__(self, tokens: int, min_tokens: int = 0, left_s: float = 0.0, model: StepModel | None = None) -> None:
         self.tokens = tokens
-        self._least_tokens = least_tokens
+        self._min_tokens = min_tokens
         self._left_s = left_s
         self._model = model
 
     def at(self, start: int) -> int:
-        """Return the tokens of a prompt tail at ``start`` that fit."""
+        """Return the max tokens of a prompt tail that begins at position ``start``."""
         if self._model is None:
             return self.tokens
         fitting = self._model.tail_tokens(self._left_s - self._model.chunk_s(start), start, self.tokens)
-        return min(self.tokens, max(fitting, self._least_tokens))
+        return min(self.tokens, max(fitting, self._min_tokens))
 
     def take(self, start: int, count: int) -> None:
-        """Take the room of ``count`` tokens of a prompt tail at ``start``."""
+        """Subtract ``count`` tokens of a prompt tail that begins at position ``start``."""
         self.tokens -= count
-        self._least_tokens = max(0, self._least_tokens - count)
+        self._min_tokens = max(0, self._min_tokens - count)
         if self._model is not None:
             middle = start + (count + 1) / 2
             self._left_s -= self._model.chunk_s(start) + count * self._model.tail_token_s(middle)
@@ -110,16 +109,16 @@ class StepCost:
     """Predicts the seconds of a step.
 
     Args:
-        fading: weight of a step when the next one of its kind is added.
+        fading: factor on the weight of earlier steps of a kind, with or without a chunk, per further step.
         expected: the cost by the device's speed, before any step was measured; None if unknown.
-        pair_tokens: cost of a query-key pair in tokens by the model's shape
-            (:func:`pillion.engine.models.model_work.pair_tokens`), the price of pairs until a chunk late in a prompt
-            was measured; 0 if unknown.
+        pair_tokens: cost of one query-key pair relative to one token's, by the model's shape
+            (:func:`pillion.engine.models.model_work.pair_tokens`), assumed until a chunk late in a prompt was measured;
+            0 if unknown.
     """
 
     def __init__(self, fading: float = FADING, expected: StepModel | None = None, pair_tokens: float = 0.0) -> None:
         self._fading = fading
-        # A fit is pulled by each weight's move, for pairs by the move of their ratio to tokens.
+        # Quadratic form of the regularization: changes of weights; for pairs, of their ratio to tokens.
         ratio = pair_tokens * SCALES[_PAIRS] / SCALES[_TOKENS]
         self._inertia = [[float(row == column) for column in range(len(SCALES))] for row in range(len(SCALES))]
         self._inertia[_TOKENS][_TOKENS] += ratio * ratio
@@ -127,29 +126,27 @@ class StepCost:
         self.expects = expected is not None
         self._weights: list[float] = [0.0] * len(SCALES) if expected is None else list(map(mul, expected, SCALES))
         self._sums = _FitSums(), _FitSums()
-        # Of each recent step: measured time, and time on own cores, over the fitted time. The factors are the medians.
+        # Per recent step: measured time, and time on own cores, over the fitted time. The factors are the medians.
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
         self._factor = self._own_factor = 1.0
         self.steps = 0
 
-    def predict(self, found: Features) -> float:
-        """Return the seconds of a step with these features; 0.0 before any step, if nothing is expected."""
-        return self._factor * _dot(self._weights, found)
+    def predict(self, inputs: Features) -> float:
+        """Return the seconds of a step with these features; 0.0 before any step without an expected cost."""
+        return self._factor * _dot(self._weights, inputs)
 
     @property
     def model(self) -> StepModel:
-        """The cost of a step on the worker's current cores."""
+        """The cost of a step on the worker's current cores, borrowed ones included."""
         return StepModel._make(self._unscaled(self._factor))
 
     def row_seconds(self, context: float) -> float:
-        """Return the seconds of one more row with logits, a draft token, after ``context`` tokens of a sequence in the
-        step."""
+        """Return the seconds of a further row with logits, a draft token, that attends to ``context`` keys."""
         model = self.model
         return model.tail_token_s(context) + model.sequence_s
 
     def weights_s(self) -> tuple[float, ...]:
-        """Return the seconds of a step, and of each token, sequence, KV token read and query-key pair, on the worker's
-        own cores; empty before any step."""
+        """Return the weights of :class:`StepModel` on the worker's own cores; empty before any step."""
         if not self.steps:
             return ()
         return tuple(self._unscaled(self._own_factor))
@@ -157,37 +154,37 @@ class StepCost:
     def _unscaled(self, factor: float) -> Iterator[float]:
         return (factor * weight / scale for weight, scale in zip(self._weights, SCALES, strict=True))
 
-    def observe(self, found: Features, seconds: float, borrowed_s: float = 0.0) -> None:
-        """Record a step's seconds, to which its time on own cores adds ``borrowed_s``."""
+    def observe(self, inputs: Features, seconds: float, borrowed_s: float = 0.0) -> None:
+        """Record a step's ``seconds``; on the worker's own cores it would have taken ``borrowed_s`` more."""
         if seconds <= 0:
             return
-        expected = self._own_factor * _dot(self._weights, found)
-        learnt = own_s = seconds + borrowed_s
+        expected = self._own_factor * _dot(self._weights, inputs)
+        clipped_s = own_s = seconds + borrowed_s
         if self.steps >= RECENT_STEPS and expected > 0:
-            learnt = min(max(own_s, expected / MAX_SURPRISE), expected * MAX_SURPRISE)
-        # A step with more tokens than sequences and drafts has a chunk. Features are divided by the step's time, so
-        # that short steps count like long ones.
-        has_chunk = found[1] > found[2]
-        self._sums[has_chunk].add([one / learnt for one in found], self._fading)
+            clipped_s = min(max(own_s, expected / MAX_SURPRISE), expected * MAX_SURPRISE)
+        # A step with more tokens than rows with logits has a chunk. Features are divided by the step's time, so that
+        # short steps count like long ones.
+        has_chunk = inputs[1] > inputs[2]
+        self._sums[has_chunk].add([value / clipped_s for value in inputs], self._fading)
         if has_chunk or self.steps < FIRST_FITS or self.steps % PLAIN_FIT_STEPS == 0:
             self._fit()
         self.steps += 1
-        plain = _dot(self._weights, found)
-        if plain > 0:
-            self._recent.append((seconds / plain, own_s / plain))
+        fitted_s = _dot(self._weights, inputs)
+        if fitted_s > 0:
+            self._recent.append((seconds / fitted_s, own_s / fitted_s))
             middle = len(self._recent) // 2
-            self._factor, self._own_factor = (sorted(kind)[middle] for kind in zip(*self._recent, strict=True))
+            self._factor, self._own_factor = (sorted(ratios)[middle] for ratios in zip(*self._recent, strict=True))
 
     def _fit(self) -> None:
-        """Fit the weights to the sums of both kinds, pulled towards the last ones."""
-        one, other = self._sums
-        squares = [list(map(add, *rows)) for rows in zip(one.squares, other.squares, strict=True)]
-        products = list(map(add, one.products, other.products))
-        pull = INERTIA * sum(row[place] for place, row in enumerate(squares))
-        for place, inertia in enumerate(self._inertia):
-            products[place] += pull * _dot(inertia, self._weights)
-            squares[place] = [square + pull * own for square, own in zip(squares[place], inertia, strict=True)]
-        self._weights = _not_negative(squares, products)
+        """Fit the weights to the sums over both kinds of steps, regularized towards the last weights."""
+        plain, chunked = self._sums
+        squares = [list(map(add, *rows)) for rows in zip(plain.squares, chunked.squares, strict=True)]
+        products = list(map(add, plain.products, chunked.products))
+        pull = INERTIA * sum(row[index] for index, row in enumerate(squares))
+        for index, inertia in enumerate(self._inertia):
+            products[index] += pull * _dot(inertia, self._weights)
+            squares[index] = [square + pull * weight for square, weight in zip(squares[index], inertia, strict=True)]
+        self._weights = _solve_non_negative(squares, products)
 
     def seconds_beside(
         self,
@@ -196,28 +193,30 @@ class StepCost:
         waiting: int,
         streams: int,
         start: int,
-        most: int,
-        line: Iterable[tuple[int, int]],
+        max_tail_tokens: int,
+        queue: Iterable[tuple[int, int]],
     ) -> float:
-        """Return the seconds of a step with tokens of a prompt tail at ``start``, at most ``most``, beside ``decodes``
-        and a ``line`` of tails (:mod:`pillion.engine.scheduling.step_model`)."""
+        """Return the max seconds of a step with ``decodes`` and a prompt tail that begins at position ``start``, with a
+        target of ``target_steps`` decode-only steps, while ``waiting`` prompts wait and the tails of ``queue`` may
+        lengthen the step (:mod:`pillion.engine.scheduling.step_model`)."""
         model, plain_s = self.model, self.predict(features(decodes))
         chunk_s = model.chunk_s(start)
 
         def with_tail_s(tokens: int) -> float:
             return plain_s + chunk_s + tokens * model.tail_token_s(start + tokens / 2)
 
-        fair_s = seconds_beside(plain_s, target_steps, waiting, streams, model.step_s + chunk_s, with_tail_s(most))
-        most_s = with_tail_s(min(most, LINE_STEP_TOKENS))
-        return max(fair_s, seconds_for_line(plain_s, target_steps, model.line_s(line), most_s))
+        longest_s = with_tail_s(max_tail_tokens)
+        fair_s = seconds_beside(plain_s, target_steps, waiting, streams, model.step_s + chunk_s, longest_s)
+        queue_step_s = with_tail_s(min(max_tail_tokens, QUEUE_STEP_TOKENS))
+        return max(fair_s, seconds_for_queue(plain_s, target_steps, model.queue_s(queue), queue_step_s))
 
-    def room(self, seconds: float, decodes: Seq[ScheduledChunk], tokens: int, least_tokens: int) -> TailRoom:
-        """Return the room for prompt tails beside ``decodes`` in a step of ``seconds``."""
-        return TailRoom(tokens, least_tokens, seconds - self.predict(features(decodes)), self.model)
+    def room(self, seconds: float, decodes: Seq[ScheduledChunk], tokens: int, min_tokens: int) -> TailRoom:
+        """Return the room for prompt tails in a step of ``seconds`` with ``decodes``."""
+        return TailRoom(tokens, min_tokens, seconds - self.predict(features(decodes)), self.model)
 
 
-def _dot(one: Iterable[float], other: Iterable[float]) -> float:
-    total: float = sum(map(mul, one, other))
+def _dot(a: Iterable[float], b: Iterable[float]) -> float:
+    total: float = sum(map(mul, a, b))
     return total
 
 
@@ -231,65 +230,68 @@ class _FitSums:
         self.products = [0.0] * len(SCALES)
 
     def add(self, row: list[float], fading: float) -> None:
-        """Add a step's features, over its time; earlier ones fade by ``fading``."""
+        """Add a step's features, divided by its time, after multiplying the sums by ``fading``."""
         self.products = [old * fading + new for old, new in zip(self.products, row, strict=True)]
         self.squares = [
-            [old * fading + one * new for old, new in zip(olds, row, strict=True)]
-            for one, olds in zip(row, self.squares, strict=True)
+            [old * fading + left * right for old, right in zip(olds, row, strict=True)]
+            for left, olds in zip(row, self.squares, strict=True)
         ]
 
 
-def _not_negative(squares: list[list[float]], products: list[float]) -> list[float]:
-    """Solve squares @ weights = products with weights >= 0: negative ones are dropped, and the rest solved again."""
+def _solve_non_negative(squares: list[list[float]], products: list[float]) -> list[float]:
+    """Solve squares @ weights = products for weights >= 0: solve, fix negative weights at 0, and repeat."""
     kept = list(range(len(products)))
     while True:
-        found = _solved([[squares[row][column] for column in kept] for row in kept], [products[row] for row in kept])
+        solution = _solve([[squares[row][column] for column in kept] for row in kept], [products[row] for row in kept])
         weights = [0.0] * len(products)
-        for place, weight in zip(kept, found, strict=True):
-            weights[place] = weight
-        if min(found, default=0.0) >= 0:
+        for index, weight in zip(kept, solution, strict=True):
+            weights[index] = weight
+        if min(solution, default=0.0) >= 0:
             return weights
-        kept = [place for place in kept if weights[place] > 0]
+        kept = [index for index in kept if weights[index] > 0]
 
 
-def _solved(matrix: list[list[float]], right: list[float]) -> list[float]:
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
     """Solve matrix @ x = right for a symmetric positive definite matrix, by Gaussian elimination without pivots.
     Overwrites both arguments."""
     size = len(right)
-    for place in range(size):
-        own, value = matrix[place], right[place]
-        for below in range(place + 1, size):
-            factor = matrix[below][place] / own[place]
+    for row in range(size):
+        pivot, value = matrix[row], right[row]
+        for below in range(row + 1, size):
+            factor = matrix[below][row] / pivot[row]
             if factor:
-                matrix[below] = [one - factor * other for one, other in zip(matrix[below], own, strict=True)]
+                matrix[below] = [entry - factor * above for entry, above in zip(matrix[below], pivot, strict=True)]
                 right[below] -= factor * value
-    for place in reversed(range(size)):
-        known = _dot(matrix[place][place + 1 :], right[place + 1 :])
-        right[place] = (right[place] - known) / matrix[place][place]
+    for row in reversed(range(size)):
+        known = _dot(matrix[row][row + 1 :], right[row + 1 :])
+        right[row] = (right[row] - known) / matrix[row][row]
     return right
 
 
 def suitable_tokens(cost: StepModel, target_itl_ms: float | str = AUTO) -> int:
-    """Return the budget of a worker on a GPU with this cost, by the value of --target-itl-ms; "auto" for a worker
-    without streams. With a target the budget only limits steps that delay no stream; without one (0) it alone protects
-    streams, and is a default step with a prompt tail."""
+    """Return the token budget of a worker on a GPU whose steps have this cost, for a value of --target-itl-ms; "auto"
+    for a worker without streams. With a target, the budget only limits steps without streams. Without one (0) nothing
+    else protects the streams: a full step with an empty context takes AUTO_TARGET_STEPS times an empty one."""
     longest_s = LONGEST_STEP_S if target_itl_ms == AUTO else max(LONGEST_STEP_S, float(target_itl_ms) / 1000)
     if not target_itl_ms:
         longest_s = AUTO_TARGET_STEPS * cost.step_s
-    most = cost.tail_tokens(longest_s - cost.step_s, 0, MAX_SUITABLE_TOKENS)
-    return max(MIN_SUITABLE_TOKENS, 1 << max(0, most.bit_length() - 1))
+    tokens = cost.tail_tokens(longest_s - cost.step_s, 0, MAX_SUITABLE_TOKENS)
+    return max(MIN_SUITABLE_TOKENS, 1 << max(0, tokens.bit_length() - 1))
 
 
 class TokenBudget:
-    """Max tokens of a step: ``max_tokens`` or, beside streams and with a target, by the cost model (I5).
+    """Max tokens of a step: ``max_tokens`` or, with running streams and a target duration, by the cost model (I5).
 
-    The target is ``target_s`` seconds, or ``target_steps`` times the duration of a step with only its decodes; 0: no
-    such target. A decode is never delayed; a prompt tail gets at least MIN_TAIL_TOKENS per step, and all of
-    ``max_tokens`` if no stream runs. Steps are measured with and without a target, for the planner and for the largest
-    measured size. The target limits all prompt tails of a step together, each priced at its start: later tokens of a
-    long prompt cost more. ``expected`` and ``pair_tokens`` are those of :class:`StepCost`. If steps are to be ``even``,
-    because the stages of a pipeline wait for the longest one under way, a prompt's later steps have fewer tokens,
-    taking no longer than its first, but at least MIN_EVEN_SHARE of ``max_tokens``.
+    Decodes are never left out. Prompt tails get MIN_TAIL_TOKENS per step in any case, and all of ``max_tokens`` if no
+    stream runs. Steps are measured with and without a target, for the planner and for ``largest_step_tokens``. The
+    target limits all prompt tails of a step together, each priced at its start: later tokens of a long prompt cost
+    more.
+
+    Args:
+        target_s, target_steps: target duration in seconds, or as a multiple of a decode-only step's; 0 for none.
+        expected, pair_tokens: those of :class:`StepCost`.
+        even: True if a prompt's later steps may take no longer than its first, because the stages of a pipeline wait
+            for the longest step in flight. They have at least MIN_EVEN_SHARE of ``max_tokens``.
     """
 
     def __init__(
@@ -317,57 +319,64 @@ class TokenBudget:
         waiting: int = 1,
         *,
         streams: int = 0,
-        least_tokens: int = MIN_TAIL_TOKENS,
-        line: Iterable[tuple[int, int]] = (),
+        min_tokens: int = MIN_TAIL_TOKENS,
+        queue: Iterable[tuple[int, int]] = (),
     ) -> TailRoom:
-        """Return the room for prompt tails beside ``decodes``; the first of ``waiting`` tails begins at ``start``.
+        """Return the room for prompt tails in a step with ``decodes``.
 
-        ``waiting`` is 0 for a draft model's chunks. ``streams`` counts running streams, some of which may have no chunk
-        in this step (e.g. late masks). ``least_tokens`` are granted however late the decodes are. ``line`` has the
-        tokens start .. end of the tails that may lengthen the step (:meth:`SchedulerQueues.line`).
+        Args:
+            start: position where the first tail begins.
+            waiting: number of prompt tails; 0 asks for the room of draft tokens.
+            streams: running streams, some of which may have no chunk in this step (e.g. late masks).
+            min_tokens: tokens granted even if the decodes alone miss the target.
+            queue: (first position, end) of the tails that may lengthen the step.
         """
         used = sum(chunk.count for chunk in decodes)
-        most = self.max_tokens - used
+        left = self.max_tokens - used
         streams = max(streams, len(decodes))
-        # Without streams no target applies, and one in plain steps never to a draft model, which works for the streams.
+        # Without streams no target applies. Draft tokens serve the streams themselves, so only a target in seconds
+        # limits them.
         if (waiting and not streams) or not (self.target_s or (self.target_steps and waiting)):
-            return self._even_room(most) if self.even else TailRoom(most)
+            return self._even_room(left) if self.even else TailRoom(left)
         first = max(FIRST_STEP_TOKENS, int(self.max_tokens * FIRST_STEP_SHARE) if self.cost.expects else 0)
-        tokens = min(most, max(max(first, MAX_GROWTH * self.largest_step_tokens) - used, least_tokens))
+        tokens = min(left, max(max(first, MAX_GROWTH * self.largest_step_tokens) - used, min_tokens))
         if not (self.cost.steps or self.cost.expects):
             return TailRoom(tokens)
         seconds = self.target_s or self.cost.seconds_beside(
-            decodes, self.target_steps, waiting, streams, start, most, line
+            decodes, self.target_steps, waiting, streams, start, left, queue
         )
-        return self.cost.room(seconds, decodes, tokens, least_tokens)
+        return self.cost.room(seconds, decodes, tokens, min_tokens)
 
-    def _even_room(self, most: int) -> TailRoom:
-        """Return the room of a step as long as one with ``max_tokens`` at the beginning of a prompt."""
+    def _even_room(self, left: int) -> TailRoom:
+        """Return the room of a step as long as one with ``max_tokens`` at the beginning of a prompt, of which ``left``
+        tokens are not used."""
         cost = self.cost
         if not (cost.steps or cost.expects):
-            return TailRoom(most)
+            return TailRoom(left)
+        # The tolerance keeps rounding from cutting the first step.
         seconds = cost.model.range_s(0, self.max_tokens, self.max_tokens) * (1 + 1e-6)
-        return cost.room(seconds, (), most, int(self.max_tokens * MIN_EVEN_SHARE))
+        return cost.room(seconds, (), left, int(self.max_tokens * MIN_EVEN_SHARE))
 
     def begin(self, scheduled: Seq[ScheduledChunk], now: float, in_flight: int = 0) -> None:
-        """Record the start of a step of these chunks after ``in_flight`` others; younger steps never began. A step that
-        scores a prompt does not enter the fit, whose features lack its rows of logits."""
+        """Record the start of a step of these chunks, while ``in_flight`` steps have not ended; steps recorded after
+        those were never launched. A step that scores a prompt does not enter the fit, whose features do not count its
+        rows of logits."""
         if scheduled:
             while len(self._running) > in_flight:
                 self._running.pop()
             self._running.append((features(scheduled), now, not any(chunk.scores for chunk in scheduled)))
 
     def end(self, now: float, borrowed_s: float = 0.0, *, ok: bool = True) -> float:
-        """Record the end of the oldest step and the start of the next. On own cores the step would have taken
-        ``borrowed_s`` more. A step that was not ``ok`` does not enter the fit. Return its seconds; 0.0 if it never
-        began."""
+        """Record the end of the oldest step and the start of the next, and return the seconds in between; 0.0 without a
+        step. On its own cores the worker would have taken ``borrowed_s`` more. A failed step (not ``ok``) does not
+        enter the fit."""
         if not self._running:
             return 0.0
-        found, began, teaches = self._running.popleft()
-        if ok and teaches:
-            self.cost.observe(found, now - began, borrowed_s)
-            self.largest_step_tokens = max(self.largest_step_tokens, round(found[1] * SCALES[1]))
+        inputs, began, is_fitted = self._running.popleft()
+        if ok and is_fitted:
+            self.cost.observe(inputs, now - began, borrowed_s)
+            self.largest_step_tokens = max(self.largest_step_tokens, round(inputs[1] * SCALES[1]))
         if self._running:
-            found, _, teaches = self._running[0]
-            self._running[0] = found, now, teaches
+            inputs, _, is_fitted = self._running[0]
+            self._running[0] = inputs, now, is_fitted
         return now - began

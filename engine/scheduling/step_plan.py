@@ -19,12 +19,12 @@ class ScheduledChunk:
     """Tokens start .. start + count of one sequence, to be computed in one step.
 
     Attributes:
-        samples: rows at the end of the chunk whose logits choose tokens; the row of position p chooses that of p + 1.
-            0: none. Above 1, the tokens after the first of these rows are proposed, and follow the sequence's own until
-            the step's commit has judged them. Forced tokens need no rows.
-        parallel_seeds: seeds with which the last row chooses further tokens, in this order, after the others.
-        scores: rows that score the prompt's next token; the last is that of position ``scores_end`` - 1.
-        pools: rows that are added to a text's vector; the last is that of the same position.
+        samples: number of last rows of the chunk whose logits choose a token; row p chooses token p + 1. The chunk's
+            tokens after the first of these rows are proposed ones, kept or dropped on the step's commit. Forced tokens
+            need no rows.
+        parallel_seeds: seeds of parallel samples; for each, the last row chooses a further token, after all others.
+        scores: number of rows that score the prompt's next token; the last is row ``scores_end`` - 1.
+        pools: number of rows added to the text's pooled vector; the last is row ``scores_end`` - 1.
     """
 
     sequence: Sequence
@@ -41,7 +41,7 @@ class ScheduledChunk:
         return min(self.start + self.count, self.sequence.score_end)
 
     def lengthened(self) -> ScheduledChunk:
-        """Return the chunk with the tokens proposed after it, if the sequence's own token is known."""
+        """Return a decode's chunk, extended by its proposed tokens unless its own token is unknown."""
         sequence, proposed = self.sequence, self.sequence.num_proposed
         if not proposed or sequence.num_in_flight:
             return self
@@ -55,11 +55,12 @@ class StepPlan:
     """One step: decodes first, then prompt tails, oldest first.
 
     Attributes:
-        copies: (source, target) slots to copy before anything runs: the prompt's last, partial block for a parallel
-            sample (copy-on-write).
-        budget_tokens: the step's token budget, which the chunks may leave unused.
-        unknown: (chunk, row) of decodes whose token that row of the launched step chooses, counted as in its Sampled.
-        placements: (slot, packed adapter) pairs to place before anything runs.
+        copies: (source, target) slots of partial blocks to copy before anything runs: the parent's for a parallel
+            sample, an earlier answer's for a conversation's next turn.
+        budget_tokens: the step's token budget; the chunks may have fewer tokens.
+        unknown: (index of a decode's chunk, row) where the decode's token is chosen by that row of the launched step,
+            counted as in its Sampled.
+        placements: (adapter slot, packed adapter) pairs to place before anything runs.
         adapters: int32, each chunk's adapter slot, or -1; None if no chunk has one.
         states: slots of the sequences' states; None in a model without them.
     """
@@ -74,8 +75,8 @@ class StepPlan:
 
     @property
     def awaits_tokens(self) -> bool:
-        """True if a choice of this step depends on tokens that the launched step chooses."""
-        return any(self.scheduled[place].sequence.reads_history for place, _ in self.unknown)
+        """True if sampling of this step reads tokens that the launched step chooses."""
+        return any(self.scheduled[index].sequence.reads_history for index, _ in self.unknown)
 
     @property
     def num_tokens(self) -> int:
@@ -85,8 +86,8 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """A sequence's new tokens, and its end. ``progress`` comes with the end, and with a parallel sample's first token.
-    ``prompt_logprobs`` are those of the prompt's next tokens, in updates of their own."""
+    """New tokens of a sequence, or scores of its prompt's next tokens (``prompt_logprobs``), and its ``ending``.
+    ``progress`` is set with the ending, and with a parallel sample's first token."""
 
     seq_id: int
     token_ids: tuple[int, ...] = ()
@@ -98,13 +99,13 @@ class Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitOrder:
-    """Commit these slots, a run of blocks after the ticket's chain. Answered by :meth:`Scheduler.committed`.
+    """Order to commit a run of blocks in ``slots`` after the ticket's chain. Answered by :meth:`Scheduler.committed`.
 
     Attributes:
-        seq_id: a sequence, or, below 0, a feature's chain.
-        chunks: committed with the run. They are reported with the node's answer, on the event loop: the scheduler gets
-            that answer only between two steps, and a step may be long.
-        after: if set, the run is the state after the block of that hash.
+        seq_id: id of a sequence or, below 0, of a chain of a state or a draft.
+        chunks: prefill chunks that this run completes. The event loop acknowledges them with the node's answer, which
+            the scheduler gets only between two steps; a step may be long.
+        after: empty, or the hash of the block whose following state the run is.
         may_wait: True if the run may be sent together with later ones.
     """
 
@@ -120,7 +121,7 @@ class CommitOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeOrder:
-    """Open and adopt a new ticket for a sequence without one. Answered by :meth:`Scheduler.resumed` or
+    """Order to open and adopt a new ticket for a RESUMING sequence. Answered by :meth:`Scheduler.resumed` or
     :meth:`Scheduler.fail`."""
 
     seq_id: int
@@ -133,8 +134,8 @@ class ResumeOrder:
 
 @dataclass(frozen=True, slots=True)
 class ChainOrder:
-    """Pin the node's blocks of a feature's own chain, under a ticket that reserves nothing and never waits. Answered by
-    :meth:`Scheduler.chain_opened`."""
+    """Order to pin the cached blocks of a draft chain, under a ticket that reserves no slots and never waits. Answered
+    by :meth:`Scheduler.chain_opened`."""
 
     chain_id: int
     block_hashes: bytes
@@ -142,18 +143,18 @@ class ChainOrder:
 
 @dataclass(slots=True)
 class Outcome:
-    """What the event loop has to do and to report. The node gets its orders in this order: commits, releases,
+    """Updates for the clients, and orders for the event loop. The node gets them in this order: commits, releases,
     returned_slots, lease_blocks; then resumes and chain_orders start.
 
     Attributes:
-        chunks: chunks that were committed before the prefill range came.
+        chunks: prefill chunks found committed when their range was added.
         releases: tickets to release.
-        returned_slots: slots that leave the free slots.
-        lease_blocks: slots to lease, 0 for none. Answered by :meth:`Scheduler.granted`.
+        returned_slots: slots to return to the node.
+        lease_blocks: number of slots to lease, 0 for none. Answered by :meth:`Scheduler.granted`.
         adapter_orders: digests of adapters to read and pack. Answered by :meth:`Scheduler.adapter_loaded` or
             :meth:`Scheduler.adapter_failed`.
-        hurry: whether the node's answer to an earlier run is awaited, by its closing chain or a parallel sample.
-        judged_draft_tokens: per stream with judged proposals, their number and how many were accepted.
+        hurry: True if a closing chain or a parallel sample waits for the node's answer to an earlier commit.
+        judged_draft_tokens: (drafted, accepted) of each stream whose draft tokens a step verified.
         preemptions, forced_tokens, late_masks, evicted_adapters: counts since the last outcome.
         load: the scheduler's load, by field of :class:`pillion.wire.registry.WorkerLoad`. A mapping, because the
             scheduler also runs where the packages of services are not installed.
@@ -178,12 +179,12 @@ class Outcome:
 
     @property
     def empty(self) -> bool:
-        told = self.updates or self.chunks or self.preemptions or self.late_masks or self.adapter_orders
-        return not (told or self.hurry or self.has_orders)
+        reports = self.updates or self.chunks or self.preemptions or self.late_masks or self.adapter_orders
+        return not (reports or self.hurry or self.has_orders)
 
     @property
     def urgent(self) -> bool:
-        """True if the orders, or earlier ones, are awaited."""
+        """True if the orders must be sent at once, because something waits for the node's answer or for memory."""
         memory = self.releases or self.returned_slots or self.lease_blocks or self.resumes or self.chain_orders
         return bool(self.hurry or memory or not all(order.may_wait for order in self.commits))
 
@@ -193,7 +194,7 @@ class Outcome:
         return bool(orders or self.resumes or self.chain_orders)
 
     def add_orders(self, other: Outcome) -> None:
-        """Append the orders to the KV node of a later outcome."""
+        """Append the orders to the KV node of ``other``, a later outcome."""
         self.commits += other.commits
         self.releases += other.releases
         self.returned_slots += other.returned_slots
@@ -209,7 +210,7 @@ class Outcome:
         now: float,
         progress: SequenceProgress | None = None,
     ) -> None:
-        """Report new tokens of a sequence, its last ones if there is a ``reason``."""
+        """Report new tokens of a sequence and, unless ``reason`` is None, its end."""
         ids = tuple(token for token, _ in chosen)
         logprobs = tuple(logprob for _, logprob in chosen if logprob is not None)
         if reason is None:
@@ -225,7 +226,7 @@ class Outcome:
         token_ids: tuple[int, ...] = (),
         logprobs: tuple[TokenLogprob, ...] = (),
     ) -> None:
-        """Report a sequence's end, with its last tokens."""
+        """Report a sequence's end, with its last tokens that were not reported before."""
         sequence.report_end(now)
         self.updates.append(
             Update(

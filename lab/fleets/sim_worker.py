@@ -317,7 +317,7 @@ class SimWorker:
             stream = chunk.sequence
             if not stream.decoding or chunk.count != 1 or chunk.samples != 1:
                 return 0
-            least = min(least, stream.most_tokens - stream.num_tokens - 1)
+            least = min(least, stream.max_length - stream.num_tokens - 1)
         return least
 
     def _run_over(self, version: int) -> None:

@@ -123,7 +123,7 @@ async def test_random_concurrent_requests(folder: pathlib.Path, monkeypatch: pyt
     """A short form, in this process and without kills."""
     # Drafting must not depend on the machine's speed.
     monkeypatch.setattr(draft_control, "MIN_SPEEDUP", 0.0)
-    monkeypatch.setattr(draft_control.DraftControl, "_value", lambda *arguments: None)
+    monkeypatch.setattr(draft_control.DraftControl, "_estimate_worth", lambda *arguments: None)
     model = make_model(folder / "model", HYBRIDS["lfm2"])[0]
     shape = {"model": str(model), "dtype": "float32", "max_model_len": MAX_MODEL_LEN}
     oracle, rng = oracle_of(model), random.Random(54)

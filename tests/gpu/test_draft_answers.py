@@ -37,7 +37,7 @@ def always_drafts(monkeypatch):
     for name, value in fake_cuda.environment(FAKE_CUDA_TOUCHABLE="1", FAKE_CUDA_TOTAL_BYTES=str(2**28)).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(draft_control, "MIN_SPEEDUP", 0.0)
-    monkeypatch.setattr(draft_control.DraftControl, "_value", lambda *arguments: None)
+    monkeypatch.setattr(draft_control.DraftControl, "_estimate_worth", lambda *arguments: None)
 
 
 def draft_model(main, folder):

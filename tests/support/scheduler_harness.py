@@ -191,7 +191,7 @@ class SchedulerHarness:
         last = 0 if scored else (len(prompt) if chunks else len(prompt) - 1) // BLOCK
         root = bytes([ROOT[0] + adapter]) * 32
         hashes = split_hashes(chain_hashes(root, prompt, BLOCK)[: last * 32])
-        total = len(prompt) // BLOCK + 1 + self.scheduler.blocks.beside_blocks
+        total = len(prompt) // BLOCK + 1 + self.scheduler.blocks.extra_blocks
         pages = self.scheduler.blocks.state_pages
         ticket = self.ledger.admit(self.gateway, next(self._nonces), hashes, total, pages)
         if ticket is None:

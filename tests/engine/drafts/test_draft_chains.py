@@ -42,7 +42,7 @@ class CheckedPasses:
         self.failing = False
         self.first_passes: list[int] = []
         self.drafted = 0
-        self.took_s = self.drafted_s = 0.0
+        self.last_run_s = self.drafted_s = 0.0
 
     def seconds_per_token(self, sequences: int) -> float:
         return self.pass_s
@@ -50,8 +50,8 @@ class CheckedPasses:
     def run(self, plan: DraftPlan) -> list[Int32] | None:
         self.first_passes.append(sum(chunk.count for chunk in plan.scheduled))
         passes = max(1, *(chunk.draft_tokens for chunk in plan.scheduled))
-        self.took_s = self.seconds_to_read * plan.num_tokens + self.pass_s * passes
-        self.drafted_s += self.took_s
+        self.last_run_s = self.seconds_to_read * plan.num_tokens + self.pass_s * passes
+        self.drafted_s += self.last_run_s
         if self.failing:
             return None
         draft_tokens = self.model.run(plan)
@@ -263,7 +263,7 @@ class DraftingHarness(TimedHarness):
         self.passes.pass_s, self.passes.seconds_to_read = pass_s, read_s
 
     def run_plan(self, plan: StepPlan) -> Sampled:
-        self.now += self.draft_chains.took_s
+        self.now += self.draft_chains.drafting_s
         return super().run_plan(plan)
 
 

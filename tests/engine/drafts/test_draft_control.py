@@ -125,7 +125,7 @@ def test_probes_of_a_slow_drafter_take_a_bounded_share_of_the_time() -> None:
         if due:
             # A probe may have to read a long prompt first.
             control.drafts_for(0, len(due))
-            control.drafted(0.5)
+            control.record_drafting(0.5)
             probes += len(due)
         control.stepped(StepPlan(), 0.040)
     assert probes > 1
@@ -141,7 +141,7 @@ def test_drafts_that_do_not_pay_count_as_probes_as_long_as_the_batch_is_as_full(
     control.observe(scheduled, StepCost(), 0.0001)
     assert any(control.decide(streams, [3] * 16, 100))
     assert not control.pays([(streams[0], 1)])
-    control.drafted(0.5)
+    control.record_drafting(0.5)
     assert not any(control.decide(streams, [3] * 16, 100))
     control.observe(scheduled[:4], StepCost(), 0.0001)
     assert any(control.decide(streams[:4], [3] * 4, 100))
@@ -227,13 +227,13 @@ def test_the_likelier_draft_token_gets_the_last_token() -> None:
 def test_acceptance_is_measured_at_reached_places() -> None:
     acceptance = Acceptance(STREAM_FADING)
     for _ in range(50):
-        acceptance.judge(4, 2)
+        acceptance.record(4, 2)
     first, second, third, fourth = acceptance.rates(0.5, 1.0)[:4]
     assert first == second > 0.9
     assert third < 0.1
     assert fourth == 0.5, "nobody ever got there"
-    assert acceptance.level(0.5, 1.0) == pytest.approx(2 / 3, abs=0.02)
-    acceptance.judge(1, 1)
+    assert acceptance.mean_rate(0.5, 1.0) == pytest.approx(2 / 3, abs=0.02)
+    acceptance.record(1, 1)
     assert acceptance.rates(0.5, 1.0)[0] >= first
 
 

@@ -57,8 +57,8 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_a_gpus_blocks_are_powers_of_two() -> None:
-    assert draft_blocks(layout(30), layout(5), most_tokens=128) == 4
-    assert draft_blocks(layout(96), layout(2), most_tokens=128) == 8
+    assert draft_blocks(layout(30), layout(5), max_block_tokens=128) == 4
+    assert draft_blocks(layout(96), layout(2), max_block_tokens=128) == 8
 
 
 @given(st.integers(1, 80), st.integers(1, 80), st.integers(1, 8), st.integers(1, 8))
@@ -142,9 +142,7 @@ def test_another_tokenizer_is_refused_by_its_ids(
     other = save_model(tmp_path / "other", marks=("<tool>",))
     main = load_model(replace(flags(folders[0]), cpu_kernels="torch"), 1)
     config = SpeculativeConfig(method="draft_model", model=str(other), num_speculative_tokens=4)
-    with pytest.raises(
-        ConfigError, match=r"draft model .*other: its tokenizer differs .* in 1 ids, the first of them 258"
-    ):
+    with pytest.raises(ConfigError, match=r"draft model .*other: its tokenizer differs .* in 1 ids, e.g. 258"):
         load_draft(flags(folders[0]), config, main, 1, 256, load_model)
     # Another form of the same file is no difference.
     text = json.loads((folders[0] / "tokenizer.json").read_text())
@@ -164,5 +162,5 @@ def test_a_missing_draft_model_is_named_and_a_hybrid_one_refused(
     with pytest.raises(ConfigError, match="--speculative-config: draft model /nowhere: "):
         load_draft(flags(folders[0]), config, main, 1, 256, load_model)
     config = replace(config, model=str(make_model(tmp_path / "hybrid", HYBRIDS["lfm2"])[0]))
-    with pytest.raises(ConfigError, match=r"draft model .*hybrid: its layers have states, which draft models must not"):
+    with pytest.raises(ConfigError, match=r"draft model .*hybrid: its layers have recurrent states"):
         load_draft(flags(folders[0]), config, main, 1, 256, load_model)

@@ -46,7 +46,7 @@ NAMESPACE = b"\2" * 32
 def as_many_as_fit(control: DraftControl, streams: Sequence[Stream], room: Sequence[int], left: int) -> list[int]:
     shares = []
     for most in room:
-        shares.append(min(control.most_draft_tokens, most, left))
+        shares.append(min(control.max_draft_tokens, most, left))
         left -= shares[-1]
     return shares
 

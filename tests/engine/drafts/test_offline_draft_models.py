@@ -61,7 +61,7 @@ def test_no_answer_changes(family: str, tmp_path: pathlib.Path) -> None:
 def test_a_good_draft_model_drafts_sampled_tokens(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model as its own draft drafts sampled tokens, because drafts use the noise of sampling."""
     monkeypatch.setattr(draft_control, "MIN_SPEEDUP", 0.0)
-    monkeypatch.setattr(draft_control.DraftControl, "_value", lambda *arguments: None)
+    monkeypatch.setattr(draft_control.DraftControl, "_estimate_worth", lambda *arguments: None)
     main = save_model(tmp_path / "main")
     config = {"method": "draft_model", "model": str(main), "num_speculative_tokens": 3}
     settings = SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True)

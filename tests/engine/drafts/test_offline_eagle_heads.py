@@ -41,7 +41,7 @@ def answers(folder: pathlib.Path, head: pathlib.Path | None, **options: Any) -> 
 def test_no_answer_changes(ranks: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Drafts even if they are not faster.
     monkeypatch.setattr(draft_control, "MIN_SPEEDUP", 0.0)
-    monkeypatch.setattr(draft_control.DraftControl, "_value", lambda *arguments: None)
+    monkeypatch.setattr(draft_control.DraftControl, "_estimate_worth", lambda *arguments: None)
     main = save_model(tmp_path / "main", num_hidden_layers=6)
     plain, _ = answers(main, None)
     head = save_head(tmp_path / "head", main)

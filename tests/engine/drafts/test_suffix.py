@@ -79,7 +79,7 @@ def test_earlier_answers(answers: list[list[int]], text: list[int]) -> None:
     for answer in answers:
         ring.add(np.array(answer, dtype=np.int32))
     tokens = [token for answer in answers for token in (*answer, END)]
-    found = ring.places(np.array(text, dtype=np.int32)).tolist()
+    found = ring.matches(np.array(text, dtype=np.int32)).tolist()
     end = text[-MIN_MATCH_TOKENS:]
     least = MIN_MATCH_TOKENS
     true = [i for i in range(len(tokens) - 1, least - 2, -1) if tokens[i - least + 1 : i + 1] == end]
@@ -104,13 +104,13 @@ def test_a_ring_forgets_its_oldest_tokens_and_answers(monkeypatch: pytest.Monkey
     for number in range(40):
         answer = np.array([number, number + 1, number + 2, number + 3], dtype=np.int32)
         ring.add(answer)
-        assert ring.places(answer).tolist()[0] == 5 * number + 3
+        assert ring.matches(answer).tolist()[0] == 5 * number + 3
         assert ring.first == max(0, 5 * (number - 2))
     assert len(ring.tokens) == 64
-    assert ring.places(np.array([36, 37, 38], dtype=np.int32)).tolist() == [], "the fourth answer from the end"
+    assert ring.matches(np.array([36, 37, 38], dtype=np.int32)).tolist() == [], "the fourth answer from the end"
     ring.add(np.arange(1000, dtype=np.int32))
-    assert ring.places(np.array([997, 998, 999], dtype=np.int32)).tolist() == [ring.end - 2]
-    assert ring.places(np.array([7, 8, 9], dtype=np.int32)).tolist() == []
+    assert ring.matches(np.array([997, 998, 999], dtype=np.int32)).tolist() == [ring.end - 2]
+    assert ring.matches(np.array([7, 8, 9], dtype=np.int32)).tolist() == []
 
 
 def test_tenants_share_nothing_and_memory_is_bounded() -> None:

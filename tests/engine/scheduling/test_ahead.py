@@ -193,9 +193,9 @@ def test_what_was_launched_under_an_older_hold_is_void() -> None:
     sequence.start_running()
     plan = StepPlan((ScheduledChunk(sequence, 0, 6, 1),))
     in_flight.launched(plan)
-    sequence.hold(AdoptedTicket(2, (), (5, 6)), SequenceState.WAITING)
+    sequence.adopt(AdoptedTicket(2, (), (5, 6)), SequenceState.WAITING)
     sequence.start_running()
-    assert in_flight.landed(plan, Sampled((3,))) == ([], Sampled())
+    assert in_flight.retire(plan, Sampled((3,))) == ([], Sampled())
     assert sequence.num_in_flight == 0
 
 
@@ -208,8 +208,8 @@ def test_a_text_that_ends_under_way_takes_its_own_vector_along(gone: int) -> Non
         text.start_running()
     plan = StepPlan(tuple(ScheduledChunk(text, 0, 6, 0, pools=1) for text in texts))
     in_flight.launched(plan)
-    texts[gone].hold(AdoptedTicket(9, (), (1, 2)), SequenceState.WAITING)
-    scheduled, found = in_flight.landed(plan, Sampled(pooled=tuple(np.full(2, n, np.float32) for n in range(3))))
+    texts[gone].adopt(AdoptedTicket(9, (), (1, 2)), SequenceState.WAITING)
+    scheduled, found = in_flight.retire(plan, Sampled(pooled=tuple(np.full(2, n, np.float32) for n in range(3))))
     left = [n for n in range(3) if n != gone]
     assert [chunk.sequence for chunk in scheduled] == [texts[n] for n in left]
     assert [vector.tolist() for vector in found.pooled] == [[n, n] for n in left]

@@ -79,7 +79,7 @@ class Steps:
     last_launched: int = 1
     landed: int = 0
 
-    def has_landed(self, number: int) -> bool:
+    def has_retired(self, number: int) -> bool:
         return number <= self.landed
 
 
@@ -248,10 +248,10 @@ def test_the_load_counts_each_sequence_once(scenes: list[Random]) -> None:
 def test_only_prompts_of_a_lone_tenant_that_are_waited_for_lengthen_steps(scenes: list[Random]) -> None:
     for rng in scenes:
         alone, members = sequences(rng, flows=1), sequences(rng)
-        line = queued(alone, len(alone)).line(alone)
+        line = queued(alone, len(alone)).lengthening_tails(alone)
         assert line == [(one.next_start, one.num_tokens) for one in alone if not one.in_background]
         several = len({one.flow.key for one in members}) > 1
-        assert not several or queued(members, len(members)).line(members) == []
+        assert not several or queued(members, len(members)).lengthening_tails(members) == []
 
 
 def start_waiting(queues: SchedulerQueues) -> None:

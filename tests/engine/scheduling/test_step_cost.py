@@ -26,14 +26,14 @@ from pillion.engine.scheduling.step_cost import (
 )
 from pillion.engine.scheduling.step_model import (
     BACKLOG_WEIGHT,
-    LINE_S,
-    LINE_STEP_TOKENS,
-    MAX_LINE_STEPS,
+    MAX_QUEUE_STEPS,
     MIN_TAIL_TOKENS,
     MIN_THROUGHPUT,
+    QUEUE_S,
+    QUEUE_STEP_TOKENS,
     StepModel,
     seconds_beside,
-    seconds_for_line,
+    seconds_for_queue,
 )
 from pillion.engine.scheduling.step_plan import ScheduledChunk, StepPlan
 from pillion.kernels.step import Sampled
@@ -358,21 +358,21 @@ def test_prompts_share_the_time_with_streams(
 @given(
     plain_s=st.floats(1e-3, 0.1),
     longest_s=st.floats(1e-3, 1.0),
-    line_s=st.floats(0, 20),
+    queue_s=st.floats(0, 20),
     more_s=st.floats(0, 5),
 )
 @settings(max_examples=examples(300))
-def test_steps_grow_with_the_line(plain_s: float, longest_s: float, line_s: float, more_s: float) -> None:
+def test_steps_grow_with_the_queue(plain_s: float, longest_s: float, queue_s: float, more_s: float) -> None:
     """Proportionally and smoothly, so that steps do not oscillate, and within both limits."""
 
-    def step_s(line_s: float) -> float:
-        return seconds_for_line(plain_s, AUTO_TARGET_STEPS, line_s, longest_s)
+    def step_s(queue_s: float) -> float:
+        return seconds_for_queue(plain_s, AUTO_TARGET_STEPS, queue_s, longest_s)
 
-    target_s, found = AUTO_TARGET_STEPS * plain_s, step_s(line_s)
-    most_s = min(MAX_LINE_STEPS * plain_s, longest_s)
-    assert found == pytest.approx(min(target_s * line_s / LINE_S, most_s))
+    target_s, found = AUTO_TARGET_STEPS * plain_s, step_s(queue_s)
+    most_s = min(MAX_QUEUE_STEPS * plain_s, longest_s)
+    assert found == pytest.approx(min(target_s * queue_s / QUEUE_S, most_s))
     assert step_s(0.0) == 0.0
-    assert 0 <= step_s(line_s + more_s) - found <= target_s * more_s / LINE_S * (1 + 1e-9) + 1e-12
+    assert 0 <= step_s(queue_s + more_s) - found <= target_s * more_s / QUEUE_S * (1 + 1e-9) + 1e-12
 
 
 TAILS = st.lists(st.tuples(st.integers(0, 4000), st.integers(1, 4000)), max_size=20)
@@ -380,16 +380,16 @@ TAILS = st.lists(st.tuples(st.integers(0, 4000), st.integers(1, 4000)), max_size
 
 @given(tails=TAILS, more=st.tuples(st.integers(0, 4000), st.integers(1, 4000)))
 @settings(max_examples=examples(100))
-def test_the_longest_prompt_is_in_no_line(tails: list[tuple[int, int]], more: tuple[int, int]) -> None:
+def test_the_longest_prompt_is_in_no_queue(tails: list[tuple[int, int]], more: tuple[int, int]) -> None:
     model = StepModel(5e-3, 6e-4, 2e-4, 3e-7, 2e-7)
     line = [(start, start + count) for start, count in tails]
     added = (more[0], sum(more))
-    assert model.line_s(line[:1]) == 0.0
-    assert model.line_s([*line, added]) >= model.line_s(line) - 1e-9
+    assert model.queue_s(line[:1]) == 0.0
+    assert model.queue_s([*line, added]) >= model.queue_s(line) - 1e-9
     if line:
         # The added prompt's length does not count, only the waiting ones.
-        assert model.line_s([*line, (0, 1_000_000)]) == pytest.approx(
-            sum(model.line_s([one, (0, 10**6)]) for one in line)
+        assert model.queue_s([*line, (0, 1_000_000)]) == pytest.approx(
+            sum(model.queue_s([one, (0, 10**6)]) for one in line)
         )
 
 
@@ -403,14 +403,14 @@ def test_a_line_lengthens_steps_and_short_ones_come_back(budget_tokens: int) -> 
     plain_s = budget.cost.predict(features(plain))
 
     def step_s(line: list[tuple[int, int]]) -> float:
-        count = budget.room(plain, 0, 1, line=line).at(0)
+        count = budget.room(plain, 0, 1, queue=line).at(0)
         return budget.cost.predict(features([*plain, chunk(0, count)]))
 
     long, short = [(0, 60_000)], [(0, 1000)] * 200
     target_s = AUTO_TARGET_STEPS * plain_s
-    most_s = budget.cost.predict(features([*plain, chunk(0, min(budget_tokens - 16, LINE_STEP_TOKENS))]))
+    most_s = budget.cost.predict(features([*plain, chunk(0, min(budget_tokens - 16, QUEUE_STEP_TOKENS))]))
     assert step_s(long) == pytest.approx(target_s, rel=0.02)
-    assert step_s(short) == pytest.approx(min(MAX_LINE_STEPS * plain_s, most_s), rel=0.02)
+    assert step_s(short) == pytest.approx(min(MAX_QUEUE_STEPS * plain_s, most_s), rel=0.02)
     assert step_s([]) == pytest.approx(target_s, rel=0.02)
 
 
@@ -449,7 +449,7 @@ def test_only_a_line_of_the_same_tenant_lengthens_steps(flow: int, priority: int
     short = [prompt(100 + number, 40) for number in range(30)]
     assert longest([prompt(50, 400)], 1) <= AUTO_TARGET_STEPS * 1.05
     grown = longest(short, flow, priority)
-    assert grown > 0.9 * MAX_LINE_STEPS if (flow, priority) == (1, 0) else grown <= AUTO_TARGET_STEPS * 1.05
+    assert grown > 0.9 * MAX_QUEUE_STEPS if (flow, priority) == (1, 0) else grown <= AUTO_TARGET_STEPS * 1.05
     assert longest([prompt(51, 400)], 1) <= AUTO_TARGET_STEPS * 1.05
 
 
@@ -458,7 +458,7 @@ def test_a_target_in_seconds_is_kept_whatever_waits() -> None:
     trained(machine, budget, (500,))
     plain = decodes(16, 500)
     count = budget.room(plain, 500, 1).at(500)
-    assert budget.room(plain, 500, 200, line=[(0, 1000)] * 200).at(500) == count < 2032
+    assert budget.room(plain, 500, 200, queue=[(0, 1000)] * 200).at(500) == count < 2032
 
 
 def test_a_queue_lengthens_steps_before_it_is_as_long_as_the_streams() -> None:
@@ -535,7 +535,7 @@ def test_whole_prompts_are_not_even() -> None:
 def test_auto_holds_back_no_draft() -> None:
     machine, budget = SimulatedMachine(), TokenBudget(256, target_steps=AUTO_TARGET_STEPS)
     trained(machine, budget, (500,))
-    assert budget.room(decodes(8, 500), 0, 0, least_tokens=0).at(0) == 248
+    assert budget.room(decodes(8, 500), 0, 0, min_tokens=0).at(0) == 248
     assert budget.room(decodes(8, 500), 0, 1).at(0) < 248
 
 

@@ -69,7 +69,7 @@ def test_no_answer_changes(
 ) -> None:
     # Drafts even if they are not faster.
     monkeypatch.setattr(draft_control, "MIN_SPEEDUP", 0.0)
-    monkeypatch.setattr(draft_control.DraftControl, "_value", lambda *arguments: None)
+    monkeypatch.setattr(draft_control.DraftControl, "_estimate_worth", lambda *arguments: None)
     main = make_model(tmp_path / "main", HYBRIDS[name])[0]
     plain = outputs_of(main, kernels, 1)
     oracle = Oracle(AutoModelForCausalLM.from_pretrained(main, dtype=torch.float32))

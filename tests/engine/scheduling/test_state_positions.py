@@ -8,17 +8,17 @@ from typing import Any, cast
 import pytest
 
 from pillion.engine.scheduling.sequence import Sequence
-from pillion.engine.scheduling.state_places import StatePlaces
+from pillion.engine.scheduling.state_positions import StatePositions
 
 BLOCK = 4
 
 
-def places(num_tokens: int, *, pages: int = 100, **fields: Any) -> StatePlaces:
+def places(num_tokens: int, *, pages: int = 100, **fields: Any) -> StatePositions:
     values = {"num_tokens": num_tokens, "block_size": BLOCK, "num_computed": 0, "known_blocks": 0, "is_prefill": False}
-    return StatePlaces(cast(Sequence, SimpleNamespace(**({"kept_tokens": ()} | values | fields))), pages)
+    return StatePositions(cast(Sequence, SimpleNamespace(**({"kept_tokens": ()} | values | fields))), pages)
 
 
-def kept(of: StatePlaces, ends: range) -> list[int]:
+def kept(of: StatePositions, ends: range) -> list[int]:
     """Return after how many tokens states are kept of a sequence with these step ends."""
     return [end for end in ends if of.reached(end)]
 
