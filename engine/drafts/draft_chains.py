@@ -279,7 +279,7 @@ class DraftChains:
         with_draft = tokens + self._shape.num_speculative_tokens + 1
         wanted = -(-min(with_draft, chain.sequence.max_length) // chain.block_size)
         while chain.num_blocks < wanted and len(self._free_slots) > self._block_manager.needed_blocks:
-            slot = self._free_slots.take()
+            slot = self._free_slots.allocate()
             assert slot is not None
             chain.add_slot(slot)
         if chain.num_blocks * chain.block_size < tokens and self._free_slots.exhausted(self._now):
@@ -334,13 +334,13 @@ class DraftChains:
         self._lacking_blocks = 0
 
     def _close(self, chain: DraftChain) -> None:
-        self._free_slots.give(chain.close())
+        self._free_slots.free(chain.close())
         if chain.opened and not chain.in_commit:
             self._release(chain)
 
     def _release(self, chain: DraftChain) -> None:
         """Free a closed chain's own slots, release its ticket, and forget it."""
-        self._free_slots.give(chain.cut(chain.num_committed))
+        self._free_slots.free(chain.cut(chain.num_committed))
         self._block_manager.release(chain.ticket_id)
         del self.chains[chain.seq_id]
 

@@ -68,15 +68,15 @@ class FreeSlots:
         """Return whether the node recently granted fewer slots than requested."""
         return now < self._exhausted_until_s
 
-    def take(self) -> int | None:
+    def allocate(self) -> int | None:
         """Allocate one slot; None if none is free."""
         return self._free.pop() if self._free else None
 
-    def give(self, slots: Iterable[int]) -> None:
+    def free(self, slots: Iterable[int]) -> None:
         """Free slots that only launched steps may still access."""
         self._free.extend(slots)
 
-    def send_back(self, slots: Iterable[int]) -> None:
+    def return_to_node(self, slots: Iterable[int]) -> None:
         """Return slots to the node with the next outcome: those of lost commit races, which it may have reserved for a
         request."""
         self._to_return.extend(slots)
@@ -113,7 +113,7 @@ class FreeSlots:
 
     def pop_surplus(self) -> tuple[int, ...]:
         """Remove and return the slots to return to the node: those above the target, recalled ones, and those of
-        :meth:`send_back`."""
+        :meth:`return_to_node`."""
         extra = len(self._free) - self.target_blocks
         if self.target_blocks and extra <= SPARE_BLOCKS:
             extra = 0
@@ -181,7 +181,7 @@ class BlockManager:
     def release_ticket(self, ticket: AdoptedTicket) -> None:
         """Release an adopted ticket without a sequence."""
         self._leased += len(ticket.leased_slots)
-        self.free_slots.give(ticket.leased_slots)
+        self.free_slots.free(ticket.leased_slots)
         self.release(ticket.ticket_id)
 
     def release(self, ticket_id: int) -> None:
@@ -228,7 +228,7 @@ class BlockManager:
         to the node once no step reads it (I2)."""
         replaced = chain.commit(slots)
         self._leased -= len(slots) - len(replaced)
-        self.free_slots.send_back(replaced)
+        self.free_slots.return_to_node(replaced)
 
     def finish_outcome(self, decodes: Iterable[Sequence], now: float, urgent: bool, wanted_blocks: int) -> Outcome:
         """Return the outcome gathered since the last call, with slots to return and to lease.

@@ -78,7 +78,7 @@ class Grammars:
     def _grow(self, sequence: Sequence, tokens: int) -> None:
         """Add slots to a decode until it has room for ``tokens`` tokens, or no slot is free."""
         while sequence.num_blocks * sequence.block_size < min(tokens, sequence.max_length):
-            slot = self._free_slots.take()
+            slot = self._free_slots.allocate()
             if slot is None:
                 return
             sequence.add_slot(slot)

@@ -85,7 +85,7 @@ class PartialBlocks:
         if sibling is not None and not self._evict(1, [sibling]):
             return
         kept = PartialBlock(sequence)
-        self._free_slots.give(kept.unused_slots)
+        self._free_slots.free(kept.unused_slots)
         self._kept[kept.parent_hash] = kept
         self._evict(len(self._kept) - self._max_blocks, self._kept.values())
 
@@ -99,7 +99,7 @@ class PartialBlocks:
         evicted = [kept for kept in blocks if not kept.is_read()][: max(0, count)]
         for kept in evicted:
             del self._kept[kept.parent_hash]
-            self._free_slots.give((kept.slot,))
+            self._free_slots.free((kept.slot,))
         return bool(evicted)
 
     def side_chains(self) -> Iterable[BlockChain]:

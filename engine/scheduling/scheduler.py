@@ -432,7 +432,7 @@ class Scheduler:
     def _grow(self, sequence: Sequence, now: float) -> bool:
         """Add a slot to a decode, preempting a sequence if necessary. Return False if no slot is free in this step."""
         while True:
-            slot = self.free_slots.take()
+            slot = self.free_slots.allocate()
             if slot is not None:
                 sequence.add_slot(slot)
                 return True
@@ -612,7 +612,7 @@ class Scheduler:
                 self.partial_blocks.keep(sequence)
             if self.states is not None:
                 self.states.keep(sequence)
-        self.free_slots.give(sequence.close(now, commit_rest=commit_rest, resume=resume))
+        self.free_slots.free(sequence.close(now, commit_rest=commit_rest, resume=resume))
         if self.states is not None:
             self.states.leave(sequence)
         if self.drafts is not None:
@@ -631,7 +631,7 @@ class Scheduler:
             self.blocks.order_commit(sequence, now)
             if sequence.in_commit:
                 return
-        self.free_slots.give(sequence.cut(sequence.num_committed))
+        self.free_slots.free(sequence.cut(sequence.num_committed))
         self.blocks.release(sequence.ticket_id)
         if sequence.resume_after:
             sequence.wait_for_ticket()

@@ -204,7 +204,7 @@ class States:
         """Free the states of a sequence that has left the queues."""
         working = self._working.pop(sequence.seq_id, None)
         if working is not None:
-            self._free_slots.give(working.owned_slots())
+            self._free_slots.free(working.owned_slots())
 
     def begin(self, scheduled: Seq[ScheduledChunk]) -> StateSlots:
         """Return the slots of the states that a step of these chunks reads and writes."""
@@ -241,7 +241,7 @@ class States:
     def _complete(self, working: WorkingStates) -> None:
         """Allocate slots in place of a committed state's, if enough are free."""
         if working.own_states < STATES and len(self._free_slots) >= self._pages + self._blocks.needed_blocks:
-            slots = [self._free_slots.take() for _ in range(self._pages)]
+            slots = [self._free_slots.allocate() for _ in range(self._pages)]
             working.free.append(tuple(slot for slot in slots if slot is not None))
 
     @property
@@ -254,7 +254,7 @@ class States:
         freed = 0
         for working in self._working.values():
             if freed < blocks and working.own_states == STATES and working.free:
-                self._free_slots.give(working.free.pop())
+                self._free_slots.free(working.free.pop())
                 freed += self._pages
         return freed > 0
 
@@ -276,7 +276,7 @@ class States:
                 orders.append(chain.order(0.0))
             elif not has_ticket or not sequence.may_commit or chain.ticket_id in releases:
                 del self._to_commit[chain.seq_id]
-                self._free_slots.give(chain.cut(0))
+                self._free_slots.free(chain.cut(0))
         return orders
 
     def committed(self, chain_id: int, slots: Seq[int], refusal: str) -> bool:
@@ -292,7 +292,7 @@ class States:
         if not refusal:
             self._blocks.accept(chain, slots)
         elif not is_read:
-            self._free_slots.give(chain.cut(0))
+            self._free_slots.free(chain.cut(0))
         return True
 
     def side_chains(self) -> Iterable[BlockChain]:
