@@ -302,7 +302,7 @@ class DraftChains:
         chain = self._chain_by_seq.get(sequence.seq_id)
         return NO_TOKENS if chain is None or chain.num_computed != chain.end else chain.draft_tokens
 
-    def ended(self, sequence: Sequence) -> None:
+    def sequence_finished(self, sequence: Sequence) -> None:
         """Close the chain of a sequence that ends or is preempted."""
         self._refused.discard(sequence.seq_id)
         chain = self._chain_by_seq.pop(sequence.seq_id, None)
@@ -311,7 +311,7 @@ class DraftChains:
 
     def refuse(self, sequence: Sequence) -> None:
         """Stop drafting for a sequence."""
-        self.ended(sequence)
+        self.sequence_finished(sequence)
         self._refused.add(sequence.seq_id)
 
     def yield_slots(self, blocks: int, now: float) -> bool:

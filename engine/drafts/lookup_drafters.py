@@ -54,7 +54,7 @@ class NGramDrafter:
         """Return 0.0, since look-ups are nearly free beside a step."""
         return 0.0
 
-    def ended(self, sequence: Sequence) -> None:
+    def sequence_finished(self, sequence: Sequence) -> None:
         """Do nothing; this drafter is stateless."""
 
 
@@ -126,7 +126,7 @@ class SuffixDrafter:
         """Return 0.0, since look-ups are nearly free beside a step."""
         return 0.0
 
-    def ended(self, sequence: Sequence) -> None:
+    def sequence_finished(self, sequence: Sequence) -> None:
         """Store a finished answer after the last tokens of its prompt, from which its first tokens can be drafted."""
         prompt = sequence.prompt_tokens
         if not sequence.resume_after and sequence.num_tokens > prompt:

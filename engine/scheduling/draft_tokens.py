@@ -30,7 +30,7 @@ class Drafter(Protocol):
     def seconds_per_token(self, sequences: int) -> float:
         """Return the seconds to draft one more token for each of ``sequences`` sequences, without verification."""
 
-    def ended(self, sequence: Sequence) -> None:
+    def sequence_finished(self, sequence: Sequence) -> None:
         """Handle the end, or preemption, of a stream: drop its data."""
 
 
@@ -57,7 +57,7 @@ class DraftTokens:
     def leave(self, sequence: Sequence) -> None:
         """Remove a sequence that has left the queues: it ends, or is preempted and may join again."""
         if not sequence.is_prefill:
-            self._drafter.ended(sequence)
+            self._drafter.sequence_finished(sequence)
 
     def may_run_ahead(self, running: Iterable[Sequence]) -> bool:
         """Return whether the next step may be planned while a step is in flight: only if nothing would be drafted,

@@ -35,7 +35,7 @@ class OracleDrafter:
     def seconds_per_token(self, sequences: int) -> float:
         return 0.0
 
-    def ended(self, sequence: Sequence) -> None:
+    def sequence_finished(self, sequence: Sequence) -> None:
         """Keep nothing."""
 
     def _propose(self, sequence: Sequence, most: int) -> Int32:

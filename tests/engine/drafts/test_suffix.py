@@ -132,10 +132,10 @@ def test_an_answer_is_remembered_once_it_has_ended() -> None:
     for token in (7, 8, 9, 10):
         first.append(token)
     first.close(0.0, commit_rest=False, resume=True)
-    drafter.ended(first)
+    drafter.sequence_finished(first)
     assert looked_up(drafter, [1, 2, 3], 8) == [], "a preempted stream comes back"
     first.close(0.0, commit_rest=False, resume=False)
-    drafter.ended(first)
+    drafter.sequence_finished(first)
     assert looked_up(drafter, [1, 2, 3], 8) == [7, 8, 9]
     assert looked_up(drafter, [4, 1, 2, 3, 7, 8], 8) == [9, 10]
 
