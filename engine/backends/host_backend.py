@@ -56,7 +56,7 @@ class HostBackend(ABC):
         self.largest: LargestLogits | None = None
         self._pool: torch.Tensor | None = None
         # Layers whose inputs a step stores, in the column order of ``Sampled.states``.
-        self.state_layers: tuple[int, ...] = ()
+        self.aux_hidden_state_layers: tuple[int, ...] = ()
 
     @property
     def here(self) -> HostBackend:
@@ -70,7 +70,7 @@ class HostBackend(ABC):
     def set_aux_hidden_state_layers(self, layers: Sequence[int]) -> None:
         """Make each step return these layers' inputs of all its rows (``Sampled.states``). Called at most once, before
         ``bind_adapters`` and ``bind_pool``."""
-        self.state_layers = tuple(layers)
+        self.aux_hidden_state_layers = tuple(layers)
 
     def _read_states(self, num_tokens: int) -> States:
         """Return a copy of the layer inputs that the last forward pass stored, [num_tokens, layers * hidden]."""
@@ -123,7 +123,7 @@ class HostBackend(ABC):
         sampled = sample(logits[:num_sampled], rows, self.largest)
         if batch.pooled_ids:
             sampled = replace(sampled, pooled=self._pooled(batch, logits[num_sampled:]))
-        if self.state_layers:
+        if self.aux_hidden_state_layers:
             sampled = replace(sampled, states=self._read_states(batch.num_tokens))
         return FinishedStep(replace(sampled, borrowed_s=self.borrowed_s) if self.borrowed_s else sampled)
 

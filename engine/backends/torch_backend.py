@@ -55,7 +55,7 @@ class TorchBackend(HostBackend):
         self._states = dict.fromkeys(layers, torch.empty(0))
 
     def _read_states(self, num_tokens: int) -> States:
-        return states_of_rows(torch.cat([self._states[layer] for layer in self.state_layers], 1))
+        return states_of_rows(torch.cat([self._states[layer] for layer in self.aux_hidden_state_layers], 1))
 
     def _read_vectors(self, batch: StepBatch) -> Float32:
         vectors: Float32 = self._normed[-batch.pooled :].float().numpy()

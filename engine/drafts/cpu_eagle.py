@@ -88,7 +88,7 @@ def plan_head(
     ropes, shard = rope_tables(layer, max_model_len), whole_model(layer)
     builder = OperationBuilder(layer, weights, layout, dtype, ropes, shard, layer.num_heads)
     sampled = replace(builder, rows_of="samples")
-    states = builder.buffer("states", len(config.state_layers) * config.state_size, builder.row_dtype)
+    states = builder.buffer("states", len(config.aux_hidden_state_layers) * config.state_size, builder.row_dtype)
     head = weights.linear("lm_head")
     logits = replace(sampled.buffer("logits", head.pairs * 32, "float32"), dense=True)
     following = tuple(_operations(config, builder, sampled, logits))
@@ -166,7 +166,7 @@ class CpuEagle(EagleBackend, CpuBackend):
         CpuBackend.__init__(self, model, threads, affinity, share)
         self._following = Program(self._head.following, model.kernels, self.workspace)
         self._target_ids, self._draft_vocab_size = weights.target_ids, config.draft_vocab_size
-        self._width = len(config.state_layers) * config.state_size
+        self._width = len(config.aux_hidden_state_layers) * config.state_size
         # Hidden states for the next pass: the main model's, or rows of the last pass's _num_outputs outputs.
         self._inputs: npt.NDArray[np.generic] = np.empty((0, self._width), self._head.states.dtype)
         self._reads_model = True

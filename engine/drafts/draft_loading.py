@@ -99,7 +99,7 @@ def load_eagle_head(
             head_backend: HeadBackend = _gpu_head(flags, folder, head, layout, main, max_tokens)
         else:
             head_backend = _cpu_head(flags, folder, head, layout, main, threads)
-        log.info("EAGLE-3 head %s: reads the inputs of layers %s", config.model, [*head.state_layers])
+        log.info("EAGLE-3 head %s: reads the inputs of layers %s", config.model, [*head.aux_hidden_state_layers])
         shape = DraftShape(
             namespace=bytes(HASH_BYTES),
             block_size=layout.block_size,
@@ -128,7 +128,7 @@ def _cpu_head(
 
     prepared, backend = main.prepared, main.backend
     assert isinstance(backend, HostBackend)
-    backend.set_aux_hidden_state_layers(head.state_layers)
+    backend.set_aux_hidden_state_layers(head.aux_hidden_state_layers)
     local = backend.here
     on_kernels = isinstance(local, CpuBackend) and not unsupported(head.layer, layout.block_size)
     if isinstance(local, CpuBackend) and local.model.shard.whole:

@@ -31,14 +31,14 @@ class EagleConfig:
     Attributes:
         layer: config of the head's single layer and of its rotary embedding; ``vocab_size`` is the main model's.
         draft_vocab_size: number of tokens that the head can draft.
-        state_layers: the main model's layers whose inputs the head reads, in the order of concatenation.
+        aux_hidden_state_layers: the main model's layers whose inputs the head reads, in the order of concatenation.
         state_size: hidden size of the main model.
         norm_before_residual: True if the head's residual is the normed hidden state instead of the hidden state.
     """
 
     layer: ModelConfig
     draft_vocab_size: int
-    state_layers: tuple[int, ...]
+    aux_hidden_state_layers: tuple[int, ...]
     state_size: int
     norm_before_residual: bool
 
@@ -77,7 +77,7 @@ def load_eagle_config(folder: Path, main: ModelConfig) -> EagleConfig:
     return EagleConfig(
         layer=layer,
         draft_vocab_size=draft_vocab_size,
-        state_layers=_state_layers(head, main.num_layers),
+        aux_hidden_state_layers=_aux_hidden_state_layers(head, main.num_layers),
         state_size=state_size,
         norm_before_residual=bool(head.get("norm_before_residual")),
     )
@@ -107,7 +107,7 @@ def _split_keys(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
     return {**head, **options}, {key: value for key, value in raw.items() if key not in _HEAD_KEYS}
 
 
-def _state_layers(head: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+def _aux_hidden_state_layers(head: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """Return the main model's layers whose inputs the head reads: the config's, or vLLM's default."""
     ids = head.get("eagle_aux_hidden_state_layer_ids")
     if ids is None:

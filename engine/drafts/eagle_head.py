@@ -90,7 +90,7 @@ class TorchEagle(EagleBackend):
 
     def warm_up(self, max_tokens: int) -> None:
         """Run the head once over zero hidden states."""
-        width = len(self._config.state_layers) * self._config.state_size
+        width = len(self._config.aux_hidden_state_layers) * self._config.state_size
         zeros = torch.zeros(max_tokens, width, dtype=self._dtype)
         with torch.inference_mode():
             self._inputs = self._weights.fuse(zeros)

@@ -151,7 +151,7 @@ def _target_ids(config: EagleConfig, tensors: _Tensors) -> torch.Tensor | None:
 def _shapes(config: EagleConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the name and shape of each tensor that the head must have."""
     layer, hidden = config.layer, config.layer.hidden_size
-    yield "fc.weight", (hidden, len(config.state_layers) * config.state_size)
+    yield "fc.weight", (hidden, len(config.aux_hidden_state_layers) * config.state_size)
     yield "norm.weight", (hidden,)
     yield "lm_head.weight", (config.draft_vocab_size, hidden)
     if config.draft_vocab_size < layer.vocab_size:

@@ -170,10 +170,10 @@ def load_gpu_eagle(
     model, dtype = main.model, layout.dtype
     check_limits(model.device, layout)
     weights = load_eagle_weights(folder, head, model.weights["embedding"], Linear.plain)
-    width = len(head.state_layers) * head.state_size
+    width = len(head.aux_hidden_state_layers) * head.state_size
     needed = head_bytes(head.layer, width, dtype, limits.max_tokens, limits.max_samples)
     with fit_in_memory(limits.max_tokens, needed, model.device) as size:
-        main.set_aux_hidden_state_layers(head.state_layers)
+        main.set_aux_hidden_state_layers(head.aux_hidden_state_layers)
         gpu_weights = head_weights(head, weights, model.weights)
         head_model = GpuEagleModel(head, gpu_weights, weights.target_ids, limits, invariant=flags.batch_invariant)
         backend = GpuEagle(head_model, layout, limits, enforce_eager=flags.enforce_eager)

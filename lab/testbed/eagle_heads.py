@@ -18,7 +18,11 @@ OF_LAYER = (
 
 
 def head_config(
-    main: dict[str, Any], model_type: str, draft_vocab_size: int, state_layers: tuple[int, ...] | None, before: bool
+    main: dict[str, Any],
+    model_type: str,
+    draft_vocab_size: int,
+    aux_hidden_state_layers: tuple[int, ...] | None,
+    before: bool,
 ) -> dict[str, Any]:
     """Return the config.json of a head for a model with the config ``main``, as ``speculators`` writes it."""
     layer = {key: main[key] for key in OF_LAYER if key in main} | {"model_type": model_type, "num_hidden_layers": 1}
@@ -36,7 +40,7 @@ def head_config(
         "transformer_layer_config": layer,
         "draft_vocab_size": draft_vocab_size,
         "norm_before_residual": before,
-        "eagle_aux_hidden_state_layer_ids": None if state_layers is None else list(state_layers),
+        "eagle_aux_hidden_state_layer_ids": None if aux_hidden_state_layers is None else list(aux_hidden_state_layers),
         "target_hidden_size": None,
         "embed_requires_grad": False,
     }
@@ -99,7 +103,7 @@ def save_head(
     *,
     model_type: str = "llama",
     draft_vocab_size: int = 200,
-    state_layers: tuple[int, ...] | None = None,
+    aux_hidden_state_layers: tuple[int, ...] | None = None,
     norm_before_residual: bool = False,
     original: bool = False,
     embedding: bool = False,
@@ -107,9 +111,13 @@ def save_head(
 ) -> pathlib.Path:
     """Write a head for the model in ``main`` and return ``folder``."""
     config = head_config(
-        json.loads((main / "config.json").read_text()), model_type, draft_vocab_size, state_layers, norm_before_residual
+        json.loads((main / "config.json").read_text()),
+        model_type,
+        draft_vocab_size,
+        aux_hidden_state_layers,
+        norm_before_residual,
     )
-    tensors = head_tensors(config, seed, len(state_layers or "abc"), embedding)
+    tensors = head_tensors(config, seed, len(aux_hidden_state_layers or "abc"), embedding)
     if original:
         config = original_config(config)
         tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}

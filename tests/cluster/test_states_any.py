@@ -103,7 +103,7 @@ def drafted(last: list[Delta]) -> int:
 def drafting(model: pathlib.Path, folder: pathlib.Path, method: str) -> str:
     """Return the value of --speculative-config for draft tokens of a random head, or of a random model."""
     if method == "eagle3":
-        draft = save_head(folder, model, state_layers=(0, 1, 2))
+        draft = save_head(folder, model, aux_hidden_state_layers=(0, 1, 2))
     else:
         draft = save_model(folder, seed=3, num_hidden_layers=1, num_key_value_heads=1)
     return json.dumps({"method": method, "model": str(draft), "num_speculative_tokens": 3})

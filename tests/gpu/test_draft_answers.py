@@ -45,7 +45,7 @@ def draft_model(main, folder):
 
 
 def eagle_head(main, folder):
-    return save_head(folder, main, draft_vocab_size=258, state_layers=(0, 1, 1))
+    return save_head(folder, main, draft_vocab_size=258, aux_hidden_state_layers=(0, 1, 1))
 
 
 @pytest.mark.long

@@ -114,9 +114,14 @@ def draft(drafts, *scheduled):
 
 
 HEADS = {
-    "speculators": {"state_layers": (0, 2, 4)},
-    "normed residual": {"norm_before_residual": True, "state_layers": (1, 4), "embedding": True, "model_type": "qwen3"},
-    "whole vocabulary": {"draft_vocab_size": 258, "original": True, "state_layers": (3, 1, 0)},
+    "speculators": {"aux_hidden_state_layers": (0, 2, 4)},
+    "normed residual": {
+        "norm_before_residual": True,
+        "aux_hidden_state_layers": (1, 4),
+        "embedding": True,
+        "model_type": "qwen3",
+    },
+    "whole vocabulary": {"draft_vocab_size": 258, "original": True, "aux_hidden_state_layers": (3, 1, 0)},
 }
 
 
@@ -187,7 +192,7 @@ SAMPLINGS = [
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_draft_tokens_are_torch_s(dtype, main, tmp_path):
     """Also sampled ones, from the same states: three streams, which draft 3 tokens, 1 and 2."""
-    folder = save_head(tmp_path / "head", main, state_layers=(0, 2, 4))
+    folder = save_head(tmp_path / "head", main, aux_hidden_state_layers=(0, 2, 4))
     backend, shape, drafts = load(main, folder, dtype=dtype)
     head, width = load_eagle_config(folder, load_config(main)), 3 * 32
     weights = load_eagle_weights(folder, head, backend.model.weights["embedding"].cpu())
@@ -209,7 +214,7 @@ def test_draft_tokens_are_torch_s(dtype, main, tmp_path):
 
 
 def test_a_pass_is_launched_before_the_tokens_of_the_one_before_are_known(main, tmp_path, monkeypatch):
-    backend, shape, drafts = load(main, save_head(tmp_path / "head", main, state_layers=(0, 2, 4)))
+    backend, shape, drafts = load(main, save_head(tmp_path / "head", main, aux_hidden_state_layers=(0, 2, 4)))
     bind(backend, drafts)
     chain, seen, launch = chain_of([*range(2, 9)], shape, [3]), [], drafts.backend.launch
 
@@ -244,7 +249,7 @@ def test_states_are_kept_where_nothing_more_is_computed(family, tmp_path, monkey
 
 
 def test_what_a_head_takes_is_told(main, tmp_path):
-    backend, _, drafts = load(main, save_head(tmp_path / "head", main, state_layers=(0, 2, 4)))
+    backend, _, drafts = load(main, save_head(tmp_path / "head", main, aux_hidden_state_layers=(0, 2, 4)))
     model = drafts.backend.model
     owned = [one for one in (*vars(model).values(), backend.model.states) if isinstance(one, torch.Tensor)]
     kept = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in owned}
@@ -257,7 +262,7 @@ def test_a_worker_on_a_gpu_loads_a_head(main, tmp_path):
     pytest.importorskip("xxhash", reason="loading by a worker's flags imports the KV store")
     from pillion.engine.drafts.draft_loading import load_draft
 
-    folder = save_head(tmp_path / "head", main, state_layers=(0, 2, 4))
+    folder = save_head(tmp_path / "head", main, aux_hidden_state_layers=(0, 2, 4))
     loaded = LoadedModel(prepare(flags_of(main)), gpu_backend(prepare(flags_of(main)), BLOCK))
 
     def load_by_flags(**flags):
@@ -267,7 +272,7 @@ def test_a_worker_on_a_gpu_loads_a_head(main, tmp_path):
     shape, drafts = load_by_flags()
     assert isinstance(drafts.backend, GpuEagle)
     assert (shape.block_size, shape.reads_states) == (2 * BLOCK, True)
-    assert loaded.backend.model.state_layers == (0, 2, 4)
+    assert loaded.backend.model.aux_hidden_state_layers == (0, 2, 4)
     with pytest.raises(ConfigError, match="head: on GPUs EAGLE-3 heads run in workers of one process, not of 2"):
         load_by_flags(tensor_parallel_size=2)
     config = json.loads((folder / "config.json").read_text())

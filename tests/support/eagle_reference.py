@@ -21,7 +21,7 @@ class EagleReference:
         self.before = bool(config.get("norm_before_residual"))
         options = config.get("eagle_config") or config
         layers = main.config.num_hidden_layers
-        self.state_layers = options.get("eagle_aux_hidden_state_layer_ids") or (2, layers // 2, layers - 3)
+        self.aux_hidden_state_layers = options.get("eagle_aux_hidden_state_layer_ids") or (2, layers // 2, layers - 3)
         tensors = load_file(folder / "model.safetensors")
         self.tensors = {name.removeprefix("layers.0.").removeprefix("midlayer."): one for name, one in tensors.items()}
         self.embedding = self.tensors.get("embed_tokens.weight", main.get_input_embeddings().weight)
@@ -31,7 +31,7 @@ class EagleReference:
     def states(self, text: Sequence[int]) -> torch.Tensor:
         """Return [T, layers * hidden], the inputs of the layers that the head reads."""
         found = self.main(torch.tensor([list(text)]), output_hidden_states=True).hidden_states
-        return torch.cat([found[layer][0] for layer in self.state_layers], -1)
+        return torch.cat([found[layer][0] for layer in self.aux_hidden_state_layers], -1)
 
     @torch.inference_mode()
     def draft_tokens(self, text: Sequence[int], count: int, begin: int = 0) -> list[int]:

@@ -152,7 +152,7 @@ class CpuBackend(HostBackend):
     def _read_states(self, num_tokens: int) -> States:
         plan, width = self.model.plan, self.model.config.hidden_size
         return np.concatenate(
-            [self._rows(plan.states[layer], num_tokens, width) for layer in self.state_layers], axis=1
+            [self._rows(plan.states[layer], num_tokens, width) for layer in self.aux_hidden_state_layers], axis=1
         )
 
     def _read_vectors(self, batch: StepBatch) -> Float32:

@@ -170,15 +170,15 @@ def model_builder(
     ).with_collective()
 
 
-def plan_model(builder: OperationBuilder, state_layers: Sequence[int] = ()) -> ModelPlan:
-    """Return the plan of a step, which stores the inputs of ``state_layers`` for an EAGLE head."""
+def plan_model(builder: OperationBuilder, aux_hidden_state_layers: Sequence[int] = ()) -> ModelPlan:
+    """Return the plan of a step, which stores the inputs of ``aux_hidden_state_layers`` for an EAGLE head."""
     config, weights, shard, collective = builder.config, builder.weights, builder.shard, builder.collective
-    builder = replace(builder, keeps_states=bool(state_layers))
+    builder = replace(builder, keeps_states=bool(aux_hidden_state_layers))
     sampled = replace(builder, rows_of="samples")
     own_layers, layers = shard.own_layers(config), layers_of(config)
     operations = [*_embed(builder)] if own_layers.start == 0 else []
     for index in own_layers:
-        if index in state_layers:
+        if index in aux_hidden_state_layers:
             operations.append(builder.norm("", builder.state(index)))
         last = index == config.num_layers - 1
         for_layer = replace(builder, for_samples=index > builder.last_kept_layer)
@@ -198,7 +198,7 @@ def plan_model(builder: OperationBuilder, state_layers: Sequence[int] = ()) -> M
             operations += _largest(config.vocab_size, logits, *largest)
     if collective is not None:
         operations.append(collective.end())
-    states = {index: builder.state(index) for index in state_layers}
+    states = {index: builder.state(index) for index in aux_hidden_state_layers}
     return ModelPlan(tuple(operations), builder.hidden, logits, builder.ropes, states, sampled.normed, largest)
 
 

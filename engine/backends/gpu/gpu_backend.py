@@ -307,7 +307,7 @@ class GpuBackend:
             logits, sampled = self._forward(bound, batch, rows)
             fetches = batch.pooled_ids and self._sampler is not None
             texts = _fetch_texts(batch, logits, bound.decoder.vectors) if fetches else None
-            states = to_host(self._model.states[: batch.num_tokens]) if self._model.state_layers else None
+            states = to_host(self._model.states[: batch.num_tokens]) if self._model.aux_hidden_state_layers else None
             step = GpuInFlightStep(self, logits, texts, states)
         except BackendLost:
             raise

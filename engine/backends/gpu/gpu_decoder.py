@@ -202,9 +202,9 @@ class GpuDecoder:
         """Prepare ``step`` for a layer: store the layer's input if an EAGLE head reads it, select its token inputs, and
         count its mixers."""
         model, inputs = self._model, self._model.config.token_inputs
-        for column, layer_index in enumerate(model.state_layers):
+        for column, layer_index in enumerate(model.aux_hidden_state_layers):
             if layer_index == index:
-                model.states[: shape.tokens].chunk(len(model.state_layers), 1)[column].copy_(step.residual)
+                model.states[: shape.tokens].chunk(len(model.aux_hidden_state_layers), 1)[column].copy_(step.residual)
         if inputs is not None:
             columns = slice(index * inputs.width, (index + 1) * inputs.width)
             step.inputs = model.token_inputs[: shape.tokens, columns]
@@ -365,7 +365,7 @@ class GpuDecoder:
         """Return whether a layer is the last one that a step needs: the model's last layer or, if no row is sampled,
         the last one that writes KV or states or whose input is stored."""
         config = self._model.config
-        last_written = max((config.last_kept_layer, *self._model.state_layers))
+        last_written = max((config.last_kept_layer, *self._model.aux_hidden_state_layers))
         return index == (config.num_layers - 1 if shape.samples else last_written)
 
     def _end_if_done(self, index: int, step: _LayerStep, shape: StepShape) -> bool:

@@ -142,7 +142,8 @@ class GpuModel:
         ranks: the worker's other ranks, or None.
         layers: the process's layers, by index in the model.
         max_tokens: max tokens of a step.
-        state_layers, states: layers whose inputs are stored for an EAGLE head; these [max_tokens, layers * hidden].
+        aux_hidden_state_layers, states: layers whose inputs are stored for an EAGLE head, and these inputs [max_tokens,
+            layers * hidden].
     """
 
     def __init__(
@@ -206,7 +207,7 @@ class GpuModel:
 
     def set_aux_hidden_state_layers(self, layers: Sequence[int]) -> None:
         """Make each step store these layers' inputs of all its rows, side by side in ``states``."""
-        self.state_layers = tuple(layers)
+        self.aux_hidden_state_layers = tuple(layers)
         self.states = self._rows(len(layers) * self.config.hidden_size)
 
     def _rows(self, width: int) -> torch.Tensor:

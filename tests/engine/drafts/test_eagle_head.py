@@ -116,10 +116,10 @@ def pool_for(backend: HostBackend, head: DraftModel) -> None:
 
 HEADS: dict[str, dict[str, Any]] = {
     "speculators": {},
-    "normed residual": {"norm_before_residual": True, "state_layers": (0, 3, 6)},
+    "normed residual": {"norm_before_residual": True, "aux_hidden_state_layers": (0, 3, 6)},
     "qwen3": {"model_type": "qwen3", "draft_vocab_size": 258},
     "original": {"original": True},
-    "own embedding, two states": {"embedding": True, "state_layers": (5, 1), "original": True},
+    "own embedding, two states": {"embedding": True, "aux_hidden_state_layers": (5, 1), "original": True},
 }
 
 

@@ -53,4 +53,4 @@ def test_no_answer_changes(ranks: int, tmp_path: pathlib.Path, monkeypatch: pyte
 def test_a_head_of_another_model_is_refused(tmp_path: pathlib.Path) -> None:
     main, other = save_model(tmp_path / "main", num_hidden_layers=6), save_model(tmp_path / "other", marks=("<x>",))
     with pytest.raises(ConfigError, match=r"--speculative-config: draft model .*head: .* vocabulary of 259 tokens"):
-        answers(main, save_head(tmp_path / "head", other, state_layers=(0, 1, 1)))
+        answers(main, save_head(tmp_path / "head", other, aux_hidden_state_layers=(0, 1, 1)))

@@ -77,7 +77,7 @@ def test_no_answer_changes(
         assert not first_difference(oracle.greedy(prompt, TOKENS), output.outputs[0].token_ids, 1e-3)
     folders = {
         "another": save_model(tmp_path / "draft", seed=3, num_hidden_layers=1, num_key_value_heads=1),
-        "head": save_head(tmp_path / "head", main, state_layers=(0, 1, 2)),
+        "head": save_head(tmp_path / "head", main, aux_hidden_state_layers=(0, 1, 2)),
     }
     for draft in drafts:
         method = "eagle3" if draft == "head" else "draft_model"
