@@ -1,6 +1,6 @@
-"""Adapters: low-rank changes of a model's linear layers for the requests that name them (LoRA).
+"""LoRA adapters: low-rank changes of a model's linear layers, for the requests that name one.
 
-    adapter_config.py       PEFT's ``adapter_config.json``, and what is unsupported in it
+    adapter_config.py       PEFT's ``adapter_config.json``, and checks for unsupported options
     adapter_targets.py      linear layers that adapters may change (--lora-target-modules)
     pattern_cost.py         bound on the search time of a config's regular expression
     adapter_files.py        an adapter's folder: its tensors, checked against the model, and its digest

@@ -1,7 +1,7 @@
 """Parser of PEFT's ``adapter_config.json``. Imports no torch.
 
-An ignored key might change the arithmetic, so each key must be read, be bookkeeping, or have a value without effect;
-any other key is rejected by name.
+An ignored key might change the arithmetic. So a key that is neither read nor bookkeeping must be unset or false, or the
+config is rejected with the key's name.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from pillion.host.adapter_folders import MAX_CONFIG_BYTES
 CONFIG_NAME = "adapter_config.json"
 MAX_PATTERN_CHARS = 4096
 MAX_PATTERNS = 1024
-# Larger scales would drown the model.
+# A sanity check: no trained adapter comes close.
 MAX_ALPHA = 1e6
 
+# PEFT's name for all linear layers.
 ALL_LINEAR = "all-linear"
 MERGE = "PEFT's merge_and_unload merges it into a servable model"
 
@@ -52,21 +53,21 @@ _PROMPTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """Part of an adapter's config that changes its arithmetic.
+    """The options of an adapter's config that affect its arithmetic. Field names are hashed into the adapter's digest.
 
     Attributes:
         rank, alpha: defaults for modules that no pattern matches.
         rank_stabilized: True if alpha is divided by the square root of the rank instead of the rank (rsLoRA).
-        rank_pattern, alpha_pattern: ranks and alphas by regular expressions for the end of a module's name.
-        targets: suffixes of names of changed modules, or a regular expression for whole names, or ALL_LINEAR.
-        parameters: suffixes of names of changed parameters: the stacked matrices of a layer's experts
-            ("experts.down_proj"), or the matrix of a module ("gate.weight"). Exclusions do not apply to them.
-        as_they_lie: True if PEFT assumed [experts, inputs, outputs] for 3-D parameters of every model, as releases
-            before 0.19.1 do.
+        rank_pattern, alpha_pattern: (regular expression for the end of a module's name, rank or alpha).
+        targets: suffixes of the names of changed modules, or a regular expression for whole names, or ALL_LINEAR.
+        parameters: suffixes of the names of changed parameters: the stacked matrices of a layer's experts
+            ("experts.down_proj"), or the matrix of a module ("gate.weight"). ``excluded`` does not apply to them.
+        as_they_lie: True for a PEFT release before 0.19.1, which assumed that 3-D parameters of every model are stored
+            [experts, inputs, outputs].
         excluded: modules that are not changed, in the format of ``targets``.
-        layers: changed layers; None for all.
-        layers_pattern: name before a layer's number; empty for any.
-        turned: True if the changed weights are stored [inputs, outputs], which does not affect the adapter.
+        layers: indices of changed layers; None for all.
+        layers_pattern: module names that may precede a layer's index; empty for any.
+        turned: PEFT's fan_in_fan_out: the changed weights are stored [inputs, outputs]. No effect on the adapter.
     """
 
     rank: int
@@ -83,7 +84,7 @@ class AdapterConfig:
     turned: bool = False
 
     def is_target(self, module: str) -> bool:
-        """Return whether the adapter changes a linear layer, by its name in the model."""
+        """Return whether the adapter changes the linear layer ``module``, a name in the model."""
         if self.excluded and _named(self.excluded, module):
             return False
         if self.targets == ALL_LINEAR:
@@ -93,36 +94,36 @@ class AdapterConfig:
         return _named(self.targets, module) and self._layer_of(module) in self.layers
 
     def is_parameter(self, name: str) -> bool:
-        """Return whether the config lists a parameter, by its name in transformers' class."""
+        """Return whether the config lists the parameter ``name`` of transformers' class."""
         return _named(self.parameters, name)
 
     def _layer_of(self, module: str) -> int:
         patterns = [_LAYER.format(name) for name in self.layers_pattern] or [r".*?\.[^.]*\.(\d+)\."]
-        found = next(filter(None, (_compiled(pattern).match(module) for pattern in patterns)), None)
-        return -1 if found is None else int(found[1])
+        match = next(filter(None, (_compiled(pattern).match(module) for pattern in patterns)), None)
+        return -1 if match is None else int(match[1])
 
     def rank_of(self, module: str) -> int:
-        """Return the rank of a module's pair; for a parameter, the rank per expert."""
+        """Return the rank of the matrices of a module; for a parameter of stacked experts, the rank per expert."""
         return next((rank for pattern, rank in self.rank_pattern if _ends(pattern, module)), self.rank)
 
     def scale_of(self, module: str) -> float:
-        """Return the factor of the product of a module's pair."""
+        """Return the factor by which a module's product B A is multiplied."""
         alpha = next((alpha for pattern, alpha in self.alpha_pattern if _ends(pattern, module)), self.alpha)
         rank = self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
     def canonical(self) -> bytes:
         """Return the config's bytes for the adapter's digest; configs with the same meaning have the same bytes."""
-        # Newer fields count only if set, so that digests of older adapters stay the same.
-        own = {
+        # Fields that were added later are omitted unless set, so that digests of older adapters stay the same.
+        options = {
             key: value
             for key, value in asdict(self).items()
             if value or key not in ("turned", "parameters", "as_they_lie")
         }
-        return json.dumps(own, sort_keys=True).encode()
+        return json.dumps(options, sort_keys=True).encode()
 
 
-# How PEFT embeds layers_pattern, and rank_pattern and alpha_pattern.
+# The regular expressions into which PEFT inserts layers_pattern, and rank_pattern and alpha_pattern.
 _LAYER = r"(?:^|.*?\.){}\.(\d+)\."
 _END = r"(.*\.)?({})$"
 
@@ -143,8 +144,8 @@ def _ends(pattern: str, module: str) -> bool:
 
 
 def load_adapter_config(folder: Path, called: Path) -> AdapterConfig:
-    """Read the config of an adapter's folder; errors call the folder ``called``. Raises ConfigError, with the key, for
-    an unsupported config."""
+    """Read the config in an adapter's folder. Raises ConfigError, with the key, for an unsupported config; messages
+    name ``called`` instead of the folder."""
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise ConfigError(f"{called} is not an adapter: it has no {CONFIG_NAME}")
@@ -195,16 +196,16 @@ def _unsupported(key: str, value: Any, advice: str = "") -> ConfigError:
 def _refuse_unknown(raw: Mapping[str, Any]) -> None:
     if raw.get("bias") not in (None, "none"):
         raise _unsupported("bias", raw["bias"], MERGE)
-    beginning = raw.get("init_lora_weights")
-    # Initializations that leave the base model's weights unchanged. Others move a part of them into the adapter.
+    initialization = raw.get("init_lora_weights")
+    # These initializations leave the base model's weights unchanged; others (PiSSA, OLoRA etc.) do not.
     if not any(
-        beginning is value or (type(value) is str and beginning == value)
+        initialization is value or (type(value) is str and initialization == value)
         for value in (True, False, None, "gaussian", "eva", "orthogonal")
     ):
         raise _unsupported(
             "init_lora_weights",
-            beginning,
-            "its base model has other weights; PEFT's path_initial_model_for_weight_conversion writes one that fits",
+            initialization,
+            "it changes the base model's weights; PEFT's path_initial_model_for_weight_conversion converts the adapter",
         )
     for key, value in raw.items():
         if key not in _READ | _BOOKKEEPING and value:
@@ -230,43 +231,46 @@ def _flag(raw: Mapping[str, Any], key: str) -> bool:
 
 
 def _is_before(version: Any, other: tuple[int, ...]) -> bool:
-    """Return whether a release such as "0.18.1" is older than another; False for an unknown one."""
-    found = re.match(r"(\d{1,4})\.(\d{1,4})\.(\d{1,4})", version) if isinstance(version, str) else None
-    return found is not None and tuple(map(int, found.groups())) < other
+    """Return whether a version such as "0.18.1" is before ``other``; False if it is not a version."""
+    match = re.match(r"(\d{1,4})\.(\d{1,4})\.(\d{1,4})", version) if isinstance(version, str) else None
+    return match is not None and tuple(map(int, match.groups())) < other
 
 
 def _patterns(raw: Mapping[str, Any], key: str) -> list[tuple[str, dict[str, Any]]]:
-    """Return each expression of a key's object, with an object of its value alone."""
-    found = raw.get(key) or {}
-    if not isinstance(found, Mapping) or None in found.values():
-        raise ConfigError(f"{CONFIG_NAME}: {key} must map expressions to numbers, not {repr(found)[:80]}")
-    return [(name, {name: found[name]}) for name in _expressions(list(found), key, _END)]
+    """Return the entries of ``raw[key]``, an object with regular expressions as keys: each expression, and an object
+    with only its entry."""
+    patterns = raw.get(key) or {}
+    if not isinstance(patterns, Mapping) or None in patterns.values():
+        raise ConfigError(f"{CONFIG_NAME}: {key} must map expressions to numbers, not {repr(patterns)[:80]}")
+    return [(name, {name: patterns[name]}) for name in _expressions(list(patterns), key, _END)]
 
 
 def _targets(raw: Mapping[str, Any], *, needed: bool) -> str | tuple[str, ...]:
-    found = _modules(raw, "target_modules")
-    if not found and needed:
+    targets = _modules(raw, "target_modules")
+    if not targets and needed:
         raise ConfigError(f"{CONFIG_NAME}: target_modules is empty")
-    return ALL_LINEAR if isinstance(found, str) and found.lower() == ALL_LINEAR else found
+    return ALL_LINEAR if isinstance(targets, str) and targets.lower() == ALL_LINEAR else targets
 
 
 def _modules(raw: Mapping[str, Any], key: str) -> str | tuple[str, ...]:
-    found = raw.get(key)
-    if isinstance(found, str):
-        return found if found.lower() == ALL_LINEAR else _expressions([found], key, "{}")[0]
-    return tuple(sorted(set(_list_of(str, found, key))))
+    """Return a key's regular expression or ALL_LINEAR as str, or its names as a sorted tuple."""
+    modules = raw.get(key)
+    if isinstance(modules, str):
+        return modules if modules.lower() == ALL_LINEAR else _expressions([modules], key, "{}")[0]
+    return tuple(sorted(set(_list_of(str, modules, key))))
 
 
 def _list_of(kind: type, value: Any, key: str) -> list[Any]:
-    """Return the entries of a list, a single value as a list, or [] for null."""
+    """Return the value of ``key`` as a list of ``kind``: a single value becomes a list, null becomes []."""
     entries = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(entry) is not kind for entry in entries):
         raise ConfigError(f"{CONFIG_NAME}: {key} must be a list of {kind.__name__}, not {repr(value)[:80]}")
     return entries
 
 
-def _expressions(patterns: Sequence[str], key: str, used: str) -> Sequence[str]:
-    """Check a key's regular expressions, each as it is used inside of ``used``, and return them."""
+def _expressions(patterns: Sequence[str], key: str, template: str) -> Sequence[str]:
+    """Return a key's regular expressions. Raises ConfigError for one that is invalid when inserted into ``template``,
+    or may backtrack too long."""
     if len(patterns) > MAX_PATTERNS:
         raise ConfigError(f"{CONFIG_NAME}: {key} has more than {MAX_PATTERNS} expressions")
     ways = 0
@@ -274,9 +278,9 @@ def _expressions(patterns: Sequence[str], key: str, used: str) -> Sequence[str]:
         if len(pattern) > MAX_PATTERN_CHARS:
             raise ConfigError(f"{CONFIG_NAME}: {key} has an expression of more than {MAX_PATTERN_CHARS} characters")
         try:
-            # As embedded, since e.g. (?i) is only valid at the beginning.
-            _compiled(used.format(pattern))
-            ways += count_ways(used.format(pattern))
+            # Inserted, since e.g. (?i) is only valid at the beginning.
+            _compiled(template.format(pattern))
+            ways += count_ways(template.format(pattern))
         except (re.error, OverflowError, RecursionError) as error:
             raise ConfigError(f"{CONFIG_NAME}: {key}: {pattern[:80]!r} is not a regular expression: {error}") from None
         if ways > MAX_WAYS:

@@ -1,10 +1,11 @@
-"""Loading of adapters by a worker: files to its machine, matrices to the backend's form.
+"""Loading of adapters by a worker: transfer of the files to its machine, and packing for its backend.
 
     request --fetch--> the files are in this machine's store, or come from the worker's KV node, verified by digest
-    scheduler's order --load--> read and packed by a subprocess, beside steps --> placed by the scheduler between steps
+    scheduler's order --load--> a subprocess reads and packs them during steps --> the scheduler places the adapter
+                                                                                   between two steps
 
-Requests for one adapter share a transfer. An unavailable adapter is an error of those requests only, which the gateway
-may plan elsewhere.
+Requests for one adapter share a transfer. An unavailable adapter fails only these requests, which the gateway may plan
+on another worker.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ class AdapterLoader:
     """Adapter loader of one worker.
 
     Args:
-        process: runs the jobs of an AdapterReader; owned by the loader.
-        backend: receives packed adapters.
+        process: runs the jobs of an AdapterReader; closed by the loader.
+        backend: backend for which adapters are packed.
         store_bytes: max size of all adapters on the worker's machine.
-        node: the worker's KV node.
+        node: client of the worker's KV node.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class AdapterLoader:
 
     async def fetch(self, digest: str) -> None:
         """Wait until the adapter's files are in this machine's store. Raises NotFound, Unavailable or Overloaded if
-        they cannot be fetched; another worker may have them."""
+        they cannot be fetched; on another worker's machine they may be available."""
         try:
             self._store.find(digest)
         except NotFound:
@@ -138,8 +139,7 @@ class AdapterLoader:
 
     async def _transfer(self, digest: str) -> None:
         async with contextlib.aclosing(self._node.read_adapter(digest, TRANSFER_TIMEOUT_S)) as pieces:
-            room = partial(self._store.receive, digest)
-            await receive_files(await next_piece(pieces), pieces, room)
+            await receive_files(await next_piece(pieces), pieces, partial(self._store.receive, digest))
 
     def _pack(self, digest: str) -> tuple[PackedAdapter, float]:
         """Return the packed adapter and the seconds that packing took."""
@@ -150,12 +150,12 @@ class AdapterLoader:
         except Unavailable as error:
             raise Unavailable(f"adapter {digest[:12]} cannot be packed: {error.message}") from None
         except ConfigError as error:
-            if self._is_whole(folder, digest):
+            if self._is_intact(folder, digest):
                 raise InvalidRequest(f"this worker cannot run adapter {digest[:12]}: {error}") from None
             self._store.remove(digest)
             raise Unavailable(f"the copy of adapter {digest[:12]} on this machine is damaged") from None
 
-    def _is_whole(self, folder: Path, digest: str) -> bool:
+    def _is_intact(self, folder: Path, digest: str) -> bool:
         try:
             return self._process.digest(folder) == digest
         except ConfigError:

@@ -1,7 +1,7 @@
-"""Subprocess that reads adapters for its owner (:mod:`pillion.engine.adapters.adapter_process_main`).
+"""Client of the subprocess that reads adapters (:mod:`pillion.engine.adapters.adapter_process_main`).
 
 Reading and packing are thousands of small operations, which on a thread would contend for the GIL with steps and event
-loops. The owner's thread only receives bytes, without the GIL.
+loops. This process's thread only receives bytes, without the GIL.
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from pillion.errors import Internal, PillionError, Unavailable
 
 END_TIMEOUT_S = 2.0
 READ_TIMEOUT_S = 120.0
-# Linux's max pipe size without privileges; larger pipes wake the owner less often.
-_PIPE_BYTES = 2**20
 
 
 class AdapterProcess:
@@ -32,7 +30,7 @@ class AdapterProcess:
 
     Args:
         worker: a dataclass for :func:`pillion.engine.adapters.adapter_forms.described`. Its methods are the jobs: they
-            take JSON values and return a list for JSON, and bytes.
+            take JSON values and return a list of JSON values, and bytes.
         memory_bytes: memory limit of the process; 0 for none.
     """
 
@@ -40,54 +38,54 @@ class AdapterProcess:
         self._lines = (memory_bytes, described(worker))
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
-        self._turn = threading.Lock()
-        # Guards the process against close, which any thread may call.
-        self._changing = threading.Lock()
+        self._job_lock = threading.Lock()
+        # Guards _process and _closed, because any thread may call close.
+        self._state_lock = threading.Lock()
 
     def start(self) -> None:
-        """Start the process ahead of the first job. Raises Unavailable."""
-        with self._turn:
-            self._running()
+        """Start the process before the first job. Raises Unavailable if it cannot be started."""
+        with self._job_lock:
+            self._start_if_needed()
 
     def run(self, limit_s: float, method: str, *arguments: Any) -> tuple[list[Any], Bytes]:
         """Run a job. Waits up to ``limit_s`` for earlier jobs, then up to ``limit_s`` for this one: the process only
         uses idle cores. The returned bytes are aligned to a cache line.
 
-        Raises what the job raises, Unavailable on timeout or if the process exits, Internal for a bug.
-        defect.
+        Raises the job's PillionError, Unavailable on timeout or if the process exits, and Internal for other exceptions
+        of the job.
         """
-        if not self._turn.acquire(timeout=limit_s):
+        if not self._job_lock.acquire(timeout=limit_s):
             raise Unavailable(f"the process that reads adapters was busy for more than {limit_s:g} s")
         try:
-            about, data = self._job(limit_s, [method, *arguments])
+            answer, data = self._run_job(limit_s, [method, *arguments])
         finally:
-            self._turn.release()
-        if "error" in about:
-            raise _error(*about["error"])
-        if "failed" in about:
-            raise Internal(f"the process that reads adapters failed: {about['failed']}")
-        return about["about"], data
+            self._job_lock.release()
+        if "error" in answer:
+            raise _error(*answer["error"])
+        if "failed" in answer:
+            raise Internal(f"the process that reads adapters failed: {answer['failed']}")
+        return answer["about"], data
 
-    def _job(self, limit_s: float, job: list[Any]) -> tuple[dict[str, Any], Bytes]:
-        process = self._running()
-        late = threading.Event()
+    def _run_job(self, limit_s: float, job: list[Any]) -> tuple[dict[str, Any], Bytes]:
+        process = self._start_if_needed()
+        timed_out = threading.Event()
 
-        def end() -> None:
-            late.set()
+        def kill() -> None:
+            timed_out.set()
             process.kill()
 
-        timer = threading.Timer(limit_s, end)
+        timer = threading.Timer(limit_s, kill)
         timer.start()
         try:
             answer = _exchange(process, job)
         except (OSError, ValueError) as error:
             self._end(process)
-            reason = f"it took more than {limit_s:g} s" if late.is_set() else str(error)
+            reason = f"it took more than {limit_s:g} s" if timed_out.is_set() else str(error)
             raise Unavailable(f"the process that reads adapters has ended: {reason}") from None
         finally:
             timer.cancel()
-        if late.is_set():
-            # Killed, e.g. by ``close``, after it had answered.
+        if timed_out.is_set():
+            # Killed after it had answered.
             self._end(process)
         return answer
 
@@ -99,19 +97,20 @@ class AdapterProcess:
     def close(self, *, for_good: bool = True) -> None:
         """Kill the process and its job; unless ``for_good``, the next job starts another process. Thread-safe and
         idempotent."""
-        with self._changing:
+        with self._state_lock:
             self._closed, process = self._closed or for_good, self._process
         if process is not None:
             self._end(process)
 
-    def _running(self) -> subprocess.Popen[bytes]:
-        with self._changing:
+    def _start_if_needed(self) -> subprocess.Popen[bytes]:
+        """Return the running process; start one if there is none. Raises Unavailable after :meth:`close`."""
+        with self._state_lock:
             if self._closed:
                 raise Unavailable("the process that reads adapters is stopping")
             if self._process is not None and self._process.poll() is None:
                 return self._process
             command, pipe = [sys.executable, "-m", "pillion.engine.adapters.adapter_process_main"], subprocess.PIPE
-            # The process is single-threaded; keep libraries from starting threads.
+            # Keep libraries in the process from starting threads.
             env = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
             try:
                 process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, env=env)  # noqa: S603
@@ -121,7 +120,8 @@ class AdapterProcess:
         assert process.stdout is not None
         if hasattr(fcntl, "F_SETPIPE_SZ"):
             with contextlib.suppress(OSError):
-                fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+                # Linux's max pipe size without privileges; a larger pipe wakes this process less often.
+                fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 2**20)
         try:
             for line in self._lines:
                 _write(process, line)
@@ -158,13 +158,13 @@ def _exchange(process: subprocess.Popen[bytes], job: list[Any]) -> tuple[dict[st
 
 
 def _read(process: subprocess.Popen[bytes], size_bytes: int) -> Bytes:
-    """Read from the process's answer into memory aligned to a cache line. Raises OSError at a premature end."""
+    """Return the next ``size_bytes`` of the answer, in memory aligned to a cache line. Raises OSError at EOF."""
     assert process.stdout is not None
-    found = line_bytes(size_bytes)
-    rest = found.data
+    data = line_bytes(size_bytes)
+    rest = data.data
     while rest:
         count = process.stdout.readinto(rest)  # type: ignore[attr-defined]
         if not count:
             raise OSError("its answer is incomplete")
         rest = rest[count:]
-    return found
+    return data

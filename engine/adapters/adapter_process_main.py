@@ -1,8 +1,8 @@
-"""Program of the subprocess that reads adapters beside a worker's steps or a gateway, run by ``python -m``.
+"""Program of the subprocess that reads adapters for a worker or a gateway, run by ``python -m``.
 
-It yields to all other processes. Input on stdin: two lines with the memory limit and the description of an object, such
-as an AdapterReader; then a line per job, a JSON list of a method's name and its arguments. Each job is answered on
-stdout with a head, JSON, and bytes.
+It yields the cores to all other processes. stdin: JSON lines with the memory limit, an object such as an AdapterReader
+(:func:`pillion.engine.adapters.adapter_forms.described`), and then per job a method of it and its arguments, as a list.
+stdout: per job ANSWER_HEAD, JSON, and bytes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from pillion.engine.adapters.adapter_forms import NO_BYTES, Bytes, made
 from pillion.errors import ConfigError, PillionError
 from pillion.host.cores import BACKGROUND_NICENESS
 
+# Numbers of bytes of the JSON and of the data that follow.
 ANSWER_HEAD = struct.Struct("<QQ")
 
-# On busy cores, compute for BURST_S, then sleep for PAUSE_S. A step is as slow as its slowest thread, and a running
-# process may occupy a core for milliseconds, however low its priority.
+# On busy cores, compute for BURST_S, then sleep for PAUSE_S. A step is as slow as its slowest thread, and even a
+# process of the lowest priority may occupy a core for milliseconds.
 BURST_S = 0.0005
 PAUSE_S = 0.002
-# After a long wait for a core, bursts may grow to a share of the wait, up to LONGEST_BURST_S.
+# After a long wait for a core, a burst may last 1 / BURSTS_OF_A_WAIT of the wait, up to LONGEST_BURST_S.
 LONGEST_BURST_S = 0.004
 BURSTS_OF_A_WAIT = 20
 # Cores count as busy for CROWDED_BURSTS bursts after a burst and its pause took LATE_S longer than planned.
@@ -38,35 +39,35 @@ CROWDED_BURSTS = 16
 
 
 class WorkPace:
-    """Alternation of bursts and pauses on busy cores; sans-IO (I9). Times are in seconds."""
+    """Alternation of bursts of computation and pauses on busy cores; sans-IO (I9)."""
 
     def __init__(self) -> None:
-        self._crowded = 0
+        self._crowded_bursts = 0
         self._burst_s = BURST_S
         self.begin(0.0, 0.0)
 
-    def begin(self, now_s: float, computed_s: float) -> None:
-        """Start a job; ``computed_s`` is the process's CPU time so far."""
-        self._began_s, self._before_s, self._paused_s = now_s, computed_s, 0.0
+    def begin(self, now_s: float, cpu_s: float) -> None:
+        """Start a job; ``cpu_s`` is the process's CPU time so far."""
+        self._began_s, self._began_cpu_s, self._paused_s = now_s, cpu_s, 0.0
         # Begin with a pause, since busy cores are only detected after one.
-        self._crowded = max(self._crowded, 2)
+        self._crowded_bursts = max(self._crowded_bursts, 2)
 
-    def pause_s(self, now_s: float, computed_s: float) -> float:
-        """Return how long to sleep now; 0 to continue."""
-        used_s = computed_s - self._before_s
+    def pause_s(self, now_s: float, cpu_s: float) -> float:
+        """Return the seconds to sleep now; 0 to continue."""
+        used_s = cpu_s - self._began_cpu_s
         if used_s < self._burst_s:
             return 0.0
         late_s = now_s - self._began_s - used_s - self._paused_s
-        self._crowded = CROWDED_BURSTS if late_s > LATE_S else max(0, self._crowded - 1)
+        self._crowded_bursts = CROWDED_BURSTS if late_s > LATE_S else max(0, self._crowded_bursts - 1)
         self._burst_s = min(max(BURST_S, late_s / BURSTS_OF_A_WAIT), LONGEST_BURST_S)
-        self._began_s, self._before_s = now_s, computed_s
-        self._paused_s = PAUSE_S if self._crowded else 0.0
+        self._began_s, self._began_cpu_s = now_s, cpu_s
+        self._paused_s = PAUSE_S if self._crowded_bursts else 0.0
         return self._paused_s
 
 
 @contextmanager
 def _in_bursts(pace: WorkPace) -> Iterator[None]:
-    """Run the block in bursts; a timer interrupts it between operations."""
+    """Run the context in bursts; a timer's signal handler makes the pauses."""
 
     def interrupt(*_: object) -> None:
         if pause_s := pace.pause_s(time.monotonic(), time.process_time()):
@@ -85,22 +86,23 @@ def _in_bursts(pace: WorkPace) -> Iterator[None]:
 
 
 def serve(jobs: BinaryIO, answers: BinaryIO) -> None:
-    """Run jobs until the input ends, which is when the owner has exited."""
+    """Run jobs until the input ends: the process's owner has closed it or exited."""
     memory_bytes = json.loads(jobs.readline())
     if memory_bytes:
         with suppress(ValueError, OSError):
-            # Does not count mapped files. Some systems reject the limit.
+            # RLIMIT_DATA does not count mapped files. Some systems reject it.
             resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     worker, pace = made(json.loads(jobs.readline())), WorkPace()
     for job in jobs:
         method, *arguments = json.loads(job)
         with _in_bursts(pace):
             about, data = _answer(getattr(worker, method), arguments)
-            words = json.dumps(about).encode()
-            answers.write(ANSWER_HEAD.pack(len(words), data.nbytes) + words)
+            encoded = json.dumps(about).encode()
+            answers.write(ANSWER_HEAD.pack(len(encoded), data.nbytes) + encoded)
             answers.write(data.data)
             answers.flush()
-        del about, data, words
+        # Free the memory before the next job.
+        del about, data, encoded
 
 
 def _answer(method: Any, arguments: list[Any]) -> tuple[dict[str, Any], Bytes]:
@@ -110,7 +112,7 @@ def _answer(method: Any, arguments: list[Any]) -> tuple[dict[str, Any], Bytes]:
         return {"error": [type(error).__name__, error.message]}, NO_BYTES
     except MemoryError:
         return {"error": [ConfigError.__name__, f"{arguments[0]} takes too much memory to read"]}, NO_BYTES
-    except Exception as error:  # noqa: BLE001  (the owner reports it, and the next adapter may do)
+    except Exception as error:  # noqa: BLE001  (the owner reports it, and later jobs may succeed)
         traceback.print_exc()
         return {"failed": f"{type(error).__name__}: {error}"}, NO_BYTES
     return {"about": about}, data

@@ -1,11 +1,11 @@
-"""Copies of adapters' folders by digest, shared by all components of a machine. Imports no torch.
+"""Copies of adapter folders by digest, shared by all processes of a machine. Imports no torch.
 
 $PILLION_CACHE or ~/.cache/pillion
 `-- adapters/<digest>/    adapter_config.json and adapter_model.safetensors
 
-A copy is made beside its place, checked, and renamed into it: it is complete or absent, and never changes, so the
-original folder may be overwritten at any time. Copies unused for a while are evicted when the store is full; gateways
-touch theirs regularly.
+A copy is made in a temporary folder, checked, and renamed: it is complete or absent, and never changes, so the original
+folder may be overwritten at any time. When the store is full, copies that have not been used for a while are evicted;
+gateways regularly mark the copies of their adapters as used.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def folder_digest(folder: Path) -> str:
 
 
 class AdapterJobs:
-    """Jobs common to all processes that read adapters; each returns a list for JSON, and bytes."""
+    """Base of the jobs that an :class:`AdapterProcess` runs. Each returns a list of JSON values, and bytes."""
 
     def digest(self, folder: str) -> tuple[list[Any], Bytes]:
         """Return the digest of the adapter in a folder. Raises ConfigError if there is none."""
@@ -49,8 +49,8 @@ class AdapterJobs:
 
 @dataclass(frozen=True, slots=True)
 class AdapterCopier(AdapterJobs):
-    """Job that copies adapters into a store, in a subprocess, since the files are untrusted. ``root`` and
-    ``store_bytes`` as in :class:`AdapterStore`."""
+    """Jobs that copy adapters into a store, in a subprocess, since the files are untrusted. ``root`` and
+    ``store_bytes``: those of :class:`AdapterStore`."""
 
     root: str
     store_bytes: int
@@ -58,16 +58,17 @@ class AdapterCopier(AdapterJobs):
     def add(
         self, source: str, model_folder: str, max_rank: int, targets: list[str], inside: str
     ) -> tuple[list[Any], Bytes]:
-        """Copy the adapter in a folder into the store like :meth:`AdapterStore.add`; "" for ``inside`` allows any
-        folder. Returns the copy's digest and rank."""
-        place, model = Path(inside) if inside else None, load_config(Path(model_folder))
-        kept = AdapterStore(Path(self.root), self.store_bytes).add(Path(source), model, max_rank, targets, inside=place)
-        return [kept.digest, kept.rank], NO_BYTES
+        """Copy an adapter like :meth:`AdapterStore.add`; ``inside`` is "" for anywhere. Return the copy's digest and
+        rank."""
+        root, model = Path(inside) if inside else None, load_config(Path(model_folder))
+        store = AdapterStore(Path(self.root), self.store_bytes)
+        stored = store.add(Path(source), model, max_rank, targets, inside=root)
+        return [stored.digest, stored.rank], NO_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class StoredAdapter:
-    """A copy in the store. ``rank`` is the highest rank of its pairs, 1 if there are none."""
+    """A copy of an adapter in the store. ``rank``: highest rank of its pairs of matrices; 1 if there are none."""
 
     digest: str
     folder: Path
@@ -104,33 +105,33 @@ class AdapterStore:
         *,
         inside: Path | None = None,
     ) -> StoredAdapter:
-        """Copy an adapter's current folder. Reads and writes the whole file, so call it in a thread.
+        """Check an adapter and copy it into the store. Reads and writes whole files, so call it in a thread.
 
         Args:
-            source: the folder.
+            source: the adapter's folder.
             model: config of the base model.
             max_rank: max rank; 0 allows any.
-            targets: names of linear layers that it may change; empty allows all.
-            inside: folder, resolved, that the files must be in; None for anywhere.
+            targets: names of linear layers that adapters may change; empty allows all.
+            inside: resolved folder that must contain the files; None for anywhere.
 
         Raises:
-            ConfigError: the adapter does not fit the model. PermissionDenied: a file is outside of ``inside``.
-                Overloaded: the store is full or not writable.
+            ConfigError: the adapter does not fit the model, or is too large. PermissionDenied: a file is outside of
+                ``inside``. Overloaded: the store is full or not writable.
         """
-        sources = {name: _place_of(source / name, inside) for name in ADAPTER_FILES}
+        sources = {name: _resolve(source / name, inside) for name in ADAPTER_FILES}
         files = AdapterFiles(source)
         files.pairs(model, max_rank, targets)
         if files.size_bytes > MAX_ADAPTER_BYTES:
             raise ConfigError(f"{source} has {files.size_bytes} bytes; the limit is {MAX_ADAPTER_BYTES}")
         with self._draft(files.size_bytes) as draft:
-            for name, place in sources.items():
-                _copy(place, draft / name)
-            # Check the copy: the source may have changed meanwhile.
+            for name, file in sources.items():
+                _copy(file, draft / name)
+            # Check the copy, too: the source may have changed meanwhile.
             copied = AdapterFiles(draft, called=source)
             pairs = copied.pairs(model, max_rank, targets)
             digest = copied.digest(copied.check_numbers)
             copied.check_changes(pairs)
-            folder = self._keep(draft, digest)
+            folder = self._publish(draft, digest)
         rank = max((pair.rank for pair in pairs), default=1)
         return StoredAdapter(digest, folder, rank, copied.size_bytes)
 
@@ -145,17 +146,17 @@ class AdapterStore:
 
     @contextmanager
     def receive(self, digest: str, size_bytes: int) -> Iterator[Path]:
-        """Yield a folder for the two files of an adapter from another machine; it is stored when the block ends. Raises
-        ConfigError if the content does not match ``digest``, Overloaded like :meth:`add`."""
+        """Yield a folder for the files of an adapter from another machine, and store it when the context ends. Raises
+        ConfigError if the content does not match ``digest``, and Overloaded like :meth:`add`."""
         self._folder(digest)
         with self._draft(size_bytes) as draft:
             yield draft
             if self._digest_of(draft) != digest:
                 raise ConfigError(f"the fetched files of the adapter {digest} do not match its digest")
-            self._keep(draft, digest)
+            self._publish(draft, digest)
 
     def remove(self, digest: str) -> None:
-        """Remove a damaged copy, so that it is made or fetched again."""
+        """Remove a damaged copy, so that the adapter is fetched again."""
         shutil.rmtree(self._folder(digest), ignore_errors=True)
 
     def _folder(self, digest: str) -> Path:
@@ -172,7 +173,8 @@ class AdapterStore:
         except OSError as error:
             raise Overloaded(f"the adapter cannot be stored in {root}: {error.strerror or error}") from None
 
-    def _keep(self, draft: Path, digest: str) -> Path:
+    def _publish(self, draft: Path, digest: str) -> Path:
+        """Rename a complete copy to its folder, unless there is an undamaged one, and return the folder."""
         target = self._folder(digest)
         if target.is_dir():
             try:
@@ -191,19 +193,19 @@ class AdapterStore:
         return target
 
 
-def _place_of(file: Path, inside: Path | None) -> Path:
+def _resolve(file: Path, inside: Path | None) -> Path:
     """Return the resolved path of a file. Raises PermissionDenied if it is outside of ``inside``."""
-    place = Path(os.path.realpath(file))
-    if inside is not None and not place.is_relative_to(inside):
+    resolved = Path(os.path.realpath(file))
+    if inside is not None and not resolved.is_relative_to(inside):
         raise PermissionDenied(f"{file} is a link to somewhere else")
-    return place
+    return resolved
 
 
-def _copy(place: Path, target: Path) -> None:
+def _copy(file: Path, target: Path) -> None:
     try:
         # Neither follow a link nor block on a FIFO that has replaced the file meanwhile.
-        source = os.fdopen(os.open(place, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+        source = os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
     except OSError as error:
-        raise ConfigError(f"{place} cannot be read: {error.strerror or error}") from None
+        raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from None
     with source, target.open("xb") as copy:
         shutil.copyfileobj(source, copy, READ_AT_ONCE_BYTES)

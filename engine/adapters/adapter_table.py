@@ -1,4 +1,4 @@
-"""Table of adapters read by the CPU kernels: the slots of one model's matrices."""
+"""Adapter slots of the CPU kernels: a table with the addresses of each adapter's packed matrices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pillion.kernels.cpu.runtime.program import CpuStepRecord
 
 @dataclass(frozen=True, slots=True)
 class CpuAdapter:
-    """A packed adapter: ``words`` [layers, SLOT.num_words] are its records, which point into ``data``."""
+    """A packed adapter: ``words`` [products, SLOT.num_words] are its records, which point into ``data``."""
 
     words: Words
     data: Bytes
@@ -29,11 +29,12 @@ class CpuAdapter:
 
 
 class AdapterTable:
-    """Adapter slots, as programs of the CPU kernels see them.
+    """Adapter slots for programs of the CPU kernels. ``gated``, ``inner_orders`` and ``max_rank``: those of
+    :class:`CpuAdapterForm`.
 
     Attributes:
-        step: record by which a step's kernels find the adapters.
-        form: packed form of an adapter for the model's kernels.
+        step: record of a step's rows and adapter slots, read by the kernels.
+        form: packer of adapters for the model's kernels.
         slots: by name of a product that adapters may change, the record of each adapter slot, int64 [max_adapters,
             SLOT.num_words].
     """
@@ -46,7 +47,6 @@ class AdapterTable:
         max_adapters: int,
         max_rank: int,
     ) -> None:
-        """Make empty adapter slots; arguments as in :class:`CpuAdapterForm`."""
         sizes = {
             name: (shape.outputs, shape.inputs, shape.experts or shape.heads)
             for name, shape in product_shapes(shapes).items()
@@ -58,13 +58,13 @@ class AdapterTable:
         self.slots = dict(zip(sizes, self._words, strict=True))
 
     def build(self, about: list[Any], data: Bytes) -> CpuAdapter:
-        """Return an adapter from the output of :class:`CpuAdapterForm`; ``data`` is aligned to a cache line."""
+        """Return an adapter from the output of :meth:`CpuAdapterForm.pack`; ``data`` is aligned to a cache line."""
         words = np.array(about, np.int64)
         for field in SLOT.pointers:
-            # Relocate offsets to pointers, except in records of zero size, which have no pair.
-            slot = SLOT.place[field]
-            words[:, slot] += np.where(words[:, slot + 1] > 0, data.ctypes.data, 0)
+            # Relocate offsets to pointers, except in the records of products without pairs, whose size is 0.
+            word = SLOT.place[field]
+            words[:, word] += np.where(words[:, word + 1] > 0, data.ctypes.data, 0)
         return CpuAdapter(words, data)
 
-    def place(self, number: int, packed: CpuAdapter) -> None:
-        self._words[:, number] = packed.words
+    def place(self, slot: int, packed: CpuAdapter) -> None:
+        self._words[:, slot] = packed.words

@@ -1,9 +1,9 @@
-"""An adapter's matrices, mapped to the fused linear layers of :mod:`pillion.engine.models.decoder`.
+"""An adapter's matrices as tensors, by fused linear layer of :mod:`pillion.engine.models.decoder`.
 
-    y = W x + B (A x)    for each target; B includes the adapter's scale (Hu et al., 2021: LoRA)
+    y = W x + B (A x)    for each changed layer; B includes the adapter's scale (LoRA, Hu et al. 2021)
 
-A checkpoint has a pair (A, B) per trained projection; several of them may belong to one fused layer, each with its own
-outputs and rank.
+A checkpoint has a pair (A, B) per trained projection; a fused layer may have several pairs, each with its own outputs
+and rank.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pillion.engine.models.model_shard import ModelShard
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """Change of some outputs of a linear layer.
+    """A pair of LoRA matrices.
 
     Attributes:
-        first_output: first output of the fused layer that the pair adds to.
+        first_output: index of the first output of the fused layer to which the product is added.
         a: float32 or bfloat16 [rank, inputs], or [experts, rank, inputs] for stacked experts.
-        b: same type, [outputs, rank] or [experts, outputs, rank], multiplied by the adapter's scale.
+        b: same dtype, [outputs, rank] or [experts, outputs, rank], multiplied by the adapter's scale.
     """
 
     first_output: int
@@ -43,10 +43,11 @@ class AdapterWeights:
     Attributes:
         digest: SHA-256 of the adapter's content in hexadecimal, its identity everywhere (I2).
         rank: highest rank of a pair; 1 if there are none.
-        layers: pairs by name of the fused layer: "layers.3.qkv", "layers.3.o", "layers.3.latent_up" (keys, then values,
-            per head), "layers.3.gate_up" (gate, then up), "layers.3.down", "layers.3.linear.in" (of a layer with a
-            state), "layers.3.experts.gate_up" and "layers.3.experts.down" of stacked experts, "layers.3.router".
-            Unchanged layers are missing. Outputs of a layer's pairs are disjoint and ascending.
+        layers: pairs by name of the fused layer, such as "layers.3.qkv", "layers.3.o", "layers.3.latent_up" (per head
+            keys, then values), "layers.3.gate_up" (gate, then up), "layers.3.down", "layers.3.linear.in" (of a layer
+            with a recurrent state), "layers.3.experts.gate_up" and "layers.3.experts.down" of stacked experts,
+            "layers.3.router". Only changed layers are included. The outputs of a layer's pairs are disjoint and
+            ascending.
     """
 
     digest: str
@@ -55,16 +56,17 @@ class AdapterWeights:
 
 
 def weights_of(digest: str, layers: Layers) -> AdapterWeights:
-    """Return an adapter's bits as tensors, without copying."""
+    """Return an adapter's matrices as tensors, without copying."""
     rank = max((pair.a.shape[-2] for pairs in layers.values() for pair in pairs), default=1)
-    found = {
+    tensors = {
         name: tuple(LowRank(pair.first_output, _tensor(pair.a), _tensor(pair.b)) for pair in pairs)
         for name, pairs in layers.items()
     }
-    return AdapterWeights(digest, rank, found)
+    return AdapterWeights(digest, rank, tensors)
 
 
 def bits_of(weights: AdapterWeights) -> Layers:
+    """Return an adapter's matrices as bits; the inverse of :func:`weights_of`."""
     return {
         name: [PairBits(pair.first_output, _bits(pair.a), _bits(pair.b)) for pair in pairs]
         for name, pairs in weights.layers.items()
@@ -74,58 +76,59 @@ def bits_of(weights: AdapterWeights) -> Layers:
 def shard_adapter(
     weights: AdapterWeights, config: ModelConfig, shard: ModelShard, inner: Mapping[str, torch.Tensor]
 ) -> AdapterWeights:
-    """Return a process's shard of an adapter that fits the model. ``inner``: the inner values of the process, by layer
-    name ("layers.3"), if reordered."""
+    """Return a process's shard of an adapter that fits the model. ``inner``: by name of an MLP's layer ("layers.3")
+    whose inner values are reordered, the indices of the process's inner values, [inner] or [experts, inner]."""
     if shard.whole:
         return weights
     layers: dict[str, tuple[LowRank, ...]] = {}
     tensors = [{tensor.name: tensor for tensor in tensors_of(layer)} for layer in families.layers_of(config)]
-    own = shard.own_layers(config)
+    own_layers = shard.own_layers(config)
     for name, pairs in weights.layers.items():
-        _, index, kind = name.split(".", 2)
-        if int(index) not in own:
+        _, index, tensor_name = name.split(".", 2)
+        if int(index) not in own_layers:
             continue
-        tensor, values = tensors[int(index)][kind], inner.get(name.rpartition(".")[0])
+        tensor, values = tensors[int(index)][tensor_name], inner.get(name.rpartition(".")[0])
         if tensor.experts and shard.whole_experts:
-            mine = shard.experts(tensor.experts)
-            some = slice(mine.start, mine.stop)
-            layers[name] = tuple(replace(pair, a=pair.a[some], b=pair.b[some]) for pair in pairs)
+            experts = shard.experts(tensor.experts)
+            own = slice(experts.start, experts.stop)
+            layers[name] = tuple(replace(pair, a=pair.a[own], b=pair.b[own]) for pair in pairs)
             continue
         if values is None or values.ndim == 1:
-            layers[name] = _share_of(pairs, tensor, shard, values)
+            layers[name] = _shard_pairs(pairs, tensor, shard, values)
             continue
-        each = [
-            _share_of([replace(pair, a=pair.a[number], b=pair.b[number]) for pair in pairs], tensor, shard, order)
-            for number, order in enumerate(values)
+        by_expert = [
+            _shard_pairs([replace(pair, a=pair.a[expert], b=pair.b[expert]) for pair in pairs], tensor, shard, order)
+            for expert, order in enumerate(values)
         ]
         layers[name] = tuple(
-            replace(same[0], a=torch.stack([one.a for one in same]), b=torch.stack([one.b for one in same]))
-            for same in zip(*each, strict=True)
+            replace(stack[0], a=torch.stack([pair.a for pair in stack]), b=torch.stack([pair.b for pair in stack]))
+            for stack in zip(*by_expert, strict=True)
         )
     return replace(weights, layers={name: pairs for name, pairs in layers.items() if pairs})
 
 
-def _share_of(
+def _shard_pairs(
     pairs: Iterable[LowRank], tensor: LayerTensor, shard: ModelShard, inner: torch.Tensor | None
 ) -> tuple[LowRank, ...]:
-    """Return a process's shard of the pairs of one layer; ``inner`` is the order of its inner values."""
+    """Return a process's shard of the pairs of one layer; ``inner``: indices of its inner values, None if in order."""
     if tensor.inputs[0].share is not Share.WHOLE:
         inputs = shard.indices(tensor.inputs, inner)
         return tuple(replace(pair, a=pair.a[..., inputs]) for pair in pairs)
-    mine = shard.indices(tensor.rows, inner)
-    shares = [_outputs(pair, mine) for pair in pairs]
-    return tuple(share for share in shares if share is not None)
+    outputs = shard.indices(tensor.rows, inner)
+    shards = [_select_outputs(pair, outputs) for pair in pairs]
+    return tuple(pair for pair in shards if pair is not None)
 
 
-def _outputs(pair: LowRank, mine: torch.Tensor) -> LowRank | None:
-    """Return the part of a pair that adds to the outputs ``mine``, with zeros in gaps; None if there is none."""
-    theirs = mine - pair.first_output
-    inside = ((theirs >= 0) & (theirs < pair.b.shape[-2])).nonzero().flatten()
-    if not len(inside):
+def _select_outputs(pair: LowRank, outputs: torch.Tensor) -> LowRank | None:
+    """Return the pair for a fused layer with only these ``outputs``, in this order; zeros for those between its first
+    and its last output that the pair does not change. None if it changes none."""
+    rows = outputs - pair.first_output
+    changed = ((rows >= 0) & (rows < pair.b.shape[-2])).nonzero().flatten()
+    if not len(changed):
         return None
-    first, last = int(inside[0]), int(inside[-1])
+    first, last = int(changed[0]), int(changed[-1])
     b = pair.b.new_zeros(*pair.b.shape[:-2], last - first + 1, pair.b.shape[-1])
-    b[..., inside - first, :] = pair.b[..., theirs[inside], :]
+    b[..., changed - first, :] = pair.b[..., rows[changed], :]
     return LowRank(first, pair.a, b)
 
 

@@ -10,30 +10,31 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pillion.engine.adapters.adapter_forms import LINE_BYTES, Bits, Bytes, Layers, PairBits, line_bytes
+from pillion.engine.adapters.adapter_forms import Bits, Bytes, Layers, PairBits, line_bytes
 from pillion.engine.adapters.adapter_rows import product_pairs
 from pillion.errors import ConfigError
+from pillion.host.core_lending_table import LINE_BYTES
 from pillion.kernels.cpu.adapters.adapter_tiles import RANK_MULTIPLE, pack_tiles
 from pillion.kernels.cpu.products.tiles import DEPTH_MULTIPLE, PANEL_COLUMNS, TILE_COLUMNS
 
-# Max pairs per fused layer: queries, keys, values and gates; per expert: gate and up.
+# Max pairs per fused layer (queries, keys, values and gates), and per expert (gate and up).
 MAX_PAIRS = 4
 MAX_EXPERT_PAIRS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class CpuAdapterForm:
-    """Form of an adapter for the CPU kernels: records of its layers, and the bytes that they point into.
+    """Packer of adapters for the CPU kernels: a record per layer, and bytes that the records point into.
 
     Attributes:
-        shapes: (outputs, inputs, matrices) of the products that adapters may change; matrices of experts or heads, 0
-            for a single one.
+        shapes: (outputs, inputs, matrices) of each product that adapters may change, by name; ``matrices`` is the
+            number of experts or heads, 0 for a single matrix.
         heads: a head's outputs for keys and for values, by name of a layer with a matrix per head.
-        gated: names of layers that make gate and up, whose outputs alternate in the packed order.
-        inner_orders: order of the inner values of an MLP, or per expert, by prefix of the layer's name, where quantized
-            weights reorder them.
+        gated: names of layers that compute gate and up, whose outputs alternate in the packed order.
+        inner_orders: by prefix of the layer's name, the order of an MLP's inner values, or one order per expert, if
+            quantized weights reorder them.
         max_rank: max rank of a pair.
-        record: index of each field's word in a record; a pointer is an offset, with its size in the next word.
+        record: index of each field's word in a record. A pointer is an offset into the bytes, followed by its size.
         record_words: words per record.
     """
 
@@ -46,20 +47,20 @@ class CpuAdapterForm:
     record_words: int
 
     def width(self, *, experts: bool, heads: int = 0) -> int:
-        """Return the width of a row's product with A at the max rank."""
+        """Return the number of values of a row's product with A at the max rank."""
         if heads:
             return heads * padded(self.max_rank, TILE_COLUMNS)
         return (MAX_EXPERT_PAIRS if experts else MAX_PAIRS) * padded(self.max_rank, RANK_MULTIPLE)
 
     def depth(self, name: str) -> int:
-        """Return a layer's inputs, padded."""
+        """Return a layer's number of inputs, padded to a multiple of DEPTH_MULTIPLE."""
         return padded(self.shapes[name][1], DEPTH_MULTIPLE)
 
     def pack(self, layers: Layers) -> tuple[list[Any], Bytes]:
-        """Pack an adapter into a record per layer, zero for layers without pairs. Raises ConfigError for too many pairs
-        in a layer."""
+        """Pack an adapter into a record per product, all zero for one without pairs. Raises ConfigError for too many
+        pairs in a layer."""
         layers = product_pairs(layers, self.heads)
-        parts: list[tuple[int, Bits]] = []
+        arrays: list[tuple[int, Bits]] = []
         words = np.zeros((len(self.shapes), self.record_words), np.int64)
         end = 0
         for record, name in zip(words, self.shapes, strict=True):
@@ -67,49 +68,49 @@ class CpuAdapterForm:
             if not pairs:
                 continue
             a, b, first_ranks = self._packed_layer(name, pairs)
-            for field, part in (("a", a), ("b", b), ("first_ranks", first_ranks)):
-                at = self.record[field]
-                record[at : at + 2] = end, part.nbytes
-                parts.append((end, part))
-                end += padded(part.nbytes, LINE_BYTES)
-            every_a, every_b = map(_matrices, (pairs[0].a, pairs[0].b))
-            record[self.record["a_tiles"]] = len(a) // (self.depth(name) * TILE_COLUMNS * every_a)
+            for field, array in (("a", a), ("b", b), ("first_ranks", first_ranks)):
+                word = self.record[field]
+                record[word : word + 2] = end, array.nbytes
+                arrays.append((end, array))
+                end += padded(array.nbytes, LINE_BYTES)
+            a_count, b_count = map(_matrices, (pairs[0].a, pairs[0].b))
+            record[self.record["a_tiles"]] = len(a) // (self.depth(name) * TILE_COLUMNS * a_count)
             record[self.record["b_steps"]] = b.nbytes // len(first_ranks) // LINE_BYTES
-            record[self.record["a_stride"]] = a.nbytes // every_a if every_a > 1 else 0
-            record[self.record["b_stride"]] = b.nbytes // every_b if every_b > 1 else 0
+            record[self.record["a_stride"]] = a.nbytes // a_count if a_count > 1 else 0
+            record[self.record["b_stride"]] = b.nbytes // b_count if b_count > 1 else 0
         data = line_bytes(end)
-        for begin, part in parts:
-            data[begin : begin + part.nbytes] = part.reshape(-1).view(np.uint8)
+        for begin, array in arrays:
+            data[begin : begin + array.nbytes] = array.reshape(-1).view(np.uint8)
         return words.tolist(), data
 
     def _packed_layer(self, name: str, pairs: Sequence[PairBits]) -> tuple[Bits, Bits, npt.NDArray[np.int32]]:
-        """Pack a layer's pairs, concatenated by expert or head; returns like :meth:`_packed`. A matrix shared by all
-        heads is packed once."""
+        """Pack the pairs of one product, the results of :meth:`_packed` concatenated over experts or heads. A matrix
+        shared by all heads is packed once."""
         order = self.inner_orders.get(name.rpartition(".")[0])
         inner = None if order is None else np.array(order)
         if not self.shapes[name][2]:
             return self._packed(name, pairs, inner)
-        each = [
+        packed = [
             self._packed(
                 name,
-                [replace(pair, a=_of(pair.a, number), b=_of(pair.b, number)) for pair in pairs],
+                [replace(pair, a=_matrix(pair.a, number), b=_matrix(pair.b, number)) for pair in pairs],
                 None if inner is None else inner[number],
             )
             for number in range(self.shapes[name][2])
         ]
-        a, b, first_ranks = zip(*each, strict=True)
-        every_a, every_b = map(_matrices, (pairs[0].a, pairs[0].b))
-        return np.concatenate(a[:every_a]), np.concatenate(b[:every_b]), np.concatenate(first_ranks[:every_b])
+        a, b, first_ranks = zip(*packed, strict=True)
+        a_count, b_count = map(_matrices, (pairs[0].a, pairs[0].b))
+        return np.concatenate(a[:a_count]), np.concatenate(b[:b_count]), np.concatenate(first_ranks[:b_count])
 
     def _packed(
         self, name: str, pairs: Sequence[PairBits], order: npt.NDArray[np.int64] | None
     ) -> tuple[Bits, Bits, npt.NDArray[np.int32]]:
-        """Pack the pairs of one matrix; ``order`` reorders its inner values. Returns the tiles of A and of B, and the
-        byte offset of the first rank for each tile of B."""
+        """Pack the pairs of one matrix; ``order`` reorders its inner values. Return the tiles of A, the tiles of B, and
+        for each tile of B the byte offset of its first rank in a row's product with A."""
         outputs, inputs, experts = self.shapes[name]
-        if name not in self.gated and any(_meet(*both) for both in pairwise(pairs)):
+        if name not in self.gated and any(_share_tile(*adjacent) for adjacent in pairwise(pairs)):
             # A tile of outputs can only use the ranks of one pair.
-            pairs = (_one_pair(pairs),)
+            pairs = (_merge(pairs),)
         rank = padded(max(len(pair.a) for pair in pairs), RANK_MULTIPLE)
         total = len(pairs) * rank
         if total > self.width(experts=experts > 0):
@@ -129,29 +130,29 @@ class CpuAdapterForm:
             b, owners = _gated(b, order, 0), _gated(owners, order, -1)
         elif layer == "up" and order is not None:
             b, owners = b[order], owners[order]
-        b, owners = _filled(b, PANEL_COLUMNS, 0), _filled(owners, PANEL_COLUMNS, -1)
-        first = owners.reshape(-1, TILE_COLUMNS).max(1)
-        first_ranks = first.clip(0) * np.int32(rank * kind.itemsize)
+        b, owners = _pad_rows(b, PANEL_COLUMNS, 0), _pad_rows(owners, PANEL_COLUMNS, -1)
+        tile_owners = owners.reshape(-1, TILE_COLUMNS).max(1)
+        first_ranks = tile_owners.clip(0) * np.int32(rank * kind.itemsize)
         return pack_tiles(a), pack_tiles(b), first_ranks
 
 
-def _of(part: Bits, number: int) -> Bits:
-    """Return the matrix of an expert or head, or the shared one."""
-    return part[number] if part.ndim == 3 else part
+def _matrix(matrices: Bits, number: int) -> Bits:
+    """Return the matrix of expert or head ``number``; ``matrices`` has one per expert or head, or is a shared one."""
+    return matrices[number] if matrices.ndim == 3 else matrices
 
 
-def _matrices(part: Bits) -> int:
-    """Return the number of expert or head matrices; 1 for a shared one."""
-    return len(part) if part.ndim == 3 else 1
+def _matrices(matrices: Bits) -> int:
+    """Return the number of matrices: one per expert or head, or 1 for a shared one."""
+    return len(matrices) if matrices.ndim == 3 else 1
 
 
-def _meet(pair: PairBits, following: PairBits) -> bool:
-    """Return whether two pairs add to outputs of one tile."""
+def _share_tile(pair: PairBits, following: PairBits) -> bool:
+    """Return whether the last outputs of a pair are in the same tile as the first outputs of the following pair."""
     return (pair.first_output + len(pair.b) - 1) // TILE_COLUMNS == following.first_output // TILE_COLUMNS
 
 
-def _one_pair(pairs: Sequence[PairBits]) -> PairBits:
-    """Merge pairs into one with the concatenated ranks, zero where an output belongs to another pair."""
+def _merge(pairs: Sequence[PairBits]) -> PairBits:
+    """Merge pairs into one with their ranks concatenated; B is zero between an output and the ranks of another pair."""
     begin, end = pairs[0].first_output, pairs[-1].first_output + len(pairs[-1].b)
     a = np.concatenate([pair.a for pair in pairs])
     b, rank = np.zeros((end - begin, len(a)), a.dtype), 0
@@ -166,14 +167,15 @@ def padded(count: int, multiple: int) -> int:
     return count + -count % multiple
 
 
-def _filled(part: npt.NDArray[Any], multiple: int, filler: int) -> npt.NDArray[Any]:
-    """Pad an array with rows of ``filler`` to a multiple."""
-    after = np.full((-len(part) % multiple, *part.shape[1:]), filler, part.dtype)
-    return np.concatenate((part, after)) if len(after) else part
+def _pad_rows(rows: npt.NDArray[Any], multiple: int, filler: int) -> npt.NDArray[Any]:
+    """Pad an array with rows of ``filler`` to a multiple of ``multiple`` rows."""
+    padding = np.full((-len(rows) % multiple, *rows.shape[1:]), filler, rows.dtype)
+    return np.concatenate((rows, padding)) if len(padding) else rows
 
 
-def _gated(part: npt.NDArray[Any], order: npt.NDArray[np.int64] | None, filler: int) -> npt.NDArray[Any]:
-    """Interleave the rows of gate and up [2 * inner, ...] as in the packed outputs: 16 of gate, 16 of up, etc."""
-    halves = [half if order is None else half[order] for half in np.split(part, 2)]
-    tiles = [_filled(half, TILE_COLUMNS, filler).reshape(-1, TILE_COLUMNS, *part.shape[1:]) for half in halves]
-    return np.stack(tiles, 1).reshape(-1, *part.shape[1:])
+def _gated(rows: npt.NDArray[Any], order: npt.NDArray[np.int64] | None, filler: int) -> npt.NDArray[Any]:
+    """Interleave the rows of gate and up [2 * inner, ...] as in the packed outputs: TILE_COLUMNS of gate, as many of
+    up, etc. ``order`` reorders both; each is padded with ``filler``."""
+    halves = [half if order is None else half[order] for half in np.split(rows, 2)]
+    tiles = [_pad_rows(half, TILE_COLUMNS, filler).reshape(-1, TILE_COLUMNS, *rows.shape[1:]) for half in halves]
+    return np.stack(tiles, 1).reshape(-1, *rows.shape[1:])

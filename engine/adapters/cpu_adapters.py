@@ -1,9 +1,9 @@
 """Adapters for the CPU kernels: packed in a subprocess, placed by writing a few addresses to a table.
 
-    CpuAdapterForm --take--> CpuAdapter (its own memory) --slot--> the table that kernels read --> a step's arrays
+    CpuAdapterForm --build--> CpuAdapter (its own memory) --place--> a slot of the table that kernels read
 
-A slot has no memory itself: an adapter needs what its rank needs, for up to ``max_adapters``. In the program of steps
-with adapters, each product that they may change is two operations:
+A slot has no memory itself: each adapter allocates what its rank needs. In the program of steps with adapters, each
+product that adapters may change is two operations:
 
     x --A of each row's adapter--> shrunk        x --W, then B of each row's adapter over shrunk--> out
 """
@@ -37,13 +37,14 @@ log = logging.getLogger("pillion.worker")
 
 
 class AdapterRows:
-    """Writer of a step's rows with adapters to the record ADAPTED; ``most_rows`` limits the rows per run."""
+    """Writes a step's adapter slots and the runs of its rows with adapters to the record ADAPTED; a run has up to
+    ``max_rows`` rows."""
 
-    def __init__(self, max_adapters: int, most_rows: int) -> None:
-        self._max_adapters, self._most_rows = max_adapters, most_rows
+    def __init__(self, max_adapters: int, max_rows: int) -> None:
+        self._max_adapters, self._max_rows = max_adapters, max_rows
 
     def fill(self, step: CpuStepRecord, batch: StepBatch, sample_rows: Int32) -> None:
-        """Fill the record of a step with logits for ``sample_rows``. Raises Internal for unknown adapter slots."""
+        """Fill the record of a step that samples from ``sample_rows``. Raises Internal for unknown adapter slots."""
         slots = row_slots(batch, self._max_adapters)
         used = np.unique(slots)
         self._fill(step, "tokens", slots)
@@ -53,7 +54,7 @@ class AdapterRows:
         step.count("num_used_slots", len(used))
 
     def _fill(self, step: CpuStepRecord, name: str, slots: Int32) -> None:
-        rows, runs = adapted_runs(slots, self._most_rows)
+        rows, runs = adapted_runs(slots, self._max_rows)
         step.point(f"{name}_slots", slots)
         step.point(f"{name}_adapted", rows)
         step.point(f"{name}_runs", runs)
@@ -61,17 +62,17 @@ class AdapterRows:
 
 
 class CpuAdapters(PlainAdapters):
-    """Adapters of a CPU backend, and the program of its steps that use them, so that other steps pay nothing.
+    """Adapters of a CPU backend, and its program for steps with adapters; other steps run without overhead. Compiles
+    the kernels unless the code cache has them.
 
     Attributes:
-        kernels: of steps with and without adapters.
-        program: of steps with adapters, over the backend's workspace.
+        kernels: kernels of steps with and without adapters.
+        program: program of steps with adapters, over the backend's workspace.
     """
 
     def __init__(
         self, model: CpuModel, workspace: Workspace, max_adapters: int, max_rank: int, targets: Sequence[str] = ()
     ) -> None:
-        """Compile kernels, the first time on a machine."""
         super().__init__(max_adapters, max_rank, adapter_shapes(model.config, targets))
         self._inner_values = inner_orders(model)
         self._model = model
@@ -81,16 +82,17 @@ class CpuAdapters(PlainAdapters):
         self.program = Program(operations, self.kernels, workspace)
 
     def fill(self, batch: StepBatch, sample_rows: Int32) -> None:
-        """Pass a step's adapters to the kernels. Raises Internal for unknown adapter slots."""
+        """Write a step's adapter slots to the record that the kernels read. Raises Internal for unknown slots."""
         self._rows.fill(self._table.step, batch, sample_rows)
 
     def form(self) -> AdapterForm:
-        """Return the packed form for the kernels; the plain form for a process with a shard of the model, which has to
-        slice adapters."""
+        """Return the packer for the kernels or, if this process has a shard of the model and has to slice adapters, the
+        plain one."""
         return self._table.form if self._model.shard.whole else super().form()
 
     def build(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
-        """Return a packed adapter; it owns ``data``, which is aligned to a cache line."""
+        """Return a packed adapter from the output of :meth:`form`'s ``pack``. It keeps ``data``, which is aligned to a
+        cache line. Raises ConfigError if a plain one does not fit the model."""
         return self._table.build(about, data) if self._model.shard.whole else super().build(digest, about, data)
 
     def place(self, slot: int, packed: PackedAdapter) -> None:
@@ -100,12 +102,12 @@ class CpuAdapters(PlainAdapters):
 
     def _pack(self, weights: AdapterWeights) -> CpuAdapter:
         model, table = self._model, self._table
-        mine = shard_adapter(weights, model.config, model.shard, self._inner_values)
-        return table.build(*table.form.pack(bits_of(mine)))
+        own = shard_adapter(weights, model.config, model.shard, self._inner_values)
+        return table.build(*table.form.pack(bits_of(own)))
 
 
 def compile_adapter_kernels(model: CpuModel, progress: Progress) -> None:
-    """Compile the kernels of steps with adapters, for later starts."""
+    """Compile the kernels of steps with adapters into the code cache, for later starts."""
     compile_with_adapters(model, adapter_table(model, inner_orders(model), 1, 1), progress)
 
 
@@ -118,7 +120,7 @@ def compile_with_adapters(
 
 
 def inner_orders(model: CpuModel) -> dict[str, torch.Tensor]:
-    """Return the order of the inner values of MLPs, [inner] or per expert [experts, inner], by layer, where weights
+    """Return the order of an MLP's inner values, int64 [inner] or [experts, inner], by name of each layer whose weights
     reorder them."""
     names, tensors = {name.rpartition(".")[0] for name in adapter_shapes(model.config)}, model.weights.tensors
     return {name: tensors[f"{name}.inner_order"].long() for name in names if f"{name}.inner_order" in tensors}
@@ -131,7 +133,8 @@ def adapter_table(
     max_rank: int,
     targets: Sequence[str] = (),
 ) -> AdapterTable:
-    """Return empty slots for a model's adapters, which may change ``targets``."""
+    """Return empty slots for adapters of a model that may change the linear layers ``targets``; () for all. ``orders``:
+    :func:`inner_orders`."""
     local = {name: order.tolist() for name, order in orders.items()} if model.shard.whole else {}
     gated = [
         f"layers.{index}.{operation.gate_up.name}"

@@ -1,7 +1,7 @@
-"""Bound on the search time of a regular expression: counts, from its parse tree, the ways in which it can try one name.
+"""Bound on the search time of a regular expression: the number of ways in which it can match a name, by its parse tree.
 
-``re`` backtracks to every choice it made, with the GIL held: ``(.*x?)*!`` takes twice as long per character. Adapter
-configs contain such expressions, so they are checked before use.
+``re`` backtracks to every choice it made, with the GIL held: the time of ``(.*x?)*!`` doubles with each character.
+Adapter configs contain untrusted expressions, so they are checked before use.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+# Assumed length of a module's name.
 NAME_CHARS = 64
-# Max ways of all expressions of a config's key; some 10 ms per name.
+# Max ways of all expressions of a config's key together; some 10 ms per name.
 MAX_WAYS = 10**6
 
 _parser: Any = importlib.import_module("re._parser")
-# (sequential repeats, ways of everything else).
+# (number of repeats in sequence, ways of everything else).
 _Ways = tuple[int, int]
 
 
 def count_ways(pattern: str) -> int:
-    """Return an upper bound on the ways in which an expression can try a name, capped at MAX_WAYS + 1. Raises like
+    """Return an upper bound on the ways in which an expression can match a name, capped at MAX_WAYS + 1. Raises like
     :func:`re.compile`."""
     return _total(_sequence(_parser.parse(pattern)))
 
@@ -42,8 +43,8 @@ def _sequence(items: Sequence[tuple[Any, Any]]) -> _Ways:
 
 def _item(kind: str, value: Any) -> _Ways:
     if kind.endswith("_REPEAT"):
-        least, most, inside = value
-        return _repeat(int(least), int(most), _sequence(inside))
+        lower, upper, body = value
+        return _repeat(int(lower), int(upper), _sequence(body))
     if kind == "BRANCH":
         return 0, _branch(value[1])
     if kind == "GROUPREF_EXISTS":
@@ -53,24 +54,26 @@ def _item(kind: str, value: Any) -> _Ways:
     return _sequence(value) if kind == "ATOMIC_GROUP" else (0, 1)
 
 
-def _repeat(least: int, most: int, inside: _Ways) -> _Ways:
-    if most <= 1:
-        return 0, _total(inside) + (least == 0)
-    if inside == (0, 1):
-        return (0, 1) if least == most else (1, 1)
-    return 0, min(_total(inside) ** min(most, NAME_CHARS), MAX_WAYS + 1)
+def _repeat(lower: int, upper: int, body: _Ways) -> _Ways:
+    """Return the ways of ``lower`` to ``upper`` repetitions of ``body``."""
+    if upper <= 1:
+        return 0, _total(body) + (lower == 0)
+    if body == (0, 1):
+        return (0, 1) if lower == upper else (1, 1)
+    return 0, min(_total(body) ** min(upper, NAME_CHARS), MAX_WAYS + 1)
 
 
 def _branch(alternatives: Sequence[Any]) -> int:
-    found = [(_beginning(items), _total(_sequence(items))) for items in alternatives]
-    # Alternatives can only match at the same place if one's literal prefix begins with the other's.
-    return max(sum(ways for other, ways in found if beginning[: len(other)] == other) for beginning, _ in found)
+    """Return the ways of alternatives: the max sum over those that can match at the same position."""
+    prefixes = [(_literal_prefix(items), _total(_sequence(items))) for items in alternatives]
+    # Two can only match at the same position if the literal prefix of one begins with the other's.
+    return max(sum(ways for other, ways in prefixes if prefix[: len(other)] == other) for prefix, _ in prefixes)
 
 
-def _beginning(items: Sequence[tuple[Any, Any]]) -> tuple[int, ...]:
-    found: list[int] = []
+def _literal_prefix(items: Sequence[tuple[Any, Any]]) -> tuple[int, ...]:
+    characters: list[int] = []
     for kind, value in items:
         if str(kind) != "LITERAL":
             break
-        found.append(value)
-    return tuple(found)
+        characters.append(value)
+    return tuple(characters)

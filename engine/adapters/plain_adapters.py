@@ -1,4 +1,4 @@
-"""Adapters as tensors, from the plain form."""
+"""Adapter slots of backends that use an adapter's tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pillion.engine.backends.backend import PackedAdapter, check_slot
 
 @dataclass(frozen=True, slots=True)
 class PlainAdapter:
-    """An adapter's tensors, as another process has read them."""
+    """An adapter's tensors, not packed further."""
 
     weights: AdapterWeights
 
@@ -25,12 +25,12 @@ class PlainAdapter:
 
 
 class PlainAdapters:
-    """Base of :class:`pillion.engine.backends.backend.BackendAdapters`; slots contain the results of :meth:`_pack`."""
+    """Implementation of :class:`pillion.engine.backends.backend.BackendAdapters`. Subclasses override :meth:`_pack`.
+    ``shapes``: those of the fused layers that adapters may change, by name."""
 
     def __init__(self, max_adapters: int, max_rank: int, shapes: Mapping[str, LayerShape]) -> None:
-        """Make empty slots; ``shapes`` are those of the layers that adapters may change."""
         self._max_rank, self._shapes = max_rank, shapes
-        # Keeps placed adapters alive.
+        # By slot; also keeps the adapters' memory alive.
         self.placed: list[PackedAdapter | None] = [None] * max_adapters
 
     @property
@@ -41,11 +41,12 @@ class PlainAdapters:
         return PlainForm()
 
     def build(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
-        """Return an adapter from the output of :class:`PlainForm`. Raises ConfigError if it does not fit the model."""
+        """Return a packed adapter from the output of :meth:`PlainForm.pack`. Raises ConfigError if it does not fit the
+        model."""
         return self.pack(weights_of(digest, plain_bits(about, data)))
 
     def pack(self, weights: AdapterWeights) -> PackedAdapter:
-        """Check an adapter and pack it with :meth:`_pack`. Raises ConfigError if it does not fit."""
+        """Check an adapter and pack it. Raises ConfigError if it does not fit the model."""
         check_adapter(weights, self._shapes, self._max_rank)
         return self._pack(weights)
 

@@ -14,22 +14,26 @@ from pillion.kernels.step import StepBatch
 
 
 class StepAdapters:
-    """Adapters of a step's rows, applied by the decoder layer by layer."""
+    """Adapters of a step's rows, applied by the decoder layer by layer.
+
+    Args:
+        row_slots: int64 [T], each row's adapter slot; -1 for none.
+        adapters: placed adapters by slot.
+    """
 
     def __init__(self, row_slots: torch.Tensor, adapters: Mapping[int, AdapterWeights]) -> None:
-        """Take ``row_slots`` [T], the adapter slot of each row, -1 for none, and ``adapters`` by slot."""
         self._row_slots = row_slots
         self._adapters = adapters
         slots = set(row_slots.tolist()) - {-1}
         self._rows = {slot: (row_slots == slot).nonzero()[:, 0] for slot in sorted(slots)}
 
     def of_rows(self, rows: torch.Tensor) -> StepAdapters:
-        """Return the adapters of a subset of rows, by index [R]."""
+        """Return the adapters of a subset of the rows; ``rows`` [R] are their indices."""
         return StepAdapters(self._row_slots[rows], self._adapters)
 
     def add(self, layer: str, inputs: torch.Tensor, outputs: torch.Tensor, expert: int | None = None) -> None:
-        """Add the rows' adapter products of the inputs [T, in] to the outputs [T, out] of a fused layer, or of one
-        ``expert`` of it."""
+        """Add each row's B (A x) to ``outputs`` [T, out] of a fused layer, or of one ``expert``, with ``inputs`` [T,
+        in]."""
         for slot, rows in self._rows.items():
             for pair in self._adapters[slot].layers.get(layer, ()):
                 a, b = (pair.a, pair.b) if expert is None else (pair.a[expert], pair.b[expert])
@@ -41,13 +45,16 @@ class StepAdapters:
     def add_by_head(
         self, layer: str, sizes: tuple[int, int], part: int, inputs: torch.Tensor, outputs: torch.Tensor
     ) -> None:
-        """Add the rows' adapter products of the inputs [T, heads, in] to the outputs [T, heads, out] of a layer with a
-        matrix per head. ``sizes``: a head's outputs for keys and for values; ``part``: 0 for the product of queries and
-        latents, 1 for that of values."""
+        """Add each row's adapter product to ``outputs`` [T, heads, out] of a layer with a matrix per head, with
+        ``inputs`` [T, heads, in].
+
+        ``sizes``: a head's outputs for keys and for values. ``part``: 0 for the product that maps queries to latents, 1
+        for the one that maps latents to values (see :func:`by_head`).
+        """
         for slot, rows in self._rows.items():
             for pair in self._adapters[slot].layers.get(layer, ()):
-                own = by_head(pair, *sizes)[part]
-                outputs[rows] += (inputs[rows].transpose(0, 1) @ own.a.mT @ own.b.mT).transpose(0, 1)
+                split = by_head(pair, *sizes)[part]
+                outputs[rows] += (inputs[rows].transpose(0, 1) @ split.a.mT @ split.b.mT).transpose(0, 1)
 
 
 class TorchAdapters(PlainAdapters):
@@ -57,7 +64,7 @@ class TorchAdapters(PlainAdapters):
         super().__init__(max_adapters, max_rank, adapter_shapes(config, targets))
 
     def of_step(self, batch: StepBatch) -> StepAdapters:
-        placed = {at: one.weights for at, one in enumerate(self.placed) if isinstance(one, PlainAdapter)}
+        placed = {slot: packed.weights for slot, packed in enumerate(self.placed) if isinstance(packed, PlainAdapter)}
         assert batch.adapters is not None
         slots, starts = map(torch.from_numpy, (batch.adapters, batch.query_starts))
         return StepAdapters(slots.long().repeat_interleave(starts.long().diff()), placed)

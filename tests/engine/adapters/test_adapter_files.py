@@ -119,7 +119,7 @@ def test_a_valid_adapter(adapter, model_folder):
         ({"target_modules": "("}, "target_modules: '(' is not a regular expression"),
         ({"target_modules": "a" * 5000}, "more than 4096 characters"),
         ({"layers_to_transform": "first"}, "layers_to_transform must be a list of int"),
-        ({"r": 5}, "_proj.lora_A.weight is [4, 64]; rank and model want [5, 64]"),
+        ({"r": 5}, "_proj.lora_A.weight is [4, 64]; rank and model require [5, 64]"),
         ({"rank_pattern": {"o_proj": 5}}, "o_proj.lora_A.weight is [4, 64]"),
         ({"target_modules": ["q_proj"]}, "whose module its config does not name as a target"),
         ({"layers_to_transform": [0]}, "whose module its config does not name as a target"),
@@ -141,8 +141,8 @@ def test_a_deeply_nested_config(depth, adapter, model_folder):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda t: t | {Q_A: t[Q_A][:, 1:]}, "q_proj.lora_A.weight is [4, 63]; rank and model want [4, 64]"),
-        (lambda t: t | {Q_B: t[Q_B][1:]}, "q_proj.lora_B.weight is [63, 4]; rank and model want [64, 4]"),
+        (lambda t: t | {Q_A: t[Q_A][:, 1:]}, "q_proj.lora_A.weight is [4, 63]; rank and model require [4, 64]"),
+        (lambda t: t | {Q_B: t[Q_B][1:]}, "q_proj.lora_B.weight is [63, 4]; rank and model require [64, 4]"),
         (lambda t: t | {Q_A: t[Q_A][0]}, "q_proj.lora_A.weight is [64]"),
         (lambda t: {n: x for n, x in t.items() if n != Q_A}, "and no lora_A of model.layers.0.self_attn.q_proj"),
         (lambda t: {n: x for n, x in t.items() if n != Q_B}, "and no lora_B of model.layers.0.self_attn.q_proj"),
@@ -221,7 +221,7 @@ def test_layers_not_named_by_the_flag(adapter, model_folder):
         with pytest.raises(ConfigError) as error:
             files.pairs(model, 4, targets)
         allowed = ",".join(targets)
-        assert f"it changes model.layers.{outside}_proj, and --lora-target-modules allows {allowed} alone" in str(error)
+        assert f"it changes model.layers.{outside}_proj, but --lora-target-modules allows only {allowed}" in str(error)
 
 
 def test_pickles_and_missing_files(adapter, model_folder):

@@ -69,7 +69,7 @@ def test_backends_have_room_for_the_named_layers_only(kernels, tmp_path):
     backend = BackendDriver(prepared).backend if kernels == "torch" else cpu_backend(prepared, threads=1)
     backend.bind_adapters(1, 8, ["o_proj"])
     adapter = random_adapter(load_config(folder), 4, (4,), torch.float32)
-    with pytest.raises(ConfigError, match="or --lora-target-modules leaves out"):
+    with pytest.raises(ConfigError, match="or --lora-target-modules excludes"):
         backend.adapters.pack(adapter)
     named = {name: pairs for name, pairs in adapter.layers.items() if name.endswith(".o")}
     backend.adapters.place(0, backend.adapters.pack(replace(adapter, layers=named)))

@@ -337,19 +337,22 @@ def copied(good, folder):
     [
         (
             lambda t: t | {DOWN_A: t[DOWN_A][2:]},
-            "experts.lora_A.weight is [8, 128]; rank and model want [10, 128] for 5",
+            "experts.lora_A.weight is [8, 128]; rank and model require [10, 128] for 5",
         ),
         (
             lambda t: t | {DOWN_B: t[DOWN_B][:, 2:]},
-            "lora_B.weight is [64, 8]; rank and model want [64, 10] for 5 experts",
+            "lora_B.weight is [64, 8]; rank and model require [64, 10] for 5 experts",
         ),
-        (lambda t: t | {DOWN_A: t[DOWN_A][:, 1:]}, "lora_A.weight is [10, 127]; rank and model want [10, 128] for 5"),
+        (
+            lambda t: t | {DOWN_A: t[DOWN_A][:, 1:]},
+            "lora_A.weight is [10, 127]; rank and model require [10, 128] for 5",
+        ),
         (
             lambda t: t | {UP_A: t[UP_A][:10]},
-            "base_layer.lora_A.weight is [10, 64]; rank and model want [20, 64] for 5",
+            "base_layer.lora_A.weight is [10, 64]; rank and model require [20, 64] for 5",
         ),
-        (lambda t: t | {GATE_A: t[GATE_A][:, 1:]}, "gate.lora_A.weight is [2, 63]; rank and model want [2, 64]"),
-        (lambda t: t | {GATE_B: t[GATE_B][1:]}, "gate.lora_B.weight is [4, 2]; rank and model want [5, 2]"),
+        (lambda t: t | {GATE_A: t[GATE_A][:, 1:]}, "gate.lora_A.weight is [2, 63]; rank and model require [2, 64]"),
+        (lambda t: t | {GATE_B: t[GATE_B][1:]}, "gate.lora_B.weight is [4, 2]; rank and model require [5, 2]"),
         (lambda t: {n: x for n, x in t.items() if n != DOWN_A}, "and no lora_A of model.layers.0.mlp.experts"),
         (
             lambda t: {n: x for n, x in t.items() if "layers.0.mlp.gate." not in n},
@@ -387,8 +390,8 @@ def test_malformed_tensors(change, words, good, mixtral, tmp_path):
         ({"target_parameters": ["down_proj", "gate.weight"]}, "whose parameter its config does not name as a target"),
         ({"target_parameters": ["down_proj", "gate_up_proj"]}, "gate.lora_A.weight, whose module its config does not"),
         ({"target_parameters": [3]}, "target_parameters must be a list of str"),
-        ({"r": 3}, "rank and model want [15, 128] for 5 experts"),
-        ({"rank_pattern": {}}, "base_layer.lora_A.weight is [20, 64]; rank and model want [10, 64] for 5 experts"),
+        ({"r": 3}, "rank and model require [15, 128] for 5 experts"),
+        ({"rank_pattern": {}}, "base_layer.lora_A.weight is [20, 64]; rank and model require [10, 64] for 5 experts"),
     ],
 )
 def test_configs_that_do_not_fit(changes, words, good, mixtral, tmp_path):

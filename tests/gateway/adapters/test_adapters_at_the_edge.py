@@ -409,7 +409,7 @@ async def test_reading_an_adapter_blocks_no_request_and_ends_with_the_gateway(ma
         assert "pillion.engine.adapters.adapter_process_main" in process.cmdline()
         process.suspend()
         loading = asyncio.create_task(load(fakes, "chat", "v1"))
-        await until("the load to be under way", lambda: fakes.gateway.gateway.adapters._process._turn.locked())
+        await until("the load to be under way", lambda: fakes.gateway.gateway.adapters._process._job_lock.locked())
         reply = await call(fakes.gateway.http_address, "/v1/completions", TEXT | {"model": "sql"})
         assert (reply.status, loading.done()) == (200, False)
         process.resume()
