@@ -1,5 +1,5 @@
-"""Assembly of a decode worker: that of :func:`pillion.engine.assemble_worker.start_worker`, with grammars and partial
-blocks, and one service, Decode.Connect.
+"""Assembly of a decode worker: the worker of :func:`pillion.engine.assemble_worker.start_worker`, and its service,
+Decode.Connect.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ async def start_decode(
     partial_block_percent: int = PARTIAL_BLOCK_PERCENT,
 ) -> WorkerServer:
     """Start a decode worker, which attaches to its KV node and serves when its ``turn`` comes. Raises ConfigError for
-    flags that cannot work."""
+    invalid flags."""
     flags = await asyncio.to_thread(with_budgets, flags)
     auto = flags.target_itl_ms == AUTO
     worker = await start_worker(

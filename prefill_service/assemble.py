@@ -1,5 +1,5 @@
-"""Assembly of a prefill worker: that of :func:`pillion.engine.assemble_worker.start_worker`, with two services.
-Prefill.RunPrefill takes prefill ranges, and Decode.Connect takes texts that end with a vector, computed whole.
+"""Assembly of a prefill worker: the worker of :func:`pillion.engine.assemble_worker.start_worker`, and two services:
+Prefill.RunPrefill for prefill ranges, and Decode.Connect for texts to embed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ async def start_prefill(
 ) -> WorkerServer:
     """Start a prefill worker, which serves when its ``turn`` comes. Raises ConfigError for flags that cannot work."""
     flags = await asyncio.to_thread(with_budgets, flags)
-    # Without chunks a range runs alone; each stage of a pipeline has one.
+    # Without chunked prefill, a step has one range, and each stage of a pipeline a step in flight.
     chunked_seqs = min(MAX_WAITING_PREFILLS, flags.max_num_batched_prefill_tokens)
     worker = await start_worker(
         flags,
@@ -38,7 +38,7 @@ async def start_prefill(
     servicer = PrefillServicer(worker, MAX_WAITING_PREFILLS)
     services = [Service(SERVICE_NAME, partial(prefill_pb2_grpc.add_PrefillServicer_to_server, servicer))]
     if worker.gives_vectors:
-        # Such a text needs no decode worker, whose streams it would delay.
+        # Texts to embed need no decode worker, whose streams they would delay.
         limits = StreamLimits(MAX_WAITING_PREFILLS, "the most that may wait or run", vectors_alone=True)
         services.append(DecodeServicer(worker, limits).service)
     return await serve(worker, *services)

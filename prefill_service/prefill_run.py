@@ -1,7 +1,7 @@
 """One prefill range on a prefill worker, from its ticket to its last acknowledgement.
 
-checked --> ticket adopted --> chunk computed --> committed --> acknowledged --> ... --> hold released
-                                    cancel at any time: what is acknowledged stands, the rest is freed
+checked --> ticket adopted --> chunk computed --> committed --> acknowledged --> ... --> ticket released
+                                    cancelled at any time: acknowledged chunks stay committed, other slots are freed
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from opentelemetry.context import Context
 from pillion.engine.scheduling.block_chain import AdoptedTicket, ChunkDone
 from pillion.engine.scheduling.sequence import Sequence, rope_shift
 from pillion.engine.scheduling.step_plan import Update
-from pillion.engine.streams.stream_session import violations_of_place
+from pillion.engine.streams.stream_session import scheduling_violations
 from pillion.engine.worker import worker_epoch
 from pillion.engine.worker.worker import Worker
 from pillion.engine.worker.worker_telemetry import record
@@ -30,21 +30,23 @@ from pillion.v1.prefill_pb2 import ChunkAck, RunPrefillRequest
 
 
 class PrefillRun:
-    """A prefill range, and the listener of its sequence. ``trace`` is the caller's context."""
+    """A prefill range on the worker, and the listener of its sequence. ``trace``: the caller's trace context."""
 
     def __init__(self, worker: Worker, trace: Context) -> None:
         self.trace = trace
         self._worker = worker
         self._seq_id = worker.next_id()
-        self._before_s = 0.0
+        # End of the previous chunk; the range's arrival before the first.
+        self._previous_s = 0.0
         self._chunk_tokens: tuple[int, ...] = ()
         self._end_tokens = 0
-        # At most one entry per chunk, for the beginning and for the end.
+        # At most one entry per chunk, one for the start and one for the end.
         self._results: asyncio.Queue[ChunkAck | PillionError | None] = asyncio.Queue()
         self._over = False
 
     async def acks(self, prefill_range: RunPrefillRequest) -> AsyncGenerator[ChunkAck, None]:
-        """Run a prefill range; closing the iterator cancels it. Raises NotFound, Overloaded, Unavailable, Internal."""
+        """Run a prefill range and yield its acknowledgements; closing the iterator cancels it. Raises NotFound,
+        Overloaded, Unavailable or Internal."""
         self._chunk_tokens, self._end_tokens = tuple(prefill_range.chunk_tokens), prefill_range.start_tokens
         starting = asyncio.create_task(self._start(prefill_range))
         starting.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -59,13 +61,14 @@ class PrefillRun:
                     continue
                 self._end_tokens = result.end_tokens
                 if result.chunk_index == len(self._chunk_tokens) - 1:
-                    # The sequence itself ends between two steps, which may take long.
+                    # Do not wait for the sequence's end, which comes only between two steps.
                     return
         finally:
             self.cancel()
 
     async def _next(self) -> ChunkAck | PillionError | None:
-        """Return the next result, or a sign of life if the range waits for long and steps go on."""
+        """Return the next result, or a heartbeat with the queue position if there is none for QUEUE_HEARTBEAT_MS and
+        steps go on."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(worker_epoch.QUEUE_HEARTBEAT_MS / 1000):
@@ -82,17 +85,20 @@ class PrefillRun:
     async def _start(self, prefill_range: RunPrefillRequest) -> None:
         block_size, start_tokens = self._worker.block_size, prefill_range.start_tokens
         start, end = start_tokens // block_size, (start_tokens + len(prefill_range.token_ids)) // block_size
-        beside = self._worker.model.backend.layout.working_pages
+        state_blocks = self._worker.model.backend.layout.working_pages
         started = await self._worker.run_sequence(
             prefill_range.adapter,
             hold=lambda epoch: epoch.tickets.adopt(
-                prefill_range.ticket_id, end + beside, start_block=start, first_lease_blocks=end - start + beside
+                prefill_range.ticket_id,
+                end + state_blocks,
+                start_block=start,
+                first_lease_blocks=end - start + state_blocks,
             ),
             begin=lambda ticket: (self._sequence(prefill_range, ticket), {self._seq_id: self}),
             wanted=lambda: not self._over,
         )
         if started is not None:
-            self._before_s = started[0].arrived_s
+            self._previous_s = started[0].arrived_s
 
     def _sequence(self, prefill_range: RunPrefillRequest, ticket: AdoptedTicket) -> Sequence:
         start_tokens = prefill_range.start_tokens
@@ -129,15 +135,15 @@ class PrefillRun:
         ack = ChunkAck(
             chunk_index=chunk.index,
             end_tokens=chunk.end_tokens,
-            queue_ms=max(0.0, chunk.started_s - self._before_s) * 1000,
+            queue_ms=max(0.0, chunk.started_s - self._previous_s) * 1000,
             compute_ms=(chunk.computed_s - chunk.started_s) * 1000,
         )
-        self._before_s = chunk.computed_s
+        self._previous_s = chunk.computed_s
         self._results.put_nowait(ack)
 
 
 def check_range(prefill_range: RunPrefillRequest, worker: Worker) -> None:
-    """Check a prefill range before anything is done for it. Raises InvalidRequest with every violation."""
+    """Check the fields of a prefill range. Raises InvalidRequest with every violation."""
     if violations := tuple(_violations(prefill_range, worker)):
         raise InvalidRequest.of(*violations)
 
@@ -163,6 +169,6 @@ def _violations(prefill_range: RunPrefillRequest, worker: Worker) -> Iterator[Fi
         yield FieldViolation(
             "chunk_tokens", f"they add up to {sum(prefill_range.chunk_tokens)}, the prefill range has {total} tokens"
         )
-    yield from violations_of_place(prefill_range)
+    yield from scheduling_violations(prefill_range)
     if len(prefill_range.parent_hash) != HASH_BYTES:
         yield FieldViolation("parent_hash", f"{len(prefill_range.parent_hash)} bytes; {HASH_BYTES} are needed")

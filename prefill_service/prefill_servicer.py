@@ -39,7 +39,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
         metadata = [(key, value) for key, value in context.invocation_metadata() or () if isinstance(value, str)]
         run = PrefillRun(worker, telemetry.extract(metadata))
         self._live.add(run)
-        # The call's end is noticed by the callback while an acknowledgement is sent, by aclosing otherwise.
+        # If the call ends while an ack is being sent, only this callback notices; otherwise aclosing does.
         context.add_done_callback(lambda *_: run.cancel())  # type: ignore[arg-type]  # the stubs name its arguments
         try:
             async with aclosing(run.acks(request)) as acks:

@@ -2,6 +2,6 @@
 
 Open first: stream_session.py, which follows a stream from its submit to its last delta.
 
-A decode worker takes every stream; a prefill worker those that end with a vector, which are never sampled. Scheduling
-is in pillion.engine.scheduling, text in the gateway.
+A decode worker accepts all streams; a prefill worker only texts to embed, which are never sampled. Scheduling is in
+pillion.engine.scheduling, detokenization in the gateway.
 """

@@ -24,7 +24,7 @@ SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServicer):
-    """The servicer of gateways' connections, whose streams share ``limits``."""
+    """Servicer of the gateways' connections, whose streams share ``limits``."""
 
     def __init__(self, worker: Worker, limits: StreamLimits) -> None:
         self._worker = worker
@@ -49,11 +49,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         """Serve one gateway's connection."""
         session = DecodeSession(self._worker, self._limits, self._adopting)
         self._sessions[session] = None
-        # The connection's end is noticed by the callback while a message is sent, by finally otherwise.
+        # If the connection ends while a message is being sent, only this callback notices; otherwise finally does.
         context.add_done_callback(lambda *_: session.close())  # type: ignore[arg-type]  # the stubs name its arguments
         await context.send_initial_metadata(())
         reader = asyncio.create_task(_read(request_iterator, session))
-        teller = asyncio.create_task(_tell_queued(session))
+        heartbeats = asyncio.create_task(_send_heartbeats(session))
         try:
             async for batch in session.deltas():
                 yield batch
@@ -63,31 +63,32 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
             session.close()
             self._sessions.pop(session, None)
             reader.cancel()
-            teller.cancel()
+            heartbeats.cancel()
 
 
-async def _tell_queued(session: DecodeSession) -> None:
-    """Send signs of life for waiting streams as long as the connection lasts."""
+async def _send_heartbeats(session: DecodeSession) -> None:
+    """Send heartbeats for waiting streams as long as the connection lasts."""
     while True:
         await asyncio.sleep(worker_epoch.QUEUE_HEARTBEAT_MS / 1000)
         try:
-            await session.tell_queued()
+            await session.report_queued()
         except Exception:
-            # Without signs of life, a gateway would take a long queue for a hanging worker.
-            log.exception("signs of life of waiting streams failed")
+            # Without these heartbeats, a gateway would mistake a long queue for a hung worker.
+            log.exception("heartbeats of waiting streams failed")
 
 
 async def _read(commands: AsyncIterator[decode_pb2.DecodeCommand], session: DecodeSession) -> None:
-    """Feed the session until the gateway's side ends; then the session ends."""
+    """Pass the gateway's commands to the session, and close it when the gateway closes its side. Raises InvalidRequest
+    for a connection without a hello."""
     try:
-        greeted = False
+        has_hello = False
         async for command in commands:
             kind = command.WhichOneof("command")
-            if not greeted:
+            if not has_hello:
                 if kind != "hello":
-                    raise InvalidRequest("the first command of a connection is a hello")
+                    raise InvalidRequest("the first command of a connection must be a hello")
                 check_hello(command.hello)
-                greeted = True
+                has_hello = True
             elif kind == "submit":
                 await session.submit(command.submit)
             elif kind == "cancel":

@@ -1,21 +1,23 @@
 """One gateway's connection to a worker: its streams, and the deltas to send next.
 
-    submit --> checked --> ticket adopted, or opened --> its chain is there --> queued, prompt tail, decode --> finished
+    submit --> checked --> ticket adopted, or opened --> its blocks committed --> queued, prompt tail, decode -->
+    finished
                   |              |                             |                        |                      | failed
                   +--------------+-----------error-------------+------------------------+-----> last delta
-    cancel, or the connection's end: silence
+    cancel, or the connection's end: no further delta
 
-A submit without a ticket concerns only this worker: it opens and adopts one in a single call, which waits at the KV
-node while memory is short, and gets none if the node has less of the prompt than the gateway expected.
+If no other worker computes a part of the prompt, a submit has no ticket. This worker then opens and adopts one in a
+single call, which waits at the KV node while memory is short, and fails if the node has less of the prompt than the
+gateway expected.
 
 A submit may come while a prefill worker still runs the prefill range: this worker then waits at the KV node for the
-range's blocks, so the node's answer is the whole hand-off.
+range's blocks, and that is the whole hand-off.
 
 A submit's parallel samples are streams from its first token on. If the submit ends before that, they end with it, and
 only its own key gets a delta.
 
 All updates of a stream since the last message are merged into one delta, so a slow gateway costs one entry per stream;
-one message carries all streams' deltas of a step.
+one message has the deltas of all streams of a step.
 """
 
 from __future__ import annotations
@@ -62,24 +64,32 @@ from pillion.wire.errors import as_pillion_error
 
 log = logging.getLogger("pillion.decode")
 
-# Max streams that wait for memory or for their chains, over all connections; they have no sequence on the worker yet.
+# Max streams, over all connections, that wait for memory or prefilled blocks, and have no sequence on the worker yet.
 MAX_AWAITING = 4096
-# Unread refusals above which no further command is read from the connection.
-MAX_UNREAD_REFUSALS = 1024
+# A refusal with this many pending deltas pauses the reading of submits until they are sent.
+MAX_PENDING_DELTAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_POOLED_IDS = 16
-# Max positions per prompt at which states are kept for its client.
-MAX_KEPT_PLACES = 8
+# Max positions per prompt at which a client may ask to keep the recurrent state.
+MAX_KEPT_POSITIONS = 8
 
 
 class MemoryShort(Overloaded):
-    """A prompt waited in vain for memory at the KV node; the client gets this error."""
+    """The KV node had no memory for a prompt in time. Not retried on another worker: the client gets this error."""
 
 
 @dataclass(eq=False, slots=True)
 class _DecodeStream:
-    """One answer that the worker streams to a gateway, of a Submit or of one of its parallel samples; it receives the
-    tokens of its sequence. ``key`` is its name on the connection, ``seq_id`` on the worker."""
+    """The stream of one answer to a gateway, for a Submit or one of its parallel samples; the listener of its sequence.
+
+    Attributes:
+        key: the stream's id on the connection.
+        seq_id: the sequence's id on the worker.
+        timer: ends the stream at its deadline.
+        tickets: the epoch's tickets, while the stream waits for its own or for blocks.
+        generated: number of tokens of the answer.
+        sent_draft_tokens: drafted tokens as of the last timings sent.
+    """
 
     session: DecodeSession
     trace: Context
@@ -89,20 +99,21 @@ class _DecodeStream:
     timer: asyncio.TimerHandle | None = None
     tickets: Tickets | None = None
     generated: int = 0
-    told_draft_tokens: int = 0
-    # Written by the step thread, read here.
+    sent_draft_tokens: int = 0
+    # Written by the step thread.
     progress: SequenceProgress | None = None
 
     def should_send_timings(self, new_tokens: int) -> bool:
-        """Return whether a delta that is not the last has timings, because a stream that the gateway ends has no last
-        delta: that of the first tokens, and any before which drafts were judged, which are then marked as sent."""
+        """Return whether a delta with ``new_tokens`` that is not the last has timings, since a stream that the gateway
+        ends has no last one: if it has the first tokens, or draft tokens were verified since the last timings, which
+        then count as sent."""
         if self.progress is None:
             return False
-        told, self.told_draft_tokens = self.told_draft_tokens, self.progress.drafted_tokens
-        return told < self.told_draft_tokens or self.generated == new_tokens
+        sent, self.sent_draft_tokens = self.sent_draft_tokens, self.progress.drafted_tokens
+        return sent < self.sent_draft_tokens or self.generated == new_tokens
 
     def on_begun(self) -> None:
-        self.session.tell_begun(self.key)
+        self.session.report_begun(self.key)
 
     def on_update(self, update: Update) -> None:
         self.generated += len(update.token_ids)
@@ -118,12 +129,12 @@ class _DecodeStream:
 
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
-    """The streams that a worker accepts.
+    """Limits on the streams of a worker.
 
     Attributes:
-        max_streams: over all connections, with what else the worker runs.
-        flags: the flags that ``max_streams`` comes from, for errors.
-        vectors_alone: whether only streams that end with a vector are accepted.
+        max_streams: max streams of all connections and other sequences of the worker.
+        flags: the flags that determine ``max_streams``, for error messages.
+        vectors_alone: True if only texts to embed are accepted.
     """
 
     max_streams: int
@@ -132,9 +143,11 @@ class StreamLimits:
 
 
 class DecodeSession:
-    """One connection; :meth:`close` is called at its end.
+    """One gateway's connection, which its servicer closes.
 
-    The worker's connections share ``limits`` and ``adopting``, the number of streams of each running adoption.
+    Args:
+        limits: limits shared by all connections.
+        adopting: shared by all connections: the number of streams that each running :meth:`_start` will add.
     """
 
     def __init__(self, worker: Worker, limits: StreamLimits, adopting: dict[asyncio.Task[None], int]) -> None:
@@ -151,7 +164,8 @@ class DecodeSession:
         self._finishing = False
 
     async def submit(self, submit: Submit) -> None:
-        """Start a stream; an error is its only delta. InvalidRequest, for a key in use, ends the connection."""
+        """Start a stream; an error becomes its only delta. Raises InvalidRequest for a key in use, which ends the
+        connection."""
         await self._room.wait()
         keys = (submit.key, *(sample.key for sample in submit.siblings))
         if len(set(keys)) < len(keys):
@@ -175,7 +189,7 @@ class DecodeSession:
             if submit.siblings and submit.prompt_tokens != len(submit.token_ids):
                 raise InvalidRequest("only a prompt without an answer has parallel samples")
             if not submit.awaited_blocks:
-                # Reject before opening a ticket, which may evict blocks, if the worker has no room for the stream.
+                # Before opening a ticket, which may evict blocks.
                 self._check_room(len(keys))
             if waits and len(self._adopting) >= MAX_AWAITING:
                 raise Overloaded(f"{MAX_AWAITING} streams already wait at {worker.component_id}")
@@ -200,14 +214,14 @@ class DecodeSession:
             record_stream(stream.trace, replace(stream.progress, ended_s=time.monotonic()), stream.generated)
 
     def close(self) -> None:
-        """End everything submitted on the connection, which is over (I8). Idempotent."""
+        """Cancel all streams of the connection, which has ended (I8). Idempotent."""
         self._closed = True
         for key in tuple(self._streams):
             self.cancel(key)
         self._awake.set()
 
     def finish(self) -> None:
-        """Send the pending deltas, then end the connection, because the worker stops."""
+        """End the connection after the pending deltas, because the worker stops."""
         self._finishing = True
         self._awake.set()
 
@@ -231,7 +245,7 @@ class DecodeSession:
         try:
             self._write_update(key, update)
         except Exception as error:  # noqa: BLE001  (a defect must end its stream, not those after it in the outcome)
-            # What is written of this delta may be inconsistent.
+            # The delta may be incomplete.
             self._pending.pop(key, None)
             self._end(key, as_pillion_error(error, "Decode"))
 
@@ -263,12 +277,13 @@ class DecodeSession:
         if update.progress is not None:
             delta.timings.CopyFrom(_timings_of(update.progress))
 
-    def tell_begun(self, key: int) -> None:
-        """Report that the prompt of a stream is being computed: position 0."""
+    def report_begun(self, key: int) -> None:
+        """Report that the prompt of a stream is being computed: queue position 0."""
         self._pending_delta(key).queued.CopyFrom(Queued())
 
-    async def tell_queued(self) -> None:
-        """Add a sign of life for every stream that waits for its turn or its prompt, if steps go on."""
+    async def report_queued(self) -> None:
+        """Add a heartbeat with the queue position to the delta of each stream that waits or computes its prompt. Waits
+        for the step loop, so a hung worker sends none."""
         if not self._streams:
             return
         positions = await self._worker.epoch.positions()
@@ -278,13 +293,15 @@ class DecodeSession:
                 self._pending_delta(key).queued.CopyFrom(Queued(position=position))
 
     def _check_room(self, streams: int) -> None:
+        """Raise Overloaded if the worker cannot accept ``streams`` more streams."""
         worker = self._worker
-        most = self._limits.max_streams
-        if len(worker.epoch.listeners) + sum(self._adopting.values()) + streams > most:
-            raise Overloaded(f"{worker.component_id} has {most} streams ({self._limits.flags})")
+        limit = self._limits.max_streams
+        if len(worker.epoch.listeners) + sum(self._adopting.values()) + streams > limit:
+            raise Overloaded(f"{worker.component_id} has {limit} streams ({self._limits.flags})")
 
     async def _start(self, stream: _DecodeStream, submit: Submit, sampling: SamplingParams) -> None:
-        """Adopt or open the ticket and queue the stream. Never cancelled, because a ticket must be released."""
+        """Adopt or open the ticket and queue the stream. Never cancelled, because an adopted ticket must be
+        released."""
         try:
             grammar = None
             if submit.grammar:
@@ -309,17 +326,17 @@ class DecodeSession:
             return
         if started is not None:
             stream.progress, ticket = started
-            # Tells the gateway that it can release its ticket.
+            # On this delta, the gateway may release its own hold of the ticket.
             self._pending_delta(submit.key).pinned_blocks = len(ticket.chain_slots)
 
     async def _hold(self, stream: _DecodeStream, submit: Submit, epoch: WorkerEpoch) -> tuple[AdoptedTicket, bytes]:
-        """Adopt the gateway's ticket and await its chain, or open a ticket. Raises as :class:`Tickets` does, but
-        MemoryShort if another worker would wait in vain as well."""
+        """Adopt the gateway's ticket and wait for its blocks, or open a ticket; return it and the hash of its last
+        block. Raises as :class:`Tickets` does, but MemoryShort if the node is out of memory."""
         stream.tickets = epoch.tickets
         total_blocks = self._worker.blocks_of(len(submit.token_ids))
         if submit.ticket_id:
             return await self._adopt_ticket(stream, submit, epoch, total_blocks)
-        began_s, found = time.monotonic(), {"pillion.pinned_blocks": 0}
+        began_s, attributes = time.monotonic(), {"pillion.pinned_blocks": 0}
         try:
             ticket, last_hash = await epoch.tickets.open(
                 stream.seq_id,
@@ -332,26 +349,29 @@ class DecodeSession:
                 known_blocks=submit.known_blocks,
                 flow=bounded_flow(submit.flow.key, submit.flow.weight),
             )
-            found["pillion.pinned_blocks"] = len(ticket.chain_slots)
+            attributes["pillion.pinned_blocks"] = len(ticket.chain_slots)
         except DeadlineExceeded:
             node_id = self._worker.attachment.node_id
-            late = f"no KV memory came free at {node_id} within {MEMORY_WAIT_S:.0f} s"
-            raise MemoryShort(late, retry_after_ms=1000) from None
+            message = f"no KV memory came free at {node_id} within {MEMORY_WAIT_S:.0f} s"
+            raise MemoryShort(message, retry_after_ms=1000) from None
         except Overloaded as error:
             raise MemoryShort(error.message, error.retry_after_ms) from None
         finally:
-            record("kv.pin", stream.trace, began_s, time.monotonic(), found)
+            record("kv.pin", stream.trace, began_s, time.monotonic(), attributes)
         return ticket, last_hash
 
     async def _adopt_ticket(
         self, stream: _DecodeStream, submit: Submit, epoch: WorkerEpoch, total_blocks: int
     ) -> tuple[AdoptedTicket, bytes]:
-        held = await epoch.tickets.adopt(submit.ticket_id, total_blocks, awaited_blocks=submit.awaited_blocks)
-        if len(held[0].chain_slots) >= submit.awaited_blocks or self._streams.get(submit.key) is not stream:
-            return held
+        """Adopt the submit's ticket, and wait for its awaited blocks unless the stream has ended meanwhile."""
+        ticket, last_hash = await epoch.tickets.adopt(
+            submit.ticket_id, total_blocks, awaited_blocks=submit.awaited_blocks
+        )
+        if len(ticket.chain_slots) >= submit.awaited_blocks or self._streams.get(submit.key) is not stream:
+            return ticket, last_hash
         if submit.adapter:
             epoch.expect_adapter(submit.adapter)
-        return await epoch.tickets.await_chain(stream.seq_id, held[0], submit.awaited_blocks)
+        return await epoch.tickets.await_chain(stream.seq_id, ticket, submit.awaited_blocks)
 
     def _begin(
         self,
@@ -360,14 +380,14 @@ class DecodeSession:
         sampling: SamplingParams,
         ticket: AdoptedTicket,
     ) -> tuple[Sequence, dict[int, SequenceListener]]:
-        """Return the sequence of a stream that has waited, and the listeners of it and of its remaining parallel
-        samples. Raises Overloaded if the worker has no room for them."""
+        """Return the sequence of a stream with its ticket, and the listeners, by seq_id, of it and of its parallel
+        samples that are not cancelled. Raises Overloaded if the worker cannot accept them any more."""
         stream.parallel_samples = tuple(
             sample for sample in stream.parallel_samples if self._streams.get(sample.key) is sample
         )
         if _waits(submit):
             self._check_room(1 + len(stream.parallel_samples))
-        model, seeds = self._worker.model, {one.key: one.seed for one in submit.siblings}
+        model, seeds = self._worker.model, {sample.key: sample.seed for sample in submit.siblings}
         sequence = Sequence(
             ticket,
             self._worker.block_size,
@@ -383,7 +403,7 @@ class DecodeSession:
             ),
             priority=bounded(submit.priority),
             parallel_samples=tuple(
-                ParallelSampleSpec(other.seq_id, seeds[other.key]) for other in stream.parallel_samples
+                ParallelSampleSpec(sample.seq_id, seeds[sample.key]) for sample in stream.parallel_samples
             ),
             scored_tokens=submit.scored_tokens,
             adapter=submit.adapter,
@@ -393,9 +413,10 @@ class DecodeSession:
             vocab_size=model.backend.vocab_size,
             flow=bounded_flow(submit.flow.key, submit.flow.weight),
         )
-        return sequence, {one.seq_id: one for one in (stream, *stream.parallel_samples)}
+        return sequence, {listener.seq_id: listener for listener in (stream, *stream.parallel_samples)}
 
     def _open(self, submit: Submit, key: int) -> _DecodeStream:
+        """Register a stream under ``key``, with the submit's deadline."""
         trace = telemetry.from_traceparent(submit.traceparent)
         stream = self._streams[key] = _DecodeStream(self, trace, key, self._worker.next_id())
         if submit.timeout_ms:
@@ -404,7 +425,8 @@ class DecodeSession:
         return stream
 
     def _drop(self, key: int) -> _DecodeStream | None:
-        """Remove a stream; its parallel samples that have not started go with it, without a delta."""
+        """Remove and return a stream; None if there is none. Parallel samples that have not started are cancelled
+        without a delta."""
         stream = self._streams.pop(key, None)
         if stream is None:
             return None
@@ -420,7 +442,7 @@ class DecodeSession:
 
     def _time_out(self, key: int) -> None:
         if key in self._streams:
-            self._end(key, DeadlineExceeded("the request's time is over"))
+            self._end(key, DeadlineExceeded("the request's deadline has passed"))
 
     def _end(self, key: int, error: PillionError) -> None:
         """End a stream with an error in its next delta."""
@@ -431,10 +453,11 @@ class DecodeSession:
 
     def _fail(self, key: int, error: PillionError) -> None:
         self._pending_delta(key).error.CopyFrom(_error_of(error))
-        if len(self._pending) >= MAX_UNREAD_REFUSALS:
+        if len(self._pending) >= MAX_PENDING_DELTAS:
             self._room.clear()
 
     def _pending_delta(self, key: int) -> DecodeDelta:
+        """Return the delta of a stream in the next message, for the caller to add to."""
         self._awake.set()
         delta = self._pending.get(key)
         if delta is None:
@@ -443,7 +466,7 @@ class DecodeSession:
 
 
 def _waits(submit: Submit) -> bool:
-    """Return whether the stream may have to wait for blocks or memory before it is scheduled."""
+    """Return whether the stream may have to wait for prefilled blocks or memory before it is scheduled."""
     return bool(submit.awaited_blocks) or not submit.ticket_id
 
 
@@ -467,10 +490,9 @@ def _timings_of(progress: SequenceProgress) -> DecodeTimings:
 
 
 def check_submit(submit: Submit, block_size: int, vocab_size: int, max_model_len: int) -> SamplingParams:
-    """Check a submit before anything is done for it, and return its parameters. Raises InvalidRequest with every
-    violation.
+    """Check the fields of a submit, and return its sampling parameters. Raises InvalidRequest with every violation.
 
-    Gateways check their clients' requests already; these checks keep a broken or older gateway from the step loop.
+    Gateways check their clients' requests already; these checks protect the step loop from a broken or older gateway.
     """
     sampling = read_sampling(submit)
     violations = [*_shape(submit, block_size, vocab_size, max_model_len), *_sampling(sampling, submit, vocab_size)]
@@ -493,9 +515,9 @@ def _shape(submit: Submit, block_size: int, vocab_size: int, max_model_len: int)
         yield FieldViolation("max_tokens", f"{submit.max_tokens}; {total - submit.prompt_tokens} are generated already")
     if submit.scored_tokens >= max(submit.prompt_tokens, 1):
         yield FieldViolation("scored_tokens", f"{submit.scored_tokens} after the first of {submit.prompt_tokens}")
-    asked = submit.prompt_tokens * (1 + submit.sampling.prompt_logprobs) * submit.sampling.HasField("prompt_logprobs")
-    if asked > MAX_PROMPT_LOGPROBS:
-        yield FieldViolation("sampling.prompt_logprobs", f"{asked} log probabilities; at most {MAX_PROMPT_LOGPROBS}")
+    count = submit.prompt_tokens * (1 + submit.sampling.prompt_logprobs) * submit.sampling.HasField("prompt_logprobs")
+    if count > MAX_PROMPT_LOGPROBS:
+        yield FieldViolation("sampling.prompt_logprobs", f"{count} log probabilities; at most {MAX_PROMPT_LOGPROBS}")
     if len(submit.root_hash) != HASH_BYTES:
         yield FieldViolation("root_hash", f"{len(submit.root_hash)} bytes; {HASH_BYTES} are needed")
     if submit.awaited_blocks:
@@ -508,34 +530,34 @@ def _shape(submit: Submit, block_size: int, vocab_size: int, max_model_len: int)
         yield FieldViolation("stop_token_ids", f"more than {MAX_STOP_TOKEN_IDS}")
     if submit.bad_words:
         yield from _bad_words(submit.bad_words, vocab_size)
-    yield from violations_of_place(submit)
+    yield from scheduling_violations(submit)
 
 
 def _awaited(submit: Submit, total: int) -> Iterator[FieldViolation]:
     if submit.awaited_blocks > total:
-        yield FieldViolation("awaited_blocks", f"{submit.awaited_blocks} blocks cannot hold {total} tokens")
+        yield FieldViolation("awaited_blocks", f"{submit.awaited_blocks} blocks of a text of {total} tokens")
     if not submit.ticket_id:
-        yield FieldViolation("awaited_blocks", "there is no ticket under which others bring blocks")
+        yield FieldViolation("awaited_blocks", "needs a ticket_id, under which the blocks are committed")
 
 
 def _bad_words(words: Collection[TokenSequence], vocab_size: int) -> Iterator[FieldViolation]:
-    if len(words) > MAX_BAD_SEQUENCES or not all(1 <= len(one.token_ids) <= MAX_BAD_TOKENS for one in words):
+    if len(words) > MAX_BAD_SEQUENCES or not all(1 <= len(word.token_ids) <= MAX_BAD_TOKENS for word in words):
         text = f"at most {MAX_BAD_SEQUENCES} sequences of 1 to {MAX_BAD_TOKENS} tokens"
         yield FieldViolation("bad_words", text)
-    elif any(max(one.token_ids) >= vocab_size for one in words):
+    elif any(max(word.token_ids) >= vocab_size for word in words):
         yield FieldViolation("bad_words", f"an id is outside the vocabulary of {vocab_size}")
 
 
-def violations_of_place(asked: Submit | RunPrefillRequest) -> Iterator[FieldViolation]:
-    """Yield the violations of the fields that place a stream or a prefill range on a worker."""
-    if len(asked.kept_tokens) > MAX_KEPT_PLACES:
-        yield FieldViolation("kept_tokens", f"{len(asked.kept_tokens)} places; at most {MAX_KEPT_PLACES}")
-    if len(asked.flow.key) > MAX_FLOW_KEY_BYTES:
-        yield FieldViolation("flow.key", f"{len(asked.flow.key)} bytes; at most {MAX_FLOW_KEY_BYTES}")
+def scheduling_violations(request: Submit | RunPrefillRequest) -> Iterator[FieldViolation]:
+    """Yield the violations of the scheduling fields that a Submit and a RunPrefillRequest have in common."""
+    if len(request.kept_tokens) > MAX_KEPT_POSITIONS:
+        yield FieldViolation("kept_tokens", f"{len(request.kept_tokens)} positions; at most {MAX_KEPT_POSITIONS}")
+    if len(request.flow.key) > MAX_FLOW_KEY_BYTES:
+        yield FieldViolation("flow.key", f"{len(request.flow.key)} bytes; at most {MAX_FLOW_KEY_BYTES}")
 
 
 def _pooling(submit: Submit, vocab_size: int) -> Iterator[FieldViolation]:
-    """Yield the violations of the fields of a stream that ends with a vector."""
+    """Yield the violations of the pooling fields."""
     pooled = read_pooling(submit) is not None
     end = submit.pooled_first + submit.pooled_rows
     if submit.pooled_rows and end > submit.prompt_tokens:
@@ -554,7 +576,7 @@ def _pooling(submit: Submit, vocab_size: int) -> Iterator[FieldViolation]:
 
 
 def _sampling(params: SamplingParams, submit: Submit, vocab_size: int) -> Iterator[FieldViolation]:
-    """Yield the violations of the sampling fields. A field that an older gateway lacks is unset and has no effect."""
+    """Yield the violations of the sampling fields. Fields unknown to an older gateway are unset, and have no effect."""
     if params.temperature is None or params.top_p is None or params.top_k is None or params.seed is None:
         yield FieldViolation("sampling", "temperature, top_p, top_k and seed must be resolved")
         return
