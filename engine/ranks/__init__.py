@@ -1,9 +1,9 @@
 """Tensor parallelism within a worker: several ranks, each a process with a shard of the model.
 
-    rank_loading.py    chooses and loads each rank's shard: entry point for the core
-    rank_collective.py sums and waits of a rank's program on the CPU kernels
+    rank_loading.py    loading of a worker of several ranks, and of each rank's shard
+    rank_collective.py all-reduces and barriers of a rank's program on the CPU kernels
     cpu_rank.py        backend of a rank on the CPU kernels
-    rank_processes.py  the other ranks as seen by rank 0: start, joint calls, watch and end
+    rank_processes.py  rank 0's management of the other ranks: start, joint calls, supervision and end
     ranked_backend.py  rank 0's backend: every call goes to all ranks
     rank_main.py       process of a rank above 0
     rank_messages.py   messages between ranks

@@ -1,8 +1,8 @@
 """Backend of a rank on the CPU kernels, with its shard of the model.
 
 The ranks' backends share the pool. All run each forward pass simultaneously, with the same batch and the same adapter
-slots, and wait for each other in it. Only rank 0 gets logits; it copies blocks before its forward pass begins. If a
-rank fails, all do: a step raises BackendLost.
+slots, and wait for each other within it. Only rank 0 gets logits, and copies blocks, before its forward pass. If a rank
+fails, all fail: the step raises BackendLost.
 """
 
 from __future__ import annotations
@@ -40,22 +40,23 @@ class CpuRankBackend(CpuBackend):
         """Make a :class:`CpuBackend` over the memory of all ranks."""
         assert model.shard == member.shard
         self._member = member
-        # How the rank waits, read by the kernels (pillion.kernels.cpu.ranks.rank_sums). The first word changes.
+        # Wait parameters for the kernels (pillion.kernels.cpu.ranks.rank_sums); the first word is set in each step.
         self._collective = np.array([0, member.naps, member.nap_ns, member.memory.rank_bytes], np.int64)
         super().__init__(model, threads, affinity, share, self._common(model.config))
 
     def _common(self, config: ModelConfig) -> dict[str, Bytes]:
-        """Return the memory that programs use beside the workspace, by buffer name."""
+        """Return the memory of the programs' buffers outside of the workspace, by buffer name."""
         memory, shard = self._member.memory, self._member.shard
-        found = {
+        buffers = {
             WORDS: memory.words,
             COLLECTIVE: self._collective.view(np.uint8),
             LOGITS: memory.logits[shard.vocabulary(config.vocab_size).start * 4 :],
         }
         for turn in range(TURNS):
-            found[f"{PARTIALS}{turn}"] = every = memory.partials(turn)
-            found[f"{PARTIAL}{turn}"] = every[shard.rank * memory.rank_bytes : (shard.rank + 1) * memory.rank_bytes]
-        return found
+            partials, first = memory.partials(turn), shard.rank * memory.rank_bytes
+            buffers[f"{PARTIALS}{turn}"] = partials
+            buffers[f"{PARTIAL}{turn}"] = partials[first : first + memory.rank_bytes]
+        return buffers
 
     def check_step(self, pool: torch.Tensor, batch: StepBatch) -> None:
         super().check_step(pool, batch)
@@ -70,9 +71,9 @@ class CpuRankBackend(CpuBackend):
             raise
 
     def _run_kernels(self, program: Program) -> None:
-        """Run the kernels. Raises BackendLost if another rank does not arrive, as the results are then invalid."""
+        """Run the kernels. Raises BackendLost if another rank does not arrive, since the results are then invalid."""
         memory, shard = self._member.memory, self._member.shard
-        # A step ends with a wait, so all ranks begin with the same number.
+        # A step ends with a barrier, so all ranks begin at the same phase.
         self._collective[0] = memory.phase(shard.rank)
         super()._run_kernels(program)
         if memory.aborted:

@@ -1,4 +1,4 @@
-"""Operations that synchronize one rank's CPU program with the others: sums of partial rows, and waits."""
+"""Operations that synchronize one rank's CPU program with the other ranks': all-reduces of partial rows, and waits."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ PARTIAL, PARTIALS, LOGITS, WORDS, COLLECTIVE = (
 
 
 class RankCollective:
-    """Creates the all-reduces and waits in one program of rank ``shard``; call in program order.
+    """Makes the all-reduces and waits of one rank's program. Its methods must be called in program order.
 
-    ``config`` is the shape of the rank's own layers, ``num_kv_heads`` are the KV heads of the whole model.
+    ``config`` is the shape of the rank's layers, ``num_kv_heads`` the number of KV heads of the whole model.
     """
 
     def __init__(self, shard: ModelShard, config: ModelConfig, num_kv_heads: int) -> None:
@@ -37,8 +37,9 @@ class RankCollective:
     def sum(
         self, out: Buffer, rows_of: str, when: str, *, add: bool = False, factor: float = 1.0
     ) -> tuple[Buffer, Operation]:
-        """Return the buffer for this rank's partial rows, and the all-reduce into ``out``, or added to it with a
-        factor. ``rows_of`` and ``when`` are those of the operations before it."""
+        """Return the shared-memory buffer for this rank's partial rows, and the all-reduce that writes ``factor`` *
+        (their sum over ranks) to ``out``, or adds it with ``add``. ``rows_of`` and ``when``: those of the operation
+        that computes the partial rows."""
         wait, stride = self._wait(), partial_row_bytes(self._config)
         turn, width = self._number % TURNS, -(-self._config.hidden_size // 32) * 32
         partial = Buffer(f"{PARTIAL}{turn}", width, "float32", rows_of, row_bytes=stride)
@@ -53,8 +54,8 @@ class RankCollective:
         return partial, Operation(SumRanks(self._shard.size, add, rows_of), values, when)
 
     def squares(self, qkv: Buffer, out: Buffer, rows_of: str, when: str) -> list[Operation]:
-        """Return the squares of this rank's queries and keys, and their all-reduce. Of several ranks with the same KV
-        heads, the first counts their keys."""
+        """Return the operations that sum the squares of this rank's queries and keys, and all-reduce the sums into
+        ``out``. Of several ranks with the same KV heads, only the first counts the keys."""
         config, shard = self._config, self._shard
         partial, total = self.sum(out, rows_of, when)
         sharers = max(1, shard.size // self._num_kv_heads)
@@ -63,7 +64,7 @@ class RankCollective:
         return [Operation(spec, values), total]
 
     def logits(self, config: ModelConfig, logits: Buffer) -> Buffer:
-        """Return the buffer for the rank's logits, adjacent to those of the other ranks."""
+        """Return the shared-memory buffer for the rank's logits, adjacent to those of the other ranks."""
         return replace(logits, name=LOGITS, row_bytes=logit_row_bytes(config))
 
     def end(self) -> Operation:

@@ -50,13 +50,14 @@ def check_ranks(flags: PrepareFlags | WorkerFlags, device: str, prepared: Prepar
 
 
 def load_ranks(flags: WorkerFlags, prepared: PreparedModel, threads: int) -> LoadedModel:
-    """Load a worker of several processes on the CPU kernels, as its rank 0. All load concurrently."""
+    """Load a worker of several ranks on the CPU kernels, in rank 0's process; all ranks load concurrently. Raises
+    ConfigError."""
     from pillion.engine.ranks import rank_processes
     from pillion.engine.ranks.rank_memory import RankMember, RankMemory
     from pillion.engine.ranks.ranked_backend import RankedBackend
 
     size, config, share = flags.tensor_parallel_size, load_config(prepared.folder), core_share(flags)
-    # Generous, since decodes may exceed the budget; untouched pages are never allocated.
+    # Twice the budget, since decodes may exceed it; untouched pages are never allocated.
     memory = RankMemory.create(config, size, 2 * flags.step_budget_tokens + whole_prompt_tokens(flags, prepared))
     member = RankMember(ModelShard.of(config, 0, size), memory, rank_processes.STEP_SILENCE_MS)
     keeping = replace(share, borrows=False) if share is not None else None
@@ -69,7 +70,7 @@ def load_ranks(flags: WorkerFlags, prepared: PreparedModel, threads: int) -> Loa
 
 
 def loading_order(flags: WorkerFlags, threads: int, **more: int) -> dict[str, Any]:
-    """Return the LOAD message for a worker's other processes: flags, threads, logging, and ``more``."""
+    """Return the LOAD message to a worker's other processes: flags, threads, log settings, and ``more``."""
     return {
         "flags": {field.name: getattr(flags, field.name) for field in fields(WorkerFlags)},
         "threads": threads,
@@ -80,7 +81,7 @@ def loading_order(flags: WorkerFlags, threads: int, **more: int) -> dict[str, An
 
 
 def whole_prompt_tokens(flags: WorkerFlags, prepared: PreparedModel) -> int:
-    """Return the length of the longest prompt if prompts are computed whole; 0 if they are chunked."""
+    """Return the max length of a prompt without chunked prefill; 0 with it."""
     return 0 if flags.enable_chunked_prefill else flags.max_model_len or prepared.max_model_len
 
 
@@ -90,8 +91,8 @@ def worker_label(flags: WorkerFlags) -> str:
 
 
 def load_share(flags: WorkerFlags, order: dict[str, Any], memory_fd: int) -> tuple[ShareBackend, RankMemory]:
-    """Load the shard of a rank above 0 on the CPU kernels, and the ranks' memory, by rank 0's order. Raises
-    ConfigError."""
+    """Load the shard of a rank above 0 on the CPU kernels by rank 0's LOAD message ``order``, and map the ranks'
+    memory. Raises ConfigError."""
     from pillion.engine.ranks.rank_memory import RankMember, RankMemory
 
     prepared, memory = prepare(flags, log.info), RankMemory.open(os.dup(memory_fd))
@@ -115,8 +116,8 @@ def _cpu_share(
 def load_shard(
     flags: WorkerFlags, prepared: PreparedModel, shard: ModelShard, threads: int, process: int, processes: int
 ) -> tuple[CpuModel, int, tuple[int, ...]]:
-    """Load the shard of one of a worker's processes; returns it with that process's share of the worker's ``threads``
-    and cores. Raises ConfigError."""
+    """Load the shard of one of a worker's processes. Return it with the process's number of threads, and its cores, out
+    of the worker's. Raises ConfigError."""
     isa, reason = choose_kernels(flags, prepared)
     if isa is None:
         raise ConfigError(reason)

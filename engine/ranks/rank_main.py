@@ -42,8 +42,8 @@ log = logging.getLogger("pillion.worker")
 
 
 class LoadedShare(NamedTuple):
-    """A process's share of the model, the memory that signals other processes' exits, and the mapper of a pool on
-    GPUs."""
+    """A process's shard of the model, the memory in which it waits for other processes, and the function that maps a
+    pool on GPUs."""
 
     backend: ShareBackend
     memory: AbortableMemory
@@ -54,7 +54,7 @@ LoadShare = Callable[..., LoadedShare]
 
 
 class Rank:
-    """A rank's side of both connections to rank 0. ``load`` loads its share of the model."""
+    """A rank's side of both connections to rank 0. ``load`` loads its shard by a LOAD message."""
 
     def __init__(self, steps: RankLink, packing: RankLink, load: LoadShare) -> None:
         self._steps, self._packing, self._load = steps, packing, load
@@ -85,7 +85,7 @@ class Rank:
                 return
 
     def _pack_adapters(self) -> None:
-        # Low priority: steps need the cores. The thread still shares the GIL with them.
+        # Low priority, because steps need the cores; the thread still competes with them for the GIL.
         try:
             lower_priority()
             self._serve(self._packing)

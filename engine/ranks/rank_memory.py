@@ -1,4 +1,4 @@
-"""Memory of the ranks of one worker on one host: what they exchange in a step, and how they wait.
+"""Shared memory of a worker's ranks on one host, for the partial sums and logits of a step, and for waits.
 
     rank 0: RankMemory.create --> its descriptor --> ranks 1 ..: RankMemory.open --> steps --> close
                                                      any process, at any time: abort
@@ -23,14 +23,15 @@ from pillion.engine.models.model_shard import ModelShard
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.cpu.ranks.rank_sums import ABORT, ARRIVED, RANK_LINE_BYTES, SLEEPERS, words_bytes
 
+# Max sleep of a waiting rank before it checks again.
 NAP_NS = 20_000_000
-# Max wait of rank 0 within a step, counted in its own naps, so that time in which it was stopped does not count. The
-# ranks then end.
+# Max wait of rank 0 within a step, after which all ranks end. Counted in naps, so that time in which rank 0 itself was
+# stopped does not count.
 MAX_RANK_WAIT_MS = 60_000
 NEVER = 2**62
 _MAGIC = int.from_bytes(b"RANKMEM1", "little")
 _PAGE_BYTES = 4096
-# Two suffice: the partials of a turn have been read by all when they are overwritten.
+# Number of buffers for partials, used in turn: with two, all ranks have read a buffer before it is overwritten.
 TURNS = 2
 _FIELDS = ("ranks", "max_tokens", "row_bytes", "logit_bytes")
 Bytes = npt.NDArray[np.uint8]
@@ -51,7 +52,7 @@ class RankMemory:
     """Mapping of the memory shared by ``ranks`` ranks, for steps of up to ``max_tokens`` rows."""
 
     def __init__(self, descriptor: int) -> None:
-        """Map the memory and own its descriptor. Raises ConfigError for other memory."""
+        """Map the memory of a descriptor, and own the descriptor. Raises ConfigError if it is not a RankMemory."""
         self._descriptor = descriptor
         size = os.fstat(descriptor).st_size
         mapped = mmap.mmap(descriptor, size) if size >= _PAGE_BYTES else b"\0" * _PAGE_BYTES
@@ -76,8 +77,8 @@ class RankMemory:
 
     @classmethod
     def open(cls, descriptor: int) -> RankMemory:
-        """Map the memory of a descriptor and own it. Raises ConfigError for other memory, whose descriptor stays the
-        caller's."""
+        """Map the memory of a descriptor, and own the descriptor. Raises ConfigError, without owning it, if it cannot
+        be mapped or is not a RankMemory."""
         try:
             return cls(descriptor)
         except OSError as error:
@@ -89,13 +90,13 @@ class RankMemory:
         return self._descriptor
 
     def abort(self) -> None:
-        """End all waits of all ranks for good, at the latest after their current nap. Any thread may call it before
-        close."""
+        """End all current and future waits of all ranks, at the latest after a nap. Any thread may call it before
+        :meth:`close`."""
         self._words[ABORT // 8] = 1
 
     @property
     def aborted(self) -> bool:
-        """True if the ranks must end, because results of steps are invalid."""
+        """True after :meth:`abort`, in any process: results of steps are invalid, and the ranks must end."""
         return bool(self._words[ABORT // 8])
 
     @property
@@ -133,7 +134,7 @@ class RankMemory:
         phases = [self.phase(rank) for rank in range(self.ranks)]
         sleepers = [self.sleepers(rank) for rank in range(self.ranks)]
         if not self.aborted and (len(set(phases)) > 1 or any(sleepers)):
-            raise Internal(f"ranks are at phases {phases}, {sleepers} others wait for them")
+            raise Internal(f"ranks are at phases {phases}, with {sleepers} others waiting for them")
 
     def close(self) -> None:
         """Close the memory's descriptor; the mapping lives until its last user. Idempotent."""
@@ -149,8 +150,8 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class RankMember:
-    """A rank on the CPU: its shard of the model, and the memory shared with the others. Rank 0 waits up to
-    ``max_wait_ms`` for another rank before it ends them all, in naps of ``nap_ns``."""
+    """A rank on the CPU: its shard of the model, and the memory of all ranks. Rank 0 waits for another rank up to
+    ``max_wait_ms``, in naps of ``nap_ns``, before it ends them all."""
 
     shard: ModelShard
     memory: RankMemory

@@ -1,16 +1,16 @@
 """Messages between the processes of a worker: a kind, bytes, and sometimes file descriptors.
 
     rank 0                                          rank r
-      | -- LOAD, JSON + the ranks' memory --------> |  loads its share of the model
-      | -- POOL, the node's answer + its memory --> |  maps the pool; the connection to the node comes along
+      | -- LOAD, JSON + the ranks' memory --------> |  loads its shard of the model
+      | -- POOL, the node's answer + its memory --> |  maps the pool; also gets the connection to the node
       | -- ADAPTERS, WARM_UP, JSON ---------------> |
-      | -- STEP, arrays --------------------------> |  copies slots, on GPUs, and runs its share of the forward pass
+      | -- STEP, arrays --------------------------> |  copies slots, on GPUs, and runs its shard's forward pass
       | -- PLACE, JSON ---------------------------> |
-      | <-- OK, REFUSED or FAILED, text ----------- |  answers each of them, in order
-      | ================= the end ================> |  ends
+      | <-- OK, REFUSED or FAILED, text ----------- |  answers each message, in order
+      | ========== connection closed ============> |  exits
 
-PACK has its own socket, so that an adapter is packed beside steps. Nothing is pickled: rare messages are JSON, a step
-is a header and the raw arrays of its batch, and an adapter's matrices are in a memory file.
+PACK has its own socket, so that an adapter is packed during steps. Nothing is pickled: rare messages are JSON, a step
+is a header and the raw arrays of its batch, and an adapter's matrices are in a memfd.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ import numpy as np
 
 from pillion.engine.backends.backend import Bytes
 from pillion.errors import Internal
-from pillion.kernels.step import StateSlots, StepBatch
+from pillion.kernels.step import Int32, StateSlots, StepBatch
 from pillion.kvstore.memory.head_shares import MAX_SHARDS
 
 MAX_MESSAGE_BYTES = 256 * 2**20
 MAX_DESCRIPTORS = MAX_SHARDS + 1
 MAX_ERROR_BYTES = 4096
-# Waits are counted in slices, so that a stopped process loses one slice of its wait and not all of it.
+# Timeouts are counted in slices, so that time in which this process was stopped counts as one slice at most.
 SLICE_MS = 100
+# Kind, and number of bytes of the payload.
 _HEADER = struct.Struct("<II")
-# Numbers of tokens, sequences, block table columns, rows computed to the end, and pooled rows among them; flags for
-# rotary rows and adapters; numbers of copies, and of slots per sequence's state.
+# Numbers of tokens, sequences, block table columns, sampled rows, and pooled rows; flags for rotary rows and adapters;
+# numbers of copies, and of slots per state.
 _STEP = struct.Struct("<9I")
 
 T = TypeVar("T")
@@ -69,8 +70,8 @@ class RankTimeout(Exception):  # noqa: N818  (a state, not a mistake)
 class RankLink:
     """One end of a connection between rank 0 and another rank; used by one thread at a time.
 
-    ``limit_ms`` is the max silence of the other side during a call; None for no limit. Raises RankTimeout afterwards,
-    and ConnectionError if the other side is gone.
+    Calls raise RankTimeout if the peer is silent for ``limit_ms`` (None for no limit), and ConnectionError if it is
+    gone.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -97,26 +98,26 @@ class RankLink:
         header, descriptors = b"", []
         while len(header) < _HEADER.size:
             missing = _HEADER.size - len(header)
-            data, came, _, _ = self._try(select.POLLIN, limit_ms, socket.recv_fds, self._sock, missing, MAX_DESCRIPTORS)
-            header += _some(data)
-            descriptors += came
+            data, fds, _, _ = self._try(select.POLLIN, limit_ms, socket.recv_fds, self._sock, missing, MAX_DESCRIPTORS)
+            header += _not_eof(data)
+            descriptors += fds
         kind, size = _HEADER.unpack(header)
         if size > MAX_MESSAGE_BYTES:
             raise Internal(f"a message of {size} bytes from a rank; the limit is {MAX_MESSAGE_BYTES}")
         payload = bytearray(size)
         view = memoryview(payload)
         while view:
-            view = view[_some(self._try(select.POLLIN, limit_ms, self._sock.recv_into, view)) :]
+            view = view[_not_eof(self._try(select.POLLIN, limit_ms, self._sock.recv_into, view)) :]
         return RankMessage(kind), payload, descriptors
 
     def close(self) -> None:
-        """Close the connection, waking the other side and any waiting thread. Idempotent."""
+        """Close the connection, which ends all waits of the peer and of other threads for it. Idempotent."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
     def _try(self, event: int, limit_ms: int | None, call: Callable[..., T], *arguments: Any) -> T:
-        """Call ``call`` as soon as it does not block, and return its result."""
+        """Retry a non-blocking ``call`` whenever the socket has ``event``, and return its result."""
         left = -1 if limit_ms is None else max(1, limit_ms // SLICE_MS)
         while True:
             try:
@@ -129,24 +130,30 @@ class RankLink:
                     raise RankTimeout
 
 
-def _some(received: T) -> T:
-    """Return ``received``. Raises ConnectionError if it is empty: the end of the connection."""
+def _not_eof(received: T) -> T:
+    """Return ``received``. Raises ConnectionResetError if it is empty or 0, the end of the connection."""
     if not received:
         raise ConnectionResetError("the connection has ended")
     return received
 
 
 def step_to_bytes(batch: StepBatch, copies: Sequence[tuple[int, int]] = ()) -> bytes:
-    """Encode a batch, and the slots copied before it: the header, then concatenated int32 arrays. Omits the fields that
+    """Encode a batch and the (source, target) slots to copy before it: a header, then int32 arrays. Omits fields that
     only rank 0 needs."""
     states = () if batch.states is None else (batch.states.reads, batch.states.writes)
     optional = [array for array in (batch.rope_rows, batch.adapters, *states) if array is not None]
-    arrays = (batch.token_ids, batch.positions, batch.query_starts, batch.context_lens, batch.block_tables)
+    arrays: Sequence[Int32] = (
+        batch.token_ids,
+        batch.positions,
+        batch.query_starts,
+        batch.context_lens,
+        batch.block_tables,
+    )
     counts = batch.num_tokens, batch.num_seqs, batch.block_tables.shape[1], len(batch.sample_rows), batch.pooled
     pages = states[0].shape[1] if states else 0
     header = _STEP.pack(*counts, batch.rope_rows is not None, batch.adapters is not None, len(copies), pages)
-    every = (*arrays, batch.sample_rows, *optional, *([np.array(copies)] if copies else ()))
-    return header + b"".join(np.ascontiguousarray(array, np.int32).tobytes() for array in every)
+    arrays = (*arrays, batch.sample_rows, *optional, *([np.array(copies)] if copies else ()))
+    return header + b"".join(np.ascontiguousarray(array, np.int32).tobytes() for array in arrays)
 
 
 def step_from_bytes(payload: bytearray) -> tuple[StepBatch, list[tuple[int, int]]]:
@@ -192,7 +199,7 @@ def error_text(payload: bytearray) -> str:
 
 
 def memory_file(data: Bytes) -> int:
-    """Return the descriptor of a new memory file with ``data``; the caller must close it."""
+    """Return the descriptor of a new memfd with ``data``; the caller must close it."""
     descriptor = os.memfd_create("pillion-adapter", os.MFD_CLOEXEC)
     with open(descriptor, "wb", closefd=False) as file:
         file.write(data.data)
@@ -200,7 +207,7 @@ def memory_file(data: Bytes) -> int:
 
 
 def bytes_of(descriptor: int) -> Bytes:
-    """Map a file of :func:`memory_file` and return its bytes; the mapping lives as long as the array."""
+    """Map a memfd of :func:`memory_file` and return its bytes; the mapping lives as long as the array."""
     if not os.fstat(descriptor).st_size:
         return np.zeros(0, np.uint8)
     return np.frombuffer(mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE), np.uint8)

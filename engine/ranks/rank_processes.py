@@ -1,4 +1,4 @@
-"""The other ranks of a worker, as managed by rank 0: start, joint calls, watch and end.
+"""Rank 0's management of a worker's other ranks: start, joint calls, supervision and end.
 
     started --LOAD--> loading --OK--> called together, step after step --close--> sockets closed, ranks exit
                          |                          |
@@ -47,7 +47,7 @@ DescriptorsOf = Callable[[int], Sequence[int]]
 
 
 class AbortableMemory(Protocol):
-    """Needed part of the memory in which ranks synchronize (:mod:`pillion.engine.ranks.rank_memory`)."""
+    """Memory in which processes wait for each other, such as :class:`pillion.engine.ranks.rank_memory.RankMemory`."""
 
     def abort(self) -> None:
         """End all waits for other ranks for good; thread-safe."""
@@ -121,11 +121,14 @@ class RankProcess:
 
 
 class RankProcesses:
-    """Ranks 1 .. ``size`` - 1 of a worker. The step thread calls :meth:`together`, :meth:`beginning` and :meth:`ended`,
-    any thread the rest.
+    """Ranks 1 .. ``size`` - 1 of a worker. :meth:`together`, :meth:`beginning` and :meth:`ended` are for the step
+    thread, all other methods for any thread.
 
-    ``lost``: why the ranks cannot continue, or "". ``work_ms``: max time the ranks may still compute when rank 0 begins
-    to wait for them, added to the silence timeout. ``noun``: name of a process in messages.
+    Attributes:
+        lost: why the ranks cannot continue, or "".
+        work_ms: max time for which ranks may still compute when rank 0 begins to wait for them; added to the timeout
+            for a silent rank.
+        noun: name of a process in messages.
     """
 
     noun = "rank"
@@ -143,7 +146,7 @@ class RankProcesses:
         self.size = size
         self.lost = ""
         self.work_ms = 0
-        # Rank 0's total wait for the others after its own share of steps.
+        # Rank 0's total wait for the other ranks, after its own part of each step.
         self.waited_s = 0.0
         self._memory = memory
         # Messages sent to each rank, and messages with all answers received.
@@ -181,11 +184,11 @@ class RankProcesses:
         descriptors: Sequence[int] | DescriptorsOf = (),
         limit_ms: int | None = None,
     ) -> Iterator[None]:
-        """Make all ranks do the same: this one the body of the ``with``, the others ``payloads``, one for all or one
-        each; likewise ``descriptors``.
+        """Send a message to the other ranks, run the context here, and wait for the answers.
 
-        After an error the ranks are lost, since they are out of sync. Raises BackendLost, and ConfigError if a rank
-        refuses. ``limit_ms``: max silence; None for STEP_SILENCE_MS.
+        ``payloads``: one for all ranks, or one per rank. ``descriptors``: those for all ranks, or a function of the
+        rank. ``limit_ms``: timeout for a silent rank; None for STEP_SILENCE_MS. After an error the ranks are lost,
+        since they are out of sync. Raises BackendLost, and ConfigError if a rank refuses.
         """
         limit_ms = STEP_SILENCE_MS if limit_ms is None else limit_ms
         with self._lose_on_error():
@@ -195,7 +198,7 @@ class RankProcesses:
 
     @contextmanager
     def beginning(self, step: bytes) -> Iterator[int]:
-        """Begin a step on all ranks, on this one in the body of the ``with``. Yields the step's number for
+        """Send a step to the other ranks, and run the context, which begins it here. Yields the step's number for
         :meth:`ended`; raises like :meth:`together`."""
         with self._lose_on_error():
             yield self._send(RankMessage.STEP, (step,), (), STEP_SILENCE_MS)
@@ -209,13 +212,12 @@ class RankProcesses:
 
     @contextmanager
     def loading(self, order: dict[str, Any], *descriptors: int, each: DescriptorsOf | None = None) -> Iterator[None]:
-        """Make the other ranks load their shards by ``order`` and ``descriptors``, of which the first is the memory of
-        the ranks, while this one loads its own in the body of the ``with``. ``each`` returns the descriptors of a rank,
-        if they differ. Ends all ranks if one, or the body, fails. Raises ConfigError."""
+        """Make the other ranks load their shards by ``order``, while the context loads this rank's. ``descriptors`` are
+        sent to all ranks, the ranks' memory first, or ``each`` returns those of a rank. Ends all ranks if one of them,
+        or the context, fails. Raises ConfigError."""
         try:
             orders = [json_to_bytes(**order, rank=rank.rank, name=rank.label) for rank in self._ranks]
-            given = each or descriptors
-            with self.together(RankMessage.LOAD, *orders, descriptors=given, limit_ms=LOAD_SILENCE_MS):
+            with self.together(RankMessage.LOAD, *orders, descriptors=each or descriptors, limit_ms=LOAD_SILENCE_MS):
                 yield
         except BaseException:
             self.close()
@@ -227,8 +229,8 @@ class RankProcesses:
             pass
 
     def pack(self, payload: bytes, descriptor: int) -> int:
-        """Make all ranks pack an adapter, beside steps; returns the total size of their shares. Raises Internal if a
-        rank fails to pack it; the ranks continue."""
+        """Make the other ranks pack their shards of an adapter, during steps, and return the total bytes. Raises
+        Internal if a rank fails to pack it; the ranks continue."""
         with self._packing:
             try:
                 for rank in self._ranks:

@@ -1,12 +1,12 @@
 """Cutting of a rank's shard of a layer out of the checkpoint's weights.
 
-    qkv, gate and up   the outputs of the rank's heads, or inner values: all inputs
-    o, down            all outputs: the inputs of the rank's heads, or inner values
-    experts            the same, or with ``whole_experts`` all of the rank's own
-    states             the same: the outputs of the rank's heads and channels, then the inputs of its heads
-    norms, routers     whole, but for norms over heads
+    qkv, gate and up   rows (outputs) of the rank's heads, or of its inner values
+    o, down            columns (inputs) of the rank's heads, or of its inner values
+    experts            like gate, up and down, or with ``whole_experts`` all of the rank's own experts
+    recurrent layers   input projection: rows of the rank's heads and channels; output projection: columns of its heads
+    norms, routers     whole, except norms over heads
 
-The description of a layer has this for each tensor (:class:`pillion.engine.models.layer_operations.Entries`). Results
+The description of a layer says this for each tensor (:class:`pillion.engine.models.layer_operations.Entries`). Results
 of ``o`` and ``down`` are partial sums; their biases belong to rank 0.
 """
 
@@ -26,7 +26,7 @@ from pillion.kernels.torch.torch_linear import Linear
 
 
 def shard_layer(weights: LayerWeights, layer: Layer, shard: ModelShard) -> LayerWeights:
-    """Return a process's shard of a layer with plain linear layers. Parts are views if possible.
+    """Return a process's shard of a layer with plain linear layers; its tensors are views if possible.
 
     If the inputs of ``o`` are quantized in an order that crosses heads (GPTQ's act-order), their groups cannot be
     split, and the shard is float32 with the same values.

@@ -83,7 +83,7 @@ class RankedAdapters:
         return adapter
 
     def place(self, slot: int, packed: PackedAdapter) -> None:
-        """Put each rank's share of an adapter into a slot."""
+        """Place each rank's shard of an adapter in a slot."""
         check_slot(slot, self.max_adapters)
         assert isinstance(packed, RankedAdapter)
         with self._ranks.together(RankMessage.PLACE, json_to_bytes(slot=slot, number=packed.number)):
@@ -98,7 +98,7 @@ class AheadRank(ShareBackend, Protocol):
 
 
 class RankedCalls:
-    """Calls to all ranks, except steps. ``own`` is rank 0's share."""
+    """Calls to all ranks, except steps. ``own``: rank 0's backend."""
 
     def __init__(self, own: ShareBackend, ranks: RankProcesses) -> None:
         """Own ``own`` and ``ranks`` from now on."""
@@ -182,9 +182,9 @@ class RankedBackend(RankedCalls, HostBackend):
 class RankedAheadBackend(RankedCalls):
     """:class:`pillion.engine.backends.backend.Backend` that runs ahead, with steps launched on all ranks.
 
-    Tokens of the step before, perhaps known only to rank 0's device, are sent from there to the others. Answers are
-    received when the step is waited for. With a GPU per rank, all run ahead; sums over ranks that share one block, so a
-    launch then returns after all forward passes.
+    Tokens of the previous step, which may be known only to rank 0's device, are sent from there to the other ranks.
+    Their answers are received by :meth:`RankedStep.wait`. With a GPU per rank, all ranks run ahead. On a shared GPU,
+    sums over ranks block, so a launch returns after all forward passes.
     """
 
     max_steps_in_flight = 2

@@ -1,13 +1,13 @@
 """Compute and wait times of a worker's stages: pipeline bubbles. Sans-IO (I9), without torch.
 
     launched     step 0      1      2
-    stage 0      [ 0 ][ 1 ][ 2 ]....          . waits: no step was left to begin, and steps were under way
+    stage 0      [ 0 ][ 1 ][ 2 ]....          . waits, while steps are in flight in other stages
     stage 1      .....[ 0 ][  1  ][ 2 ]
-                 '--- a spell of work ---'
+                 '----- busy period ----'
 
-A spell of work lasts from a launch with no step in flight until no step is in flight. Within it, a stage waits whenever
-it does not compute, including at the beginning, until the first rows arrive, and at the end. Times are of one clock,
-shared by all processes of a machine.
+A busy period lasts from a launch with no step in flight until no step is in flight. Within it, a stage waits whenever
+it does not compute, including until its first rows arrive, and after its last step. Times are of time.monotonic(),
+which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class StageClock:
         self.under_way += 1
 
     def finished(self, stages: Sequence[StageInterval]) -> list[float]:
-        """Record the end of the oldest step, with each stage's interval. Returns each stage's wait since the step
-        before: until it began this one, and at the end of a spell also after it."""
+        """Record the end of the oldest step, with each stage's interval. Return each stage's wait before this step and,
+        at the end of a busy period, also after it."""
         self.under_way -= 1
-        waits = [max(0.0, one.began_s - since) for one, since in zip(stages, self._idle_since_s, strict=True)]
+        waits = [max(0.0, interval.began_s - since) for interval, since in zip(stages, self._idle_since_s, strict=True)]
         if not self.under_way:
-            end_s = max(one.ended_s for one in stages)
-            waits = [wait + end_s - one.ended_s for wait, one in zip(waits, stages, strict=True)]
-        self._idle_since_s = [one.ended_s for one in stages]
-        for stage, (one, wait) in enumerate(zip(stages, waits, strict=True)):
-            self.work_s[stage] += one.ended_s - one.began_s
+            end_s = max(interval.ended_s for interval in stages)
+            waits = [wait + end_s - interval.ended_s for wait, interval in zip(waits, stages, strict=True)]
+        self._idle_since_s = [interval.ended_s for interval in stages]
+        for stage, (interval, wait) in enumerate(zip(stages, waits, strict=True)):
+            self.work_s[stage] += interval.ended_s - interval.began_s
             self.wait_s[stage] += wait
         return waits

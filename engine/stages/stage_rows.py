@@ -1,10 +1,10 @@
 """Transfer of the residual stream's rows from stage to stage.
 
-    stage s: give --copy--> slot k % stages --step number--> stage s + 1: take --copy--> its buffer
+    stage s: send --copy--> slot k % stages --step number--> stage s + 1: receive --copy--> its buffer
 
 Each rank of a stage sends its rows to the same rank of the next stage. Rows are in memory mapped by all processes, with
-a slot per stage; no more steps are in flight, so slots are never overwritten while read. A socket carries the number of
-each step whose rows are ready.
+as many slots per gap as there are stages. At most as many steps are in flight, so a slot is never overwritten while it
+is read. A socket carries the number of each step whose rows are ready.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StageRows:
     stages, rank, and step in flight."""
 
     def __init__(self, descriptor: int, stages: int, ranks: int, max_tokens: int, row_bytes: int) -> None:
-        """Map the memory of a descriptor and own it. Raises ConfigError for another size."""
+        """Map the memory of a descriptor, and own the descriptor. Raises ConfigError if its size is wrong."""
         self.fd = descriptor
         self.stages, self.ranks, self.max_tokens, self.row_bytes = stages, ranks, max_tokens, row_bytes
         size = (stages - 1) * ranks * stages * max_tokens * row_bytes
@@ -49,9 +49,9 @@ class StageRows:
             raise ConfigError(f"no memory for {stages} stages: {error.strerror}") from None
 
     def slot(self, after: int, rank: int, step: int) -> Bytes:
-        """Return the bytes for the rows that a rank of the stage ``after`` produces in a step."""
-        found: Bytes = self._slots[after, rank, step % self.stages]
-        return found
+        """Return the memory of the rows that a rank of stage ``after`` sends in a step."""
+        slot: Bytes = self._slots[after, rank, step % self.stages]
+        return slot
 
     def close(self) -> None:
         """Close the descriptor; the mapping lives until its last user. Idempotent."""
@@ -77,8 +77,8 @@ class StageLink:
         return self.rows.max_tokens
 
     def receive(self, into: Bytes) -> None:
-        """Begin a step: wait for the stage before's rows and copy them to ``into``. Raises BackendLost if that stage
-        has exited."""
+        """Begin a step: wait for the rows of the previous stage, if any, and copy them to ``into``. Raises BackendLost
+        if that stage has exited."""
         if self._before is not None:
             if self._number(self._before) != self._received:
                 raise Internal(f"{self.place.name} is at step {self._received}, and the stage before is not")
@@ -87,7 +87,7 @@ class StageLink:
         self._received += 1
 
     def send(self, rows: Bytes) -> None:
-        """End a step and pass its rows to the next stage. Raises BackendLost if that stage has exited."""
+        """End a step: send its rows to the next stage, if any. Raises BackendLost if that stage has exited."""
         if self._after is not None:
             self.rows.slot(self.place.stage, self.place.rank, self._sent)[: len(rows)] = rows
             try:

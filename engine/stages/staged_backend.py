@@ -30,8 +30,7 @@ from pillion.observability.metrics import Reading
 log = logging.getLogger("pillion.step")
 
 MODULE = "pillion.engine.stages.stage_main"
-# Added to the silence timeout of other stages: per stage, this multiple of the first stage's longest step in flight.
-SLOWER = 4
+# Answer of a process to a step: its StageInterval.
 WORKED = struct.Struct("<2d")
 
 
@@ -86,7 +85,8 @@ class StagedBackend(RankedCalls):
         """Own ``own`` and ``processes`` from now on."""
         super().__init__(own, processes)
         self.max_steps_in_flight = processes.stages
-        self._took_s: deque[float] = deque(maxlen=processes.stages)
+        # Seconds of the first stage per step in flight.
+        self._first_stage_s: deque[float] = deque(maxlen=processes.stages)
 
     def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> StagedStep:
         """Begin a step on all stages; returns when the first one has computed its layers. Raises Internal for a step
@@ -99,8 +99,9 @@ class StagedBackend(RankedCalls):
         processes.clock.launched(began_s)
         with processes.beginning(step_to_bytes(batch)) as number:
             self.own.forward(batch)
-        self._took_s.append(time.monotonic() - began_s)
-        processes.work_ms = int(SLOWER * processes.stages * max(self._took_s) * 1000)
+        self._first_stage_s.append(time.monotonic() - began_s)
+        # Added to the timeout for a silent stage: other stages may be up to four times as slow as the first one.
+        processes.work_ms = int(4 * processes.stages * max(self._first_stage_s) * 1000)
         return StagedStep(batch.num_tokens, self.own.worked, processes, number)
 
 
@@ -125,9 +126,9 @@ class StagedStep:
         stages = [self.own, *others][:: processes.ranks_each]
         waits = processes.clock.finished(stages)
         if log.isEnabledFor(logging.DEBUG):
-            told = (
-                f"stage {stage} waited {wait * 1000:.1f} ms and computed {(one.ended_s - one.began_s) * 1000:.1f} ms"
-                for stage, (wait, one) in enumerate(zip(waits, stages, strict=True))
+            times = (
+                f"stage {stage} waited {wait * 1000:.1f} ms and computed {(end_s - began_s) * 1000:.1f} ms"
+                for stage, (wait, (began_s, end_s)) in enumerate(zip(waits, stages, strict=True))
             )
-            log.debug("a step of %d tokens: %s", self.tokens, ", ".join(told))
+            log.debug("a step of %d tokens: %s", self.tokens, ", ".join(times))
         return Sampled()
