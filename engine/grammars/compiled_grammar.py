@@ -1,4 +1,4 @@
-"""Compiled grammar, and a matcher, which is a position in one, over llguidance."""
+"""Compiled grammars of llguidance, and matchers, each of which is a position in one."""
 
 from __future__ import annotations
 
@@ -14,29 +14,27 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 
-# Memory per unit of fuel, which llguidance counts for growth of a grammar's lexer (3 to 23 bytes).
+# Max bytes that a grammar's lexer grows per unit of llguidance's fuel (measured: 3 to 23).
 BYTES_OF_FUEL = 24
-# Masks between readings of a grammar's spent fuel: min, and max while its lexer does not grow.
+# Range of the number of masks between two readings of a grammar's spent fuel; it doubles while the lexer does not grow.
 MIN_UNREAD_MASKS, MAX_UNREAD_MASKS = 16, 1024
 # Max bytes of forced text tokenized at once, with the GIL held; longer text is cut.
 MAX_FORCED_BYTES = 2048
-# Tokens in this many bytes before the cut are deferred, as further text could change them.
-_CUT_BYTES = 64
-# Finds the spent fuel in an error of llguidance, and an invalid token that provokes one.
-_FUEL, _NO_TOKEN = re.compile(r'"lexer_cost": (\d+)'), 2**31 - 1
+_FUEL = re.compile(r'"lexer_cost": (\d+)')
+# A special token's id in a forced text.
 _SPECIAL = re.compile(rb"\xff\[(\d+)\]")
 
 
 class CompiledGrammar:
     """Grammar shared by all answers that use it.
 
-    Matchers of one grammar share its lexer behind a mutex, on which a thread would wait with the GIL held. Therefore
-    users of a matcher hold our lock, and the step thread never waits for it.
+    Matchers of one grammar share its lexer behind llguidance's mutex, on which a thread would wait with the GIL held.
+    Therefore users of a matcher acquire this class's lock before, for which the step thread never waits.
 
     Attributes:
-        start: matcher that is copied for each answer, and never moved.
+        start: matcher at the grammar's start, copied for each answer.
         spent: True if a matcher met an error, such as a limit of the shared lexer: unusable for new answers.
-        slow: True if its last mask took so long that steps do not wait for the next one.
+        slow: True if its last mask took longer than steps wait.
         vocab_words: words of a mask, ceil(vocabulary / 32).
         takes_draft_tokens: True if its matchers can roll back.
     """
@@ -54,14 +52,14 @@ class CompiledGrammar:
         self._lock.acquire()
 
     def try_lock(self, wake: Callable[[], None] | None = None) -> bool:
-        """Acquire the grammar's lock if it is free, and return whether it was; otherwise ``wake`` is called when it is
+        """Acquire the grammar's lock if it is free and return True; else return False, and call ``wake`` when it is
         released."""
         if self._lock.acquire(blocking=False):
             return True
         if wake is None:
             return False
         self._wake = wake
-        # It may have been released before ``wake`` was registered.
+        # The lock may have been released before ``wake`` was stored.
         return self._lock.acquire(blocking=False)
 
     def unlock(self) -> None:
@@ -72,23 +70,23 @@ class CompiledGrammar:
 
 
 class SharedLexer:
-    """Size estimate of the lexer shared by the matchers of a compilation, which grows with their masks. llguidance does
-    not expose it, so the fuel spent by a matcher is read after some of its masks and extrapolated. Guarded by the
-    grammar's lock, except for reading ``num_bytes``, the approximate size."""
+    """Estimate of the size of the lexer that the matchers of a compilation share, which grows with their masks.
+    llguidance does not expose it, so the fuel spent by a matcher is read after some masks and extrapolated. Guarded by
+    the grammar's lock, except for reading ``num_bytes``, the estimated size."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self._unread = 0
         self._next = MIN_UNREAD_MASKS
 
-    def looked(self, matcher: TokenMatcher) -> None:
+    def count_mask(self, matcher: TokenMatcher) -> None:
         """Count a mask computed by a matcher of this lexer."""
         self._unread += 1
         if self._unread < self._next:
             return
-        grown = matcher.fuel_since() * self._unread
-        self.num_bytes += BYTES_OF_FUEL * grown
-        self._unread, self._next = 0, MIN_UNREAD_MASKS if grown else min(2 * self._next, MAX_UNREAD_MASKS)
+        fuel = matcher.fuel_since() * self._unread
+        self.num_bytes += BYTES_OF_FUEL * fuel
+        self._unread, self._next = 0, MIN_UNREAD_MASKS if fuel else min(2 * self._next, MAX_UNREAD_MASKS)
 
 
 class TokenMatcher:
@@ -108,9 +106,10 @@ class TokenMatcher:
     def fuel(self) -> int:
         """Return the matcher's fuel spent on the shared lexer; 0 if the library does not expose it."""
         probe = self._matcher.deep_copy()
-        probe.consume_token(_NO_TOKEN)
-        found = _FUEL.search(probe.get_error())
-        self._known_fuel = int(found[1]) if found else 0
+        # An invalid token provokes an error, whose text includes the fuel.
+        probe.consume_token(2**31 - 1)
+        match = _FUEL.search(probe.get_error())
+        self._known_fuel = int(match[1]) if match else 0
         return self._known_fuel
 
     def fuel_since(self) -> int:
@@ -120,18 +119,18 @@ class TokenMatcher:
         return -(-(self.fuel() - known) // max(masks, 1))
 
     def consume(self, token: int) -> bool:
-        """Advance over a token. Returns False if the grammar rejects it; the matcher is then unusable."""
+        """Advance over a token. Return False if the grammar rejects it; the matcher is then unusable."""
         return self._matcher.consume_token(token)
 
     def forced(self) -> list[int]:
-        """Return the forced tokens: those without an alternative."""
+        """Return the next tokens that have no alternative; of a long forced text, the first ones."""
         text = self._matcher.compute_ff_bytes()
         if len(text) <= MAX_FORCED_BYTES or not self._tokenizer.is_canonical:
             return self._matcher.compute_ff_tokens() if text else []
         return self._cut(text[:MAX_FORCED_BYTES])
 
     def _cut(self, text: bytes) -> list[int]:
-        """Return the tokens of a forced text that continues, up to where further text could change them."""
+        """Return the tokens at the beginning of a forced text, those that its continuation cannot change."""
         special = _SPECIAL.match(text)
         if special:
             return [int(special[1])]
@@ -139,9 +138,10 @@ class TokenMatcher:
         if marker >= 0:
             return self._tokenizer.tokenize_bytes(text[:marker])
         tokens = self._tokenizer.tokenize_bytes(text)
-        left = 0
-        while tokens and left < _CUT_BYTES:
-            left += len(self._tokenizer.decode_bytes([tokens.pop()]))
+        # Further text could change the tokens of the last bytes.
+        dropped_bytes = 0
+        while tokens and dropped_bytes < 64:
+            dropped_bytes += len(self._tokenizer.decode_bytes([tokens.pop()]))
         return tokens
 
     def allows(self, token: int) -> bool:
@@ -161,14 +161,14 @@ class TokenMatcher:
         return first_line(self._matcher.get_error())
 
     def fill(self, bits: UInt32, draft_tokens: Seq[int]) -> None:
-        """Write the mask of this position to bits[0], and those after each draft token to the rows below."""
+        """Write the mask of this position to bits[0], and the mask after each draft token to the next rows."""
         if draft_tokens:
             masks: Any = self._matcher
             masks.unsafe_compute_mask_ptr_with_draft_token(bits.ctypes.data, bits[0].nbytes, [*draft_tokens])
         else:
             self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits[0].nbytes)
         self._masks += 1
-        self._lexer.looked(self)
+        self._lexer.count_mask(self)
 
 
 def first_line(error: str) -> str:

@@ -42,17 +42,17 @@ if TYPE_CHECKING:
 MAX_COMPILED_GRAMMARS = 64
 MAX_COMPILED_BYTES = 64 * 2**20
 COMPILE_THREADS = 2
-# Max compilations private to an answer, made when the shared one has met a limit.
+# Max answers with a compilation of their own, made when the shared one has met a limit.
 MAX_OWN_GRAMMARS = 8
-# Tokens of an answer replayed at once. Then the grammar's lock and the GIL are released, which Python otherwise does
-# only after 5 ms.
+# An answer is replayed in parts of this many tokens. In between, the grammar's lock and the GIL are released for
+# REPLAY_PAUSE_S; Python itself would release the GIL only after 5 ms.
 REPLAYED_TOKENS = 32
 REPLAY_PAUSE_S = 1e-4
 
 
 def read_tokenizer(path: Path, vocab_size: int, end_ids: tuple[int, ...]) -> LLTokenizer:
-    """Return a tokenizer for llguidance; the last one is cached until its file changes, also for forks of this process.
-    Starts no thread. Raises like :meth:`GrammarCompiler.load`."""
+    """Return llguidance's tokenizer for a tokenizer.json; the last one is cached until the file changes, also for forks
+    of this process. Starts no thread. Raises like :meth:`GrammarCompiler.load`."""
     changed = path.stat()
     return _read_tokenizer(path, (changed.st_mtime_ns, changed.st_size, changed.st_ino), vocab_size, end_ids)
 
@@ -65,23 +65,27 @@ def _read_tokenizer(path: Path, changed: tuple[int, ...], vocab_size: int, end_i
 
 
 def read_ahead(text: str) -> None:
-    """Preload the tokenizer of a JSON [path, vocabulary size, EOS ids] for forks of this process. Errors are left to
-    the process that needs it."""
+    """Load a tokenizer for forks of this process; ``text`` is JSON, [path, vocabulary size, EOS ids]. Errors are
+    ignored, since the fork that needs the tokenizer reports them."""
     path, vocab_size, end_ids = json.loads(text)
     with suppress(ImportError, OSError, ValueError):
         read_tokenizer(Path(path), vocab_size, tuple(end_ids))
 
 
 def line_to_read_ahead(folder: Path, vocab_size: int, end_ids: Seq[int]) -> str:
-    """Return the "MODULE:FUNCTION=TEXT" with which a fork server preloads a model's tokenizer. A decode worker would
-    need longer for that than for the rest of its start."""
+    """Return the line "MODULE:FUNCTION=TEXT" with which a fork server loads a model's tokenizer in advance, because
+    that takes longer than all else in a decode worker's start."""
     text = json.dumps([str(folder / "tokenizer.json"), vocab_size, [end for end in end_ids if end < vocab_size]])
     return f"{__name__}:read_ahead={text}"
 
 
 class GrammarCompiler:
-    """Compiler of one model's grammars, and factory of their states. Thread-safe. ``mask_threads`` compute the masks of
-    all states."""
+    """Compiler of one model's grammars, which makes the states of answers. Thread-safe.
+
+    Attributes:
+        mask_threads: threads that compute the masks of all states.
+        on_compiled: called with the seconds of each compilation.
+    """
 
     def __init__(self, tokenizer: LLTokenizer, vocab_size: int, end_ids: Seq[int]) -> None:
         self.mask_threads = MaskThreads()
@@ -102,8 +106,8 @@ class GrammarCompiler:
         return cls(read_tokenizer(folder / "tokenizer.json", vocab_size, ends), vocab_size, ends)
 
     def start(self, text: str, answer: Seq[int], stop_token_ids: frozenset[int]) -> Future[GrammarState]:
-        """Make the state of an answer with these tokens in the background, after compiling the grammar unless cached.
-        The future raises InvalidRequest if the grammar does not compile or rejects the answer."""
+        """Compile the grammar ``text``, unless cached, and make the state of an answer with these tokens, in the
+        background. The future raises InvalidRequest if the grammar does not compile or rejects the answer."""
         return self._executor.submit(self._start, text, answer, stop_token_ids)
 
     def close(self) -> None:
@@ -118,13 +122,14 @@ class GrammarCompiler:
             # Another answer may have exhausted the shared compilation.
             state = self._at(text, self._compile(text, own=True), answer, ends)
         if state.broken:
-            # A grammar that led a partial answer was admitted; only a rejected answer is the client's fault.
+            # Part of the answer was generated with this grammar; unless the answer does not match it, the client is not
+            # to blame.
             fault = BrokenGrammar if answer and "doesn't satisfy the grammar" not in state.broken else InvalidRequest
             raise fault(f"{GRAMMAR_FAULT} cannot be followed: {state.broken}")
         return state
 
     def _at(self, text: str, compiled: CompiledGrammar, answer: Seq[int], ends: tuple[int, ...]) -> GrammarState:
-        """Return the state of an answer with these tokens."""
+        """Return the state of an answer with these tokens, in one compilation."""
         state = GrammarState(compiled, self.mask_threads, ends, partial(self._renew, text, ends))
         state.take(answer)
         moved = False
@@ -139,21 +144,21 @@ class GrammarCompiler:
         return state
 
     def _renew(self, text: str, ends: tuple[int, ...], answer: Seq[int]) -> Future[GrammarState] | None:
-        """Follow an answer in its own compilation, in the background; None if too many answers have one."""
+        """Replay an answer in a compilation of its own, in the background; return None if too many answers have one."""
         with suppress(RuntimeError):  # The compiler is closed.
             if len(self._own) < MAX_OWN_GRAMMARS:
                 return self._executor.submit(lambda: self._at(text, self._compile(text, own=True), answer, ends))
         return None
 
     def _compile(self, text: str, *, own: bool = False) -> CompiledGrammar:
-        """Compile a grammar. The result is shared and cached, unless ``own`` asks for one private to an answer."""
+        """Compile a grammar. The result is cached and shared unless ``own``, which makes one for a single answer."""
         key = hashlib.sha256(text.encode()).digest()
         if not own:
             with self._lock:
-                found = self._kept(key)
-                if found is not None:
+                cached = self._find_cached(key)
+                if cached is not None:
                     self._trim()
-                    return found
+                    return cached
         from llguidance import LLMatcher, LLParserLimits
 
         began_s = time.monotonic()
@@ -172,16 +177,16 @@ class GrammarCompiler:
             if own:
                 self._own.add(compiled)
                 return compiled
-            found = self._kept(key)
-            if found is not None:
-                return found
+            cached = self._find_cached(key)
+            if cached is not None:
+                return cached
             self._compiled[key] = compiled, lexer
             self._compiled.move_to_end(key)
             self._trim()
         return compiled
 
-    def _kept(self, key: bytes) -> CompiledGrammar | None:
-        """Return the cached grammar and mark it as used; None if missing, or if a matcher of it has failed."""
+    def _find_cached(self, key: bytes) -> CompiledGrammar | None:
+        """Return the cached grammar and mark it as used; None if missing, or if one of its matchers has failed."""
         compiled, _ = self._compiled.get(key, (None, None))
         if compiled is None or compiled.spent:
             return None
@@ -190,12 +195,12 @@ class GrammarCompiler:
 
     def _trim(self) -> None:
         """Evict least recently used grammars down to the limits, but never the last one."""
-        left_bytes = sum(lexer.num_bytes for _, lexer in self._compiled.values())
+        cached_bytes = sum(lexer.num_bytes for _, lexer in self._compiled.values())
         while len(self._compiled) > 1 and (
-            len(self._compiled) > MAX_COMPILED_GRAMMARS or left_bytes > MAX_COMPILED_BYTES
+            len(self._compiled) > MAX_COMPILED_GRAMMARS or cached_bytes > MAX_COMPILED_BYTES
         ):
             _, (_, lexer) = self._compiled.popitem(last=False)
-            left_bytes -= lexer.num_bytes
+            cached_bytes -= lexer.num_bytes
 
     def _can_go_back(self, matcher: TokenMatcher) -> bool:
         """Return whether a matcher at the grammar's start can roll back a token, which "stop" and "max_tokens" rules

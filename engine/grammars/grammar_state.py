@@ -5,18 +5,17 @@
                                                         '--> complete, or failed
 
 The position is a pure function of the answer's tokens, so that a parallel sample, a preempted stream, and a replay on
-another worker get the same masks. Therefore forced tokens follow a rule: after a freely chosen token, and after the
-last one of a forced run, the grammar is asked for forced tokens. The result is a run, and the next tokens are these,
-whatever the grammar would allow within the run. Replayed tokens are cut into the same runs, because replay begins at
-the answer's start.
+another worker get the same masks. Therefore the grammar is asked for forced tokens only after a freely chosen token,
+and after the last token of a forced run. The result is a run: the next tokens are these, even if the grammar would
+allow others within the run. Replayed tokens are divided into the same runs, because replay begins at the answer's
+start.
 
 The matcher is positioned after the forced run, so that the next mask can be computed together with the run.
 
 A matcher is used by one thread at a time: by a pending mask job, else by the step thread, which never waits.
 
-A matcher that meets an error is unusable, mostly because of a limit shared with the matchers of other answers. The
-answer is then replayed in its own compilation, and fails only if its own tokens meet the limit again. Masks of a failed
-matcher are never used.
+A matcher that reports an error is unusable. Mostly it met a limit that it shares with the matchers of other answers.
+The answer is then replayed in a compilation of its own, and fails only if it meets the limit again.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from pillion.errors import BrokenGrammar, PillionError
 from pillion.kernels.step import UInt32
 from pillion.rules.grammar_limits import GRAMMAR_FAULT
 
+# Min tokens of an answer between two replays in a compilation of its own; with fewer, its request fails.
 MIN_RENEWED_TOKENS = 256
 
 
@@ -43,15 +43,15 @@ class GrammarState:
     Args:
         grammar: the answer's grammar.
         threads: compute the masks.
-        passing_ends: EOS tokens that do not end this stream; allowed only if nothing else is.
-        renew: replays an answer of these tokens in a private compilation, in the background; None if impossible.
+        passing_ends: EOS tokens that do not end this stream; allowed only if no other token is.
+        renew: replays an answer's tokens in a compilation of its own, in the background; returns None if it cannot.
 
     Attributes:
-        num_tokens: tokens of the answer passed to the grammar.
+        num_tokens: number of tokens passed to :meth:`take`.
         forced: next tokens without an alternative.
-        completes: True if the answer is complete after the forced tokens, and only its end can follow.
+        completes: True if the answer is complete after the forced tokens.
         failure: why the request fails; None while it can continue.
-        broken: why its matcher is unusable, or "".
+        broken: why the matcher is unusable, or "".
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class GrammarState:
         self._unfollowed: list[int] = []
         self._job: MaskJob | None = None
         self._job_for: tuple[tuple[int, ...], int] = ((), 0)
-        # Whether the attributes below are valid after all tokens, and whether the grammar was asked for forced tokens.
+        # _followed: the attributes below are those after all tokens. _asked: the matcher was asked for forced tokens.
         self._followed = self._asked = False
         self.num_tokens = 0
         self.forced: tuple[int, ...] = ()
@@ -83,9 +83,9 @@ class GrammarState:
 
     @property
     def may_run_ahead(self) -> bool:
-        """True if a step may be launched before the stream's last token is known. There is no gain before a forced run
-        or the end, or with late masks."""
-        # Forced runs of two are fine: the launched step chooses the first token, the next step the second.
+        """True if a step may be launched before the stream's last token is known. That gains nothing before a longer
+        forced run or the end, or with slow masks."""
+        # A forced run of two does not matter: the launched step chooses its first token, the next step its second.
         return not (self.completes or self._grammar.slow or len(self.forced) > 2 or self.failure or self._renewal)
 
     def sample(self) -> GrammarState:
@@ -101,9 +101,9 @@ class GrammarState:
             self._followed = False
 
     def follow(self) -> bool:
-        """Advance over all appended tokens without waiting; the class's attributes are valid afterwards. Returns False
-        if impossible now; the step loop is woken to retry."""
-        if not (self._job_is_over() and self._is_whole()):
+        """Advance over all appended tokens without waiting, and update the attributes. Return False if that is not
+        possible now; the step loop will then be woken to retry."""
+        if not (self._job_is_over() and self._is_usable()):
             return False
         if not self._followed and self.failure is None:
             if not self._grammar.try_lock(self._threads.wake):
@@ -112,17 +112,17 @@ class GrammarState:
                 self.move()
             finally:
                 self._grammar.unlock()
-            if not self._is_whole():
+            if not self._is_usable():
                 return False
         if self._grammar.slow and self._job is None and not (self.completes or self.failure or self.forced):
-            # A step would wait for this mask; skip the stream until it is computed.
+            # Skip the stream until its slow mask is computed, so that no step waits for it.
             self._start_job((), 1)
             return self._job_is_over()
         return True
 
     def count_fitting(self, draft_tokens: Seq[int]) -> int:
-        """Return the length of the longest prefix of the draft tokens that the grammar allows and that a choice
-        follows."""
+        """Return the length of the longest prefix of the draft tokens that the grammar allows, and after which a token
+        is freely chosen."""
         if self.forced or self.broken or not self._grammar.takes_draft_tokens or not self._grammar.try_lock():
             return 0
         matcher, consumed, fitting = self._matcher, 0, 0
@@ -132,7 +132,7 @@ class GrammarState:
                     break
                 consumed += 1
                 if matcher.stopped():
-                    # A complete answer's last token must be chosen, not drafted.
+                    # The last token of a complete answer must be chosen by the step.
                     break
                 fitting += 1
                 if matcher.forced():
@@ -143,38 +143,38 @@ class GrammarState:
         finally:
             self._grammar.unlock()
 
-    def place_masks(self, drafts: Seq[int], places: int) -> MaskJob:
-        """Return masks of the last ``places`` of 1 + len(drafts) positions: after the answer, and after each of the
-        drafts, which are forced tokens or fitting draft tokens."""
+    def place_masks(self, proposed: Seq[int], positions: int) -> MaskJob:
+        """Start, or return, the job that computes the masks of the last ``positions`` of 1 + len(proposed) positions:
+        after the answer, and after each proposed token. These are forced tokens, or draft tokens that fit."""
         self.follow()
         if not self._followed:
-            # Another thread holds the grammar: the masks would be late, and no step may wait.
-            late = MaskJob(self._grammar, self._matcher, self._no_bits(places), places, (), ())
+            # Another thread has the grammar's lock, and no step may wait for it: the masks are late.
+            late = MaskJob(self._grammar, self._matcher, self._no_bits(positions), positions, (), ())
             late.error = "another thread uses the grammar"
             late.finish()
             return late
-        if self._job is not None and self._job_for == (tuple(drafts), places):
+        if self._job is not None and self._job_for == (tuple(proposed), positions):
             return self._job
-        return self._start_job(drafts, places)
+        return self._start_job(proposed, positions)
 
-    def move(self, most: int | None = None) -> bool:
-        """Advance the grammar over pending tokens of the answer, up to ``most`` of them. The caller holds the grammar's
-        lock. Returns whether none is left."""
+    def move(self, limit: int | None = None) -> bool:
+        """Advance over up to ``limit`` appended tokens, with the grammar's lock held by the caller. Return whether all
+        are consumed."""
         self._job = None
         matcher = self._matcher
-        count = len(self._unfollowed) if most is None else min(most, len(self._unfollowed))
-        for place, token in enumerate(self._unfollowed[:count], self.num_tokens - len(self._unfollowed)):
+        count = len(self._unfollowed) if limit is None else min(limit, len(self._unfollowed))
+        for index, token in enumerate(self._unfollowed[:count], self.num_tokens - len(self._unfollowed)):
             self._find_forced()
             if self.forced:
                 if token == self.forced[0]:
                     self.forced = self.forced[1:]
                     self._asked = bool(self.forced)
                     continue
-                # Written by a version of Pillion that cut forced runs differently; the tokens win.
+                # Another version of Pillion divided the answer into other runs; the tokens win.
                 matcher.rollback(len(self.forced))
                 self.forced = ()
             if not matcher.consume(token):
-                self._break(f"token {place} of the answer, {token}, does not follow it: {matcher.error()}")
+                self._break(f"token {index} of the answer, {token}, does not follow it: {matcher.error()}")
                 return True
             self._asked = False
         del self._unfollowed[:count]
@@ -188,7 +188,8 @@ class GrammarState:
         return True
 
     def _find_forced(self) -> None:
-        """Ask the grammar for a run of forced tokens, unless there is one, and advance the matcher over it."""
+        """Ask the matcher for a run of forced tokens, and advance it over the run. A no-op within a run, or if it was
+        asked at this position."""
         if self.forced or self._asked:
             return
         self._asked = True
@@ -196,18 +197,18 @@ class GrammarState:
         for token in self.forced:
             self._matcher.consume(token)
 
-    def _start_job(self, drafts: Seq[int], places: int) -> MaskJob:
-        """Start a mask job; masks of forced tokens are known."""
-        bits = self._no_bits(places)
-        first = 1 + len(drafts) - places
-        known = self.forced[first : len(drafts) + 1]
+    def _start_job(self, proposed: Seq[int], positions: int) -> MaskJob:
+        """Start the mask job of :meth:`place_masks`. Masks of forced tokens are written at once."""
+        bits = self._no_bits(positions)
+        first = 1 + len(proposed) - positions
+        known = self.forced[first : len(proposed) + 1]
         for row, token in zip(bits, known, strict=False):
             row[token // 32] = 1 << token % 32
-        # Draft tokens never follow a forced run, so the first unknown mask is at the matcher's position.
-        draft_tokens = () if self.forced else tuple(drafts)
+        # Draft tokens never follow a forced run, so the first unknown mask is that of the matcher's position.
+        draft_tokens = () if self.forced else tuple(proposed)
         job = MaskJob(self._grammar, self._matcher, bits, len(known), draft_tokens, self._passing_ends)
-        self._job, self._job_for = job, (tuple(drafts), places)
-        if len(known) < places:
+        self._job, self._job_for = job, (tuple(proposed), positions)
+        if len(known) < positions:
             self._threads.put(job)
         else:
             job.finish()
@@ -237,13 +238,13 @@ class GrammarState:
         self._job, self._followed = None, False
         self.forced, self.completes = (), False
 
-    def _is_whole(self) -> bool:
-        """Return whether the matcher is usable or the request has failed; otherwise a replay is running."""
+    def _is_usable(self) -> bool:
+        """Return True if the matcher is usable or the request has failed; start or await a replay otherwise."""
         if not self.broken or self.failure is not None:
             return True
         if self._renewal is None:
-            further = self.num_tokens - self._renewed_at
-            self._renewal = self._renew(self._answer[:]) if further >= MIN_RENEWED_TOKENS else None
+            new_tokens = self.num_tokens - self._renewed_at
+            self._renewal = self._renew(self._answer[:]) if new_tokens >= MIN_RENEWED_TOKENS else None
             if self._renewal is None:
                 self._fail(self.broken)
                 return True

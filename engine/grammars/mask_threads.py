@@ -1,12 +1,12 @@
 """Threads that compute masks while the device runs the step that will sample with them.
 
     place_masks --> MaskJob --put--> queue --> thread: computed --> finished
-                                                  |                  '--> a step missed it: the loop is woken
-                                                  '--> still busy when the next job comes, or the queue is long:
+                                                  |                  '--> a step missed it: the step loop is woken
+                                                  '--> all threads busy for long, or the queue is long:
                                                        another thread starts
 
-A long job keeps its thread, so the jobs behind it are late at most once. MAX_MASK_THREADS bounds the threads. The
-library's limits end every job eventually; an overdue job fails its request.
+A long job occupies a thread of its own, so later jobs are late at most once. There are at most MAX_MASK_THREADS
+threads. llguidance's limits end every job eventually; one that takes longer than MASK_LIMIT_MS fails its request.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pillion.kernels.step import UInt32
 
 # Max wait of a step for its masks; a row whose mask is late is not sampled in that step.
 MASK_WAIT_MS = 5
+# Max duration of a mask job, after which its request fails.
 MASK_LIMIT_MS = 5000
 MAX_MASK_THREADS = 8
 # Max waiting masks per thread before another thread starts, up to one per core.
@@ -32,14 +33,17 @@ MAX_QUEUED_MASKS = 16
 
 
 class MaskJob:
-    """Computation of masks at some positions of one answer.
+    """Computation of masks at consecutive positions of one answer.
 
-    ``bits`` begins with ``known`` masks of forced tokens; of the others the first is at the matcher's position, and one
-    after each of ``draft_tokens``. ``error`` is set by the computation.
+    Args:
+        known: number of masks at the beginning of ``bits`` that are already written, those of forced tokens. The next
+            mask is that of the matcher's position, followed by one after each of ``draft_tokens``.
+        passing_ends: EOS tokens that do not end this stream; allowed only if no other token is.
 
     Attributes:
         bits: uint32 [N, ceil(vocabulary / 32)], valid once ``wait`` has returned True: bit t % 32 of bits[n, t // 32]
             allows token t at position n.
+        error: why the computation failed, or "".
     """
 
     def __init__(
@@ -59,11 +63,12 @@ class MaskJob:
         self._draft_tokens = draft_tokens
         self._passing_ends = passing_ends
         self._began_s = 0.0
-        # Locked until the masks are computed. A Lock is created much faster than an Event, and steps create many.
+        # Locked until the masks are computed. Not an Event, which takes much longer to create, once per step and
+        # stream.
         self._gate = Lock()
         self._gate.acquire()
         self._lock = Lock()
-        # Set by a step that missed the masks; called when they are computed.
+        # Called when the masks are computed; set by a step that missed them.
         self._wake: Callable[[], None] | None = None
         self._wake_s = 0.0
 
@@ -90,14 +95,14 @@ class MaskJob:
 
     def wait(self, seconds: float) -> bool:
         """Wait up to ``seconds`` for the masks, and return whether they are valid."""
-        # A failed matcher allows only the answer's end, so its masks are not used.
+        # The masks of a failed job are invalid: a failed matcher allows only the answer's end.
         if not self._gate.acquire(timeout=seconds):
             return False
         self._gate.release()
         return not self.error
 
     def is_over(self, threads: MaskThreads) -> bool:
-        """Return whether the job is finished; if not, the step loop is woken when it is, and when it is overdue."""
+        """Return whether the job is finished. If not, the step loop will be woken when it is, and after MASK_LIMIT_MS."""
         if not self._gate.locked():
             return True
         with self._lock:
@@ -112,7 +117,7 @@ class MaskJob:
         return False
 
     def is_slow(self, limit_ms: float = MASK_WAIT_MS) -> bool:
-        """Return whether a thread has been computing the masks for longer than ``limit_ms``."""
+        """Return whether the job started more than ``limit_ms`` ago."""
         return self._began_s > 0 and time.monotonic() - self._began_s > limit_ms / 1000
 
     def _clear_passing_ends(self) -> None:
@@ -135,9 +140,9 @@ class MaskThreads:
         self._lock = Lock()
         self._cores = os.cpu_count() or 1
         self._threads = 0
-        # Running jobs, one per grammar, and jobs waiting for their grammar's job.
+        # By grammar: the running job, and jobs that wait for its end.
         self._running: dict[CompiledGrammar, MaskJob] = {}
-        self._behind: dict[CompiledGrammar, deque[MaskJob]] = {}
+        self._waiting: dict[CompiledGrammar, deque[MaskJob]] = {}
 
     def put(self, job: MaskJob) -> None:
         self._queue.put(job)
@@ -154,7 +159,7 @@ class MaskThreads:
             Thread(target=self._compute, name="pillion-mask", daemon=True).start()
 
     def wake_later(self) -> None:
-        """Wake the step loop when a job that is late now becomes overdue."""
+        """Wake the step loop after MASK_LIMIT_MS, when an unfinished job has to fail its request."""
         timer = Timer(MASK_LIMIT_MS / 1000, self.wake)
         timer.daemon = True
         timer.start()
@@ -168,14 +173,14 @@ class MaskThreads:
         while (job := self._queue.get()) is not None:
             with self._lock:
                 if job.grammar in self._running:
-                    self._behind.setdefault(job.grammar, deque()).append(job)
+                    self._waiting.setdefault(job.grammar, deque()).append(job)
                     continue
                 self._running[job.grammar] = job
             job.run()
             with self._lock:
                 del self._running[job.grammar]
-                behind = self._behind.get(job.grammar)
-                if behind:
-                    self._queue.put(behind.popleft())
+                waiting = self._waiting.get(job.grammar)
+                if waiting:
+                    self._queue.put(waiting.popleft())
                 else:
-                    self._behind.pop(job.grammar, None)
+                    self._waiting.pop(job.grammar, None)

@@ -14,20 +14,22 @@ from pillion.kernels.step import Bool, Int64, UInt32
 
 @dataclass(frozen=True, slots=True)
 class StepMasks:
-    """:class:`pillion.kernels.step.RowMasks` of a step.
+    """Implements :class:`pillion.kernels.step.RowMasks`.
 
-    ``asked``: the mask job of each sequence with a grammar, and the number of the step's rows that use it: those of its
-    chunk or, where parallel samples begin, one row per sample with the same mask.
+    Attributes:
+        rows: int64, the sampled rows of sequences with a grammar.
+        jobs: (mask job, number of rows that use its masks) of each such sequence; parallel samples that start share one
+            mask.
     """
 
     rows: Int64
-    asked: tuple[tuple[MaskJob, int], ...]
+    jobs: tuple[tuple[MaskJob, int], ...]
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepMasks | None:
-        """Start the mask jobs of a plan whose batch is being built; None without grammars."""
+        """Start the mask jobs of a plan; return None if no sampled row has a grammar."""
         rows: list[int] = []
-        asked: list[tuple[MaskJob, int]] = []
+        jobs: list[tuple[MaskJob, int]] = []
         row = 0
         for chunk in plan.scheduled:
             if not chunk.samples:
@@ -36,18 +38,17 @@ class StepMasks:
             count = chunk.samples + len(chunk.parallel_seeds)
             if grammar is not None:
                 proposed = chunk.sequence.proposed().tolist()
-                asked.append((grammar.place_masks(proposed, chunk.samples), count))
+                jobs.append((grammar.place_masks(proposed, chunk.samples), count))
                 rows.extend(range(row, row + count))
             row += count
-        return cls(np.array(rows, dtype=np.int64), tuple(asked)) if asked else None
+        return cls(np.array(rows, dtype=np.int64), tuple(jobs)) if jobs else None
 
     def take(self) -> tuple[UInt32, Bool]:
-        until_s = time.monotonic() + MASK_WAIT_MS / 1000
+        """Return the masks of ``rows``, uint32 [rows, words], and whether each is valid, after up to MASK_WAIT_MS."""
+        deadline_s = time.monotonic() + MASK_WAIT_MS / 1000
         bits: list[UInt32] = []
-        there: list[bool] = []
-        for masks, count in self.asked:
-            there += [masks.wait(max(0.0, until_s - time.monotonic()))] * count
-            bits.append(
-                masks.bits if len(masks.bits) == count else np.broadcast_to(masks.bits, (count, masks.bits.shape[1]))
-            )
-        return np.concatenate(bits), np.array(there)
+        valid: list[bool] = []
+        for job, count in self.jobs:
+            valid += [job.wait(max(0.0, deadline_s - time.monotonic()))] * count
+            bits.append(job.bits if len(job.bits) == count else np.broadcast_to(job.bits, (count, job.bits.shape[1])))
+        return np.concatenate(bits), np.array(valid)

@@ -1,2 +1,2 @@
-"""Unsupported combinations of flags for hybrid models, whose layers carry a state from token to token. States of
-running sequences are managed by engine/scheduling/states.py."""
+"""Check for unsupported flags of hybrid models, some of whose layers have a recurrent state. States of running
+sequences are managed by engine/scheduling/states.py."""
