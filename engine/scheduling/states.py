@@ -46,7 +46,7 @@ _FIRST_ID = 2**40
 
 
 @dataclass(frozen=True, slots=True)
-class StoredState:
+class StateInSlots:
     """The state after ``tokens`` tokens, in the pool. ``own``: its slots are leased to this worker."""
 
     tokens: int
@@ -57,7 +57,7 @@ class StoredState:
 class PageChain(BlockChain):
     """The pages of one state until the node has committed them."""
 
-    def __init__(self, chain_id: int, sequence: Sequence, state: StoredState) -> None:
+    def __init__(self, chain_id: int, sequence: Sequence, state: StateInSlots) -> None:
         super().__init__(chain_id, np.empty(0, np.int32), sequence.block_size, first_block=0, parent_hash=b"")
         self.take_ticket(AdoptedTicket(sequence.ticket_id, (), state.slots))
         self.sequence, self.state_tokens = sequence, state.tokens
@@ -87,11 +87,11 @@ class WorkingStates(BlockChain):
         super().__init__(0, np.empty(0, np.int32), sequence.block_size, first_block=0, parent_hash=b"")
         self._pages = pages
         self.free = [slots[first : first + pages] for first in range(0, len(slots), pages)]
-        self.stored: list[StoredState] = []
+        self.stored: list[StateInSlots] = []
         if sequence.state_slots:
-            self.stored.append(StoredState(sequence.num_computed, sequence.state_slots, own=False))
+            self.stored.append(StateInSlots(sequence.num_computed, sequence.state_slots, own=False))
         # States written by launched steps, oldest first; an overwritten state has no slots.
-        self._written: deque[StoredState] = deque()
+        self._written: deque[StateInSlots] = deque()
         self.positions = StatePositions(sequence, pages)
 
     def owned_slots(self) -> tuple[int, ...]:
@@ -111,11 +111,11 @@ class WorkingStates(BlockChain):
         assert read is not None or not chunk.start, f"no state after {chunk.start} tokens"
         if not self.free:
             self._free_worst(read)
-        written = StoredState(chunk.start + chunk.count, self.free.pop())
+        written = StateInSlots(chunk.start + chunk.count, self.free.pop())
         self._written.append(written)
         return (-1,) * self._pages if read is None else read.slots, written.slots
 
-    def _free_worst(self, read: StoredState | None) -> None:
+    def _free_worst(self, read: StateInSlots | None) -> None:
         """Free the slots of the own state that is needed least: oldest first, but the one at the last block boundary
         after others, those to be kept at the very last, and never the one that the next step reads."""
         own = [s for s in (*self.stored, *self._written) if s.own and s.slots and s is not read]
@@ -154,14 +154,14 @@ class WorkingStates(BlockChain):
         self.stored = kept
         return last
 
-    def replace_stored(self, slots: tuple[int, ...], state: StoredState) -> bool:
+    def replace_stored(self, slots: tuple[int, ...], state: StateInSlots) -> bool:
         """Replace the stored state in ``slots`` by ``state``. Return False if there is none any more."""
         indices = [index for index, stored in enumerate(self.stored) if stored.slots == slots]
         for index in indices:
             self.stored[index] = state
         return bool(indices)
 
-    def boundary_state(self) -> StoredState | None:
+    def boundary_state(self) -> StateInSlots | None:
         """Return the last of the sequence's own stored states at a block boundary; None without one."""
         own = [s for s in self.stored if s.own and s.tokens % self.block_size == 0 and s.tokens]
         return own[-1] if own else None
@@ -258,7 +258,7 @@ class States:
                 freed += self._pages
         return freed > 0
 
-    def _keep(self, sequence: Sequence, state: StoredState) -> None:
+    def _keep(self, sequence: Sequence, state: StateInSlots) -> None:
         """Queue a state to be committed after its sequence's block."""
         chain = PageChain(-next(self._ids), sequence, state)
         self._to_commit[chain.seq_id] = chain
@@ -287,7 +287,7 @@ class States:
         own = chain.slots(0, chain.num_blocks)
         working = self._working.get(chain.sequence.seq_id)
         # Later steps read the state from the slots of its first committer or, if refused, from the own ones.
-        state = StoredState(chain.state_tokens, own if refusal else tuple(slots), own=bool(refusal))
+        state = StateInSlots(chain.state_tokens, own if refusal else tuple(slots), own=bool(refusal))
         is_read = working is not None and working.replace_stored(own, state)
         if not refusal:
             self._blocks.accept(chain, slots)

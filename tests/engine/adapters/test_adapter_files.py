@@ -151,7 +151,7 @@ def test_a_deeply_nested_config(depth, adapter, model_folder):
             lambda t: {n.replace("q_proj", "qkv_proj"): x for n, x in t.items()},
             "qkv_proj, which a llama model does not have",
         ),
-        (lambda t: {}, "holds no tensors"),
+        (lambda t: {}, "contains no tensors"),
         (lambda t: t | {Q_B: t[Q_B] * float("nan")}, "q_proj.lora_B.weight contains NaN or infinities"),
         (lambda t: t | {Q_A: t[Q_A] * float("inf")}, "q_proj.lora_A.weight contains NaN or infinities"),
         (lambda t: t | {Q_A: (t[Q_A] * float("inf")).bfloat16()}, "contains NaN or infinities"),
