@@ -102,7 +102,7 @@ class MaskJob:
         return not self.error
 
     def is_over(self, threads: MaskThreads) -> bool:
-        """Return whether the job is finished. If not, the step loop will be woken when it is, and after MASK_LIMIT_MS."""
+        """Return whether the job is finished. If not, the step loop is woken when it is, and after MASK_LIMIT_MS."""
         if not self._gate.locked():
             return True
         with self._lock:
