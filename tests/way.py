@@ -389,7 +389,7 @@ async def trace(folder: pathlib.Path) -> list[Way]:
                 for text in (f"hello {policy} " * 10, f"{policy} {WORDS * 4}"):
                     await running.proven()
                     if WORDS in text:
-                        tracer.begin(Way(policy), served.tokenizer.encode_text(WORDS, most_tokens=1000), loop)
+                        tracer.begin(Way(policy), served.tokenizer.encode_text(WORDS, max_tokens=1000), loop)
                     messages = [{"role": "user", "content": text}]
                     body = {"model": served.name, "messages": messages, "max_tokens": 2, "seed": SEED}
                     label = {"x-request-id": LABEL}

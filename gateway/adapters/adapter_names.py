@@ -35,7 +35,7 @@ from pillion.errors import (
 )
 from pillion.gateway.adapters.adapter_spread import AdapterSpread
 from pillion.gateway.adapters.name_table import FORGET_MS, MAX_CHANGES, MAX_NAMES, NamedAdapter, NameTable
-from pillion.gateway.admission.turns import RETRY_AFTER_MS
+from pillion.gateway.admission.admission import RETRY_AFTER_MS
 from pillion.gateway.links.defects import Defects
 from pillion.gateway.links.node_link import NodeLink
 from pillion.host.adapter_folders import KEEP_S, STORE_BYTES, cache_root

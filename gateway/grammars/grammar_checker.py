@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pillion.errors import FieldViolation, InvalidRequest, SchemaViolation, Unavailable
-from pillion.gateway.admission.turns import RETRY_AFTER_MS
+from pillion.gateway.admission.admission import RETRY_AFTER_MS
 from pillion.gateway.boxed_process import BoxedProcess, BoxFailure, BoxLimits
 from pillion.gateway.grammars.answer_grammar import JoinedGrammar, by_size
 from pillion.gateway.grammars.json_schema import root_place
