@@ -164,7 +164,7 @@ class DepartureRate:
         """Record the end of ``answers`` answers. The time until the next end counts only if requests are
         ``waiting``."""
         if self._since_s is not None:
-            passed_s = max(0.0, now_s - self._since_s)
+            passed_s = now_s - self._since_s
             decay = math.pow(0.5, passed_s / RATE_HALF_LIFE_S)
             self._departures = self._departures * decay + answers
             self._seconds = self._seconds * decay + passed_s
@@ -334,7 +334,8 @@ class ModelTurns:
 
     def give_up(self, permit: AdmissionPermit) -> None:
         """Remove a request from the queue. A no-op if it does not wait."""
-        if self.permits.pop(permit.number, None) is not None and permit.place is not None:
+        if self.permits.pop(permit.number, None) is not None:
+            assert permit.place is not None
             self._line(permit).remove(permit.tenant, permit.place)
             permit.place = None
 

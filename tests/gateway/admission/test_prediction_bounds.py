@@ -6,9 +6,9 @@ import pytest
 
 from pillion.engine.scheduling.step_model import StepModel
 from pillion.gateway.admission.answer_times import (
-    FAR_LONGER,
     KEPT_S,
-    RELEARN_S,
+    MAX_LENGTH_RATIO,
+    UPDATE_INTERVAL_S,
     AnswerLengths,
     AnswerTimes,
     DecodeFleet,
@@ -50,7 +50,9 @@ def test_equal_sizes_have_no_pace() -> None:
     assert WorkTimes(seen, token_times_s).seconds(2.0) == pytest.approx(3.0 + 1.0, abs=0.01)
 
 
-@pytest.mark.parametrize(("allowed", "expected"), [(2 * FAR_LONGER, 2 * FAR_LONGER), (2 * FAR_LONGER + 1, 2)])
+@pytest.mark.parametrize(
+    ("allowed", "expected"), [(2 * MAX_LENGTH_RATIO, 2 * MAX_LENGTH_RATIO), (2 * MAX_LENGTH_RATIO + 1, 2)]
+)
 def test_a_far_longer_limit_is_no_estimate(allowed: int, expected: int) -> None:
     assert AnswerLengths(0, 2).answer_tokens(allowed) == expected
 
@@ -62,8 +64,8 @@ def test_predictions_are_learnt_again_after_their_interval() -> None:
     first_s = times.seconds(100, 0, 1, 4, 0.0, token_times_s)
     for _ in range(9):
         times.ended(served(0.0, took_s=5.0))
-    assert times.seconds(100, 0, 1, 4, RELEARN_S * 0.9, token_times_s) == first_s
-    assert times.seconds(100, 0, 1, 4, RELEARN_S, token_times_s) > first_s
+    assert times.seconds(100, 0, 1, 4, UPDATE_INTERVAL_S * 0.9, token_times_s) == first_s
+    assert times.seconds(100, 0, 1, 4, UPDATE_INTERVAL_S, token_times_s) > first_s
 
 
 def test_an_answer_is_used_for_its_time() -> None:

@@ -11,9 +11,7 @@ from pillion.errors import Overloaded
 from pillion.gateway.admission.answer_times import MAX_ANSWERS, ServedRequest
 from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.admission.turns import (
-    MAX_TOKEN_TIMES,
     MIN_SILENCE_S,
-    WATCHED_STREAMS,
     AdmissionPermit,
     DepartureRate,
     FairQueue,
@@ -23,6 +21,11 @@ from pillion.gateway.admission.turns import (
 )
 
 A, B, C = Tenant(name="a"), Tenant(name="b"), Tenant(name="c")
+
+
+# As in ModelTurns.
+MAX_TOKEN_TIMES = 256
+WATCHED_STREAMS = 8
 
 
 class RecordingTimes:
