@@ -67,7 +67,7 @@ BACKGROUND = {
     "Heartbeats._beat_registry",
     "KVNode._watch_silence",
     "LoadExchange._report_now",
-    "LoadExchange._tell",
+    "LoadExchange._publish",
     "NodeDirectory.announce",
     "NodeExchange.run",
     "NodePrefixPins.run",

@@ -172,5 +172,5 @@ async def test_a_model_without_a_tokenizer_refuses_grammars() -> None:
         answer = await begin(workers, connection, 1, prompt(1, 9), 40)
         assert answer.last is not None
         assert answer.last.error is not None
-        assert "decode-0 cannot follow" in answer.last.error.message
+        assert "not supported by decode-0" in answer.last.error.message
         await workers.quiet()

@@ -108,7 +108,7 @@ def model_of(layer: SimpleNamespace, rows: int, shard: ModelShard) -> SimpleName
         max_tokens=rows,
         dtype=torch.float32,
         device=DEVICE,
-        found=torch.full((rows, HIDDEN), torch.nan, device=DEVICE),
+        projected=torch.full((rows, HIDDEN), torch.nan, device=DEVICE),
         residual=torch.zeros(rows, HIDDEN, device=DEVICE),
     )
 

@@ -75,7 +75,7 @@ _SEAMS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (_NODE, "a release", f"{_POOL}.release", PER_REQUEST),
     (_NODE, "a heartbeat", f"{_POOL}.heartbeat", PER_HEARTBEAT),
     (_NODE, "an announcement", "pillion.kvstore.index.redis_writer:IndexWriter.announce", PER_REQUEST),
-    (("keeper",), "a hand-over", f"{_KEEPER}._give", AT_START),
+    (("keeper",), "a hand-over", f"{_KEEPER}._send", AT_START),
     (("keeper",), "a keep request", f"{_KEEPER}._keep", AT_START),
     (("prefill",), "a batch of deltas", f"{_SESSION}.deltas", PER_REQUEST),
 )

@@ -409,7 +409,7 @@ def refused(adapter, model_folder, words):
 def check_files(adapter, model_folder):
     files = AdapterFiles(adapter)
     pairs = files.pairs(load_config(model_folder))
-    files.checked_numbers(files.digest(), pairs)
+    files.checked_data(files.digest(), pairs)
 
 
 def test_ranks_are_those_of_an_expert(good, mixtral):

@@ -310,7 +310,7 @@ def test_sums_stay_in_registers(name, kind):
     isa = isa_or_skip(name) if name.startswith("avx512") else BY_NAME[name]
     limits = TileKind(*kind).tiles(isa)
     texts, prefix = assembly([Gemm(kind[0], kind[1], "store")], isa), f"gemm_tile_{'_'.join(kind)}_"
-    heights = [(rows, 2 if rows <= limits.wide else 1) for rows in range(1, limits.most + 1)]
+    heights = [(rows, 2 if rows <= limits.wide else 1) for rows in range(1, limits.tallest + 1)]
     allowed = 4 if (name, kind) == ("avx2", ("bf16", "fp32")) else 0
     assert {text for text in texts if text.startswith(prefix)} == {f"{prefix}{rows}x{width}" for rows, width in heights}
     for rows, width in heights:

@@ -114,7 +114,7 @@ async def test_cached_hits_are_used_while_redis_is_down(
     async def gone(*_: object) -> PrefixHits:
         raise Unavailable("no Redis")
 
-    monkeypatch.setattr(index, "_found", gone)
+    monkeypatch.setattr(index, "_query", gone)
     assert await index.longest_state(CHAIN.packed) == PrefixHits([PrefixHit("a", 6)])
     assert not index.available
     # A prefix of it ends before the state.

@@ -273,7 +273,7 @@ def test_sums_stay_in_registers_and_are_dot_products(name, spec):
     isa = BY_NAME[name]
     texts = {text: code for text, code in assembly([spec], isa).items() if "_tile_" in text}
     instruction = isa.int8_dot or {"x86_64": "pmaddwd", "aarch64": "mla"}[isa.machine]
-    assert len(texts) == isa.dot_tiles.most + max(0, isa.dot_tiles.narrow - isa.dot_tiles.wide)
+    assert len(texts) == isa.dot_tiles.tallest + max(0, isa.dot_tiles.narrow - isa.dot_tiles.wide)
     # A row alone is bound by memory. A table of values takes registers, of which this row of the table has 16.
     spilling = name == "avx2" and "fp4" in spec.weights
     for tile, text in texts.items():

@@ -248,7 +248,7 @@ def test_sums_stay_in_registers_and_are_dot_products(name):
     isa = BY_NAME[name]
     texts, limits = assembly([Gemm(INT8_DOTS, "bf16", "store")], isa), TileKind(INT8_DOTS, "int8").tiles(isa)
     instruction = isa.int8_dot or {"x86_64": "pmaddwd", "aarch64": "mla"}[isa.machine]
-    heights = [(rows, 2 if rows <= limits.wide else 1) for rows in range(1, limits.most + 1)]
+    heights = [(rows, 2 if rows <= limits.wide else 1) for rows in range(1, limits.tallest + 1)]
     tiles = {f"gemm_tile_int8_dots_int8_{rows}x{width}": rows for rows, width in heights}
     assert {text for text in texts if "_tile_" in text} == set(tiles)
     for tile in tiles:
