@@ -73,7 +73,7 @@ def _samples() -> dict[str, Sample]:
         found |= _of(sample_names(metric), metric.kind, frozenset(labels), known_labels, metric.bounds)
     for alias in ALIASES:
         labels = {"model_name"} if names.MODEL in alias.metric.labels else set()
-        labels |= {alias.called} if alias.called else set()
+        labels |= {alias.vllm_label} if alias.vllm_label else set()
         made = [name.replace(prometheus_name(alias.metric), alias.name) for name in sample_names(alias.metric)]
         found |= _of(made, alias.metric.kind, frozenset(labels), {}, alias.metric.bounds)
     registry = prometheus_client.CollectorRegistry()
