@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+import threading
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -10,6 +11,10 @@ from pillion.errors import InvalidRequest
 from pillion.wire.common import check_protocol
 
 T = TypeVar("T")
+
+# msgspec 0.22 can crash in a garbage collection while two threads build the decoder of one type.
+_building = threading.Lock()
+_decoders: dict[type[Any], msgspec.json.Decoder[Any]] = {}
 
 
 def line_to_bytes(message: msgspec.Struct) -> bytes:
@@ -26,6 +31,9 @@ def message_of(line: bytes, kind: type[T], speaker: str) -> T:
         if isinstance(fields, dict) and isinstance(fields.get("protocol"), int):
             names = (fields.get(name) for name in ("component_id", "node_id", "name"))
             check_protocol(fields["protocol"], next((name for name in names if name and isinstance(name, str)), ""))
-        return msgspec.json.decode(line, type=kind)
+        with _building:
+            decoder = _decoders.get(kind) or _decoders.setdefault(kind, msgspec.json.Decoder(kind))
+        message: T = decoder.decode(line)
+        return message
     except ValueError as error:
         raise InvalidRequest(f"{speaker} speaks one line of JSON; this one is wrong: {error}") from None
