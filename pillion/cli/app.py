@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from enum import IntEnum
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -32,20 +33,23 @@ from pillion.errors import ConfigError, PillionError
 from pillion.net.addresses import spare_loopback
 from pillion.types import SAMPLING_OPTIONS
 
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
-REPEAT = "Repeatable."
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+class ExitStatus(IntEnum):
+    """Exit status of a command that did not succeed; INTERRUPTED is a shell's status for SIGINT."""
+
+    FAILED = 1
+    USAGE = 2
+    INTERRUPTED = 130
+
+
 def _open_standard_descriptors() -> None:
-    """Open the null device in place of closed standard descriptors. Otherwise a socket would get such a number, and
-    receive whatever a library writes to standard error."""
-    for number in range(3):
+    """Open /dev/null as each closed standard descriptor. Otherwise the next socket could become descriptor 2, and
+    receive what libraries write to standard error."""
+    for fd in range(3):
         try:
-            os.fstat(number)
+            os.fstat(fd)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
@@ -55,8 +59,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run_command(command: click.Command, argv: list[str] | None, name: str) -> None:
-    """Run a command line and end the process. Every error except a bug is one line on standard error."""
-    # If the parent ignored SIGCHLD, the exit status of children would be lost.
+    """Run a command line and exit. Expected errors print one line to standard error; others are bugs and raise."""
+    # An ignored SIGCHLD is inherited from the parent, and would lose the exit status of children.
     if sys.platform != "win32":
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _open_standard_descriptors()
@@ -64,34 +68,34 @@ def run_command(command: click.Command, argv: list[str] | None, name: str) -> No
     try:
         code = command.main(argv, prog_name=name, standalone_mode=False)
     except click.Abort:
-        code = EXIT_INTERRUPTED
+        code = ExitStatus.INTERRUPTED
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
-        code = EXIT_USAGE
+        code = ExitStatus.USAGE
     except click.ClickException as error:
         where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else name
         fail(f"{error.format_message()} (see {where} --help)")
-        code = EXIT_USAGE
+        code = ExitStatus.USAGE
     except PillionError as error:
         if logging.getLogger("pillion").isEnabledFor(logging.DEBUG):
             traceback.print_exc()
         fail(error.message)
-        code = EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+        code = ExitStatus.USAGE if isinstance(error, ConfigError) else ExitStatus.FAILED
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("pillion"):
             raise
         fail(f"this needs the package {error.name}, which is not installed: pip install 'pillion[server]'")
-        code = EXIT_USAGE
+        code = ExitStatus.USAGE
     except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
+        code = ExitStatus.INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = EXIT_FAILED
+        code = ExitStatus.FAILED
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
             raise
         fail(f"{error.strerror}{f': {error.filename}' if error.filename else ''}")
-        code = EXIT_FAILED
+        code = ExitStatus.FAILED
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -118,7 +122,7 @@ def takes_model(function: F) -> F:
 
 
 def with_model(cls: Any, values: dict[str, Any]) -> Any:
-    """Return the flags object with the model from MODEL, --model or the default, in this order."""
+    """Return ``cls(**values)``, with the model from the argument MODEL, --model or the default, in this order."""
     model = values.pop(MODEL_ARGUMENT) or values["model"] or "demo"
     return cls(**values | {"model": model})
 
@@ -137,7 +141,7 @@ def serve(**values: Any) -> int:
 
 
 def component_command(role: str, cls: Any, about: str, *, has_model: bool = True) -> None:
-    """Add the command that runs one component."""
+    """Add the command ``role``, which runs one component with the flags of class ``cls``. ``about`` is its help."""
 
     def run(**values: Any) -> int:
         from pillion.supervisor.component_process import end_process, run_component
@@ -177,7 +181,8 @@ def prepare(**values: Any) -> None:
     from pillion.supervisor.component_process import PREPARED, require_server_packages
 
     require_server_packages()
-    # Threads spinning at OpenMP's barriers took 10 of 18 CPU s on two busy cores. Read when torch is imported.
+    # To be set before torch is imported. Threads spinning at OpenMP's barriers took 10 of 18 CPU seconds on two busy
+    # cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # Garbage collection takes a fifth of the time of these imports and frees nothing.
     gc.disable()
@@ -201,30 +206,30 @@ def bias_by_id(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...
     return biases
 
 
-samples = options(
+sampling_options = options(
     option("--model", "Served model name; optional if one model is served.", ""),
     option("--max-tokens", "Maximum number of tokens to generate.", type=int),
     option("--min-tokens", "Minimum number of tokens before a stop.", type=int),
     *(
-        option(option_name(name), one.about, type=int if one.whole else float)
-        for name, one in SAMPLING_OPTIONS.items()
-        if one.about
+        option(option_name(name), sampling_option.about, type=int if sampling_option.whole else float)
+        for name, sampling_option in SAMPLING_OPTIONS.items()
+        if sampling_option.about
     ),
     option(
         "--logit-bias",
-        f"Added to a token's logit. {REPEAT}",
+        "Added to a token's logit. Repeatable.",
         (),
         metavar="ID=VALUE",
         multiple=True,
         callback=bias_by_id,
     ),
-    option("--stop", f"Text that ends the answer. {REPEAT}", (), multiple=True),
-    option("--stop-token-id stop_token_ids", f"Id that ends the answer. {REPEAT}", (), type=int, multiple=True),
+    option("--stop", "Text that ends the answer. Repeatable.", (), multiple=True),
+    option("--stop-token-id stop_token_ids", "Id that ends the answer. Repeatable.", (), type=int, multiple=True),
     option("--ignore-eos", "Continue past the model's end-of-text token.", is_flag=True),
     option("--logprobs", "Show each token's log probability and this many alternatives.", type=int),
     option("--priority", "From -100 to 100; smaller is more urgent, 0 is the default.", type=int),
 )
-answers = options(
+answer_options = options(
     option("--n", "Number of answers, shown one after the other.", type=int),
     option("--best-of", "Generate this many answers and show the most likely ones.", type=int),
 )
@@ -233,8 +238,8 @@ answers = options(
 @cli.command()
 @click.argument("prompt")
 @talks_to_gateway
-@samples
-@answers
+@sampling_options
+@answer_options
 @option("--schema", "File with a JSON schema for every answer.", type=click.File(encoding="utf-8"))
 def generate(prompt: str, schema: TextIO | None, **values: Any) -> None:
     """Stream a continuation of PROMPT ('-': of standard input)."""
@@ -248,7 +253,7 @@ def generate(prompt: str, schema: TextIO | None, **values: Any) -> None:
 @option("--system", "System message of the conversation.", "")
 @gone_option("history", "lines typed at a terminal are remembered for one conversation only")
 @talks_to_gateway
-@samples
+@sampling_options
 def chat(system: str, **values: Any) -> None:
     """Talk with the model.
 
@@ -301,7 +306,7 @@ def health(address: str, ca: str | None, internal_tls_cert: str, internal_tls_ke
         return 0
     place, encrypted = address.removeprefix("grpcs://"), public or bool(internal_tls_cert)
     click.echo(f"{address} is not serving; {connection_hint(place, encrypted)}")
-    return EXIT_FAILED
+    return ExitStatus.FAILED
 
 
 @cli.group()
@@ -315,7 +320,7 @@ def keys() -> None:
 @option("--operator", "Let a new tenant see the whole cluster, as pillion status shows it.", False, is_flag=True)
 @option(
     "--models",
-    f"A model or adapter that a new tenant may use; default: all. {REPEAT}",
+    "A model or adapter that a new tenant may use; default: all. Repeatable.",
     (),
     multiple=True,
 )

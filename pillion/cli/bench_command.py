@@ -6,13 +6,12 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from pillion.cli.console import table_console
-from pillion.cli.flags import CA, CERT, KEY, CommandGroup, gone_option, option, options
+from pillion.cli.flags import CA, CERT, FILE, KEY, CommandGroup, gone_option, option, options
 from pillion.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,12 +39,9 @@ def token_range(ctx: click.Context, param: click.Parameter, text: str) -> tuple[
         raise click.BadParameter(f"{text!r} is not LOW,HIGH, such as 1000,30000", ctx, param) from None
 
 
-BACKENDS = click.Choice(("pillion", "openai"))
-WORKLOADS, PROCESSES = click.Choice(("random", "chats", "trace")), click.Choice(("poisson", "constant", "gamma"))
-FILE = click.Path(dir_okay=False, path_type=Path)
 LENGTHS = "N, uniform:LOW,HIGH or lognormal:MEDIAN,SIGMA[,MAX]"
-WHOM = (
-    option("--backend", "gRPC of Pillion, or OpenAI's HTTP.", "pillion", type=BACKENDS),
+SERVER_OPTIONS = (
+    option("--backend", "gRPC of Pillion, or OpenAI's HTTP.", "pillion", type=click.Choice(("pillion", "openai"))),
     option("--target", "Gateway's HOST:PORT (grpcs:// for TLS), or a URL.  [default: port 50051 or 8000 here]"),
     option("--model", "The server's name of the model; optional if one model is served.", ""),
     option(
@@ -60,10 +56,15 @@ WHOM = (
     option("--api-key-variable", "Environment variable with the API key.", "PILLION_API_KEY"),
     option("--timeout-s", "Timeout of one request.", 600.0),
 )  # fmt: skip
-LOAD = (
-    option("--workload", "Random prompts, chats of several turns, or a trace.", "random", type=WORKLOADS),
+LOAD_OPTIONS = (
+    option(
+        "--workload",
+        "Random prompts, chats of several turns, or a trace.",
+        "random",
+        type=click.Choice(("random", "chats", "trace")),
+    ),
     option("--rate", "Sessions per second (open loop); a trace is scaled to it.", type=float),
-    option("--arrivals", "Arrival process.", "poisson", type=PROCESSES),
+    option("--arrivals", "Arrival process.", "poisson", type=click.Choice(("poisson", "constant", "gamma"))),
     option("--burstiness", "Shape of gamma arrivals; below 1 is burstier than Poisson.", 1.0),
     option("--requests", "Maximum number of requests of a run; the minimum of a run in a sweep.", 100),
     option("--duration-s", "No arrivals after this many seconds.", type=float),
@@ -81,7 +82,7 @@ LOAD = (
     option("--slo", "Objectives in seconds, such as ttft=1.0+0.002*n,itl_p99=0.1 (n: prompt tokens).", ""),
     option("--warm-up", "Requests before the clock starts.", 0),
 )  # fmt: skip
-OUTPUT = (
+OUTPUT_OPTIONS = (
     option("--json", "Write the result to this file.", type=FILE, metavar="PATH"),
     gone_option("plot", "plot the records and runs of --json with your own program"),
     option("--progress/--no-progress", "Show a progress bar.", True),
@@ -99,9 +100,9 @@ def bench() -> None:
 
 
 @bench.command()
-@options(*WHOM, *LOAD)
+@options(*SERVER_OPTIONS, *LOAD_OPTIONS)
 @option("--concurrency", "Number of concurrent sessions (closed loop), instead of a rate.", type=int)
-@options(*OUTPUT)
+@options(*OUTPUT_OPTIONS)
 @click.option("--records", is_flag=True, help="With --json: also one object per request.")
 def run(**values: Any) -> int:
     """Measure one run. The exit status is 1 if a request failed."""
@@ -117,21 +118,21 @@ async def _run(plan: BenchPlan, values: dict[str, Any]) -> int:
     requests = sum(len(session.turns) for session in sessions)
     async with opened(plan.server) as (target, about):
         with progress_bar(requests, values["progress"], "requests") as advance:
-            found, result = await run_plan(target, plan, advance, sessions)
+            load_run, result = await run_plan(target, plan, advance, sessions)
     console.print(report.tables(result))
     if values["json"]:
-        records = {"records": [asdict(record) for record in found.records]} if values["records"] else {}
+        records = {"records": [asdict(record) for record in load_run.records]} if values["records"] else {}
         report.write_json(values["json"], result | records, about)
     return int(result["summary"]["ok"] < result["summary"]["requests"])
 
 
 @bench.command()
-@options(*WHOM, *LOAD)
+@options(*SERVER_OPTIONS, *LOAD_OPTIONS)
 @option("--attainment", "Share of the requests that must meet all objectives.", 0.9)
 @option("--run-s", "Minimum duration of arrivals in each run, in seconds.", 30.0)
 @option("--max-runs", "Most runs.", 8, type=click.IntRange(1, 50))
 @option("--tolerance", "Precision of the answer; 0.1 is 10 %.", 0.1)
-@options(*OUTPUT)
+@options(*OUTPUT_OPTIONS)
 def sweep(**values: Any) -> int:
     """Find the highest rate that meets --slo.
 
@@ -168,7 +169,7 @@ async def _sweep(plan: BenchPlan, values: dict[str, Any]) -> int:
 
 
 def plan_of(values: dict[str, Any]) -> BenchPlan:
-    """Return the plan for the options. Raises ConfigError."""
+    """Build the plan from the options' values. Raises ConfigError for an invalid --slo."""
     from pillion.loadgen.load import LoadConfig
     from pillion.loadgen.run import BenchPlan, Server
     from pillion.loadgen.slo import parse_slo

@@ -1,7 +1,7 @@
-"""`pillion cache` over the SDK: computes the prompts of a file ahead, and pins them.
+"""`pillion cache` over the SDK: precomputes the KV of the prompts in a file, and pins it.
 
-``reach`` has the arguments of :class:`pillion.Client`. A file is one prompt as text, or, ending in .jsonl, an object
-per line: {"text" | "messages" | "tokens", "model", "adapter", "cache_salt", "tools", "name", "ttl_s"}.
+``reach`` has the arguments of :class:`pillion.Client`. A file is the text of one prompt or, with suffix .jsonl,
+an object per line: {"text" | "messages" | "tokens", "model", "adapter", "cache_salt", "tools", "name", "ttl_s"}.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 @dataclass(frozen=True, slots=True)
 class FilePrompt:
-    """A prompt with its line in the file, and the arguments of :meth:`pillion.Client.warm_prefix`."""
+    """A prompt read from a file: path and line for messages, and arguments of :meth:`pillion.Client.warm_prefix`."""
 
     where: str
     prompt: Item
@@ -40,19 +40,19 @@ class FilePrompt:
 
 
 def run_warm(reach: dict[str, Any], path: Path, common: dict[str, Any]) -> None:
-    """Compute the prompts of a file ahead, pin them if ``common`` says so, and print a line for each. ``common`` has
-    default arguments for all prompts. Raises PillionError."""
+    """Compute the KV of the prompts in a file, and print a line for each. ``common``: arguments of
+    :meth:`pillion.Client.warm_prefix` for prompts without their own, e.g. to pin them. Raises PillionError."""
     prompts = read_prompts(path)
     if common.get("name") and len(prompts) > 1:
         raise ConfigError(f"--name is for one prompt, but {path} has {len(prompts)}: give each line a name")
     with Client(**reach) as client:
         for prompt in prompts:
             warmed = _warm(client, prompt, common)
-            said = f"{prompt.where}: computed {warmed.computed_tokens} tokens, found {warmed.found_tokens}"
+            line = f"{prompt.where}: computed {warmed.computed_tokens} tokens, found {warmed.found_tokens}"
             if warmed.pin is not None:
                 pin = warmed.pin
-                said += f"; pinned as {pin.name}: {pin.blocks} blocks at {pin.node_id} for {duration(pin.expires_in_s)}"
-            print(said, flush=True)
+                line += f"; pinned as {pin.name}: {pin.blocks} blocks at {pin.node_id} for {duration(pin.expires_in_s)}"
+            print(line, flush=True)
 
 
 def run_list(reach: dict[str, Any]) -> None:
@@ -88,10 +88,10 @@ def read_prompts(path: Path) -> list[FilePrompt]:
 
 def parse_duration(text: str) -> int:
     """Parse a duration such as 90s, 5m, 1h or 7d, or a number of seconds. Raises ValueError."""
-    found = re.fullmatch(r"(\d{1,9})([smhd]?)", text.strip())
-    if found is None:
+    match = re.fullmatch(r"(\d{1,9})([smhd]?)", text.strip())
+    if match is None:
         raise ValueError(f"{text!r} is not a duration such as 90s, 5m, 1h or 7d")
-    return int(found[1]) * _UNITS_S[found[2] or "s"]
+    return int(match[1]) * _UNITS_S[match[2] or "s"]
 
 
 def duration(seconds: int) -> str:
@@ -103,6 +103,7 @@ def duration(seconds: int) -> str:
 
 
 def _warm(client: Client, prompt: FilePrompt, common: dict[str, Any]) -> WarmedPrefix:
+    """Compute the KV of one prompt, with retries while the gateway is overloaded."""
     for attempt in range(OVERLOAD_RETRIES + 1):
         try:
             return client.warm_prefix(prompt.prompt, **{**common, **prompt.options})
@@ -124,9 +125,9 @@ def _read_line(where: str, line: str) -> FilePrompt:
     for name, value in fields.items():
         if name not in _PROMPTS and name not in _OPTIONS:
             raise ConfigError(f"{where}: unknown field {name!r}")
-        wanted = _OPTIONS.get(name, str if name == "text" else list)
-        if not isinstance(value, wanted) or isinstance(value, bool):
-            raise ConfigError(f"{where}: {name} must be {_TYPE_NAMES[wanted]}")
+        kind = _OPTIONS.get(name, str if name == "text" else list)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ConfigError(f"{where}: {name} must be {_TYPE_NAMES[kind]}")
     options = {name: value for name, value in fields.items() if name in _OPTIONS}
     if adapter := options.pop("adapter", ""):
         options["model"] = adapter

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from pillion.cli.flags import CommandGroup, option, options
+from pillion.cli.flags import FILE, CommandGroup, option, options
 from pillion.cli.reach import pop_reach, talks_to_gateway
 
 
@@ -30,15 +30,15 @@ def cache() -> None:
     """
 
 
-warms = options(
+prompt_options = options(
     option("--model", "Served model or adapter; optional if one model is served.", ""),
     option("--cache-salt", "The salt of the requests that use the prompts.", ""),
 )
 
 
 @cache.command("warm")
-@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-@warms
+@click.argument("file", type=FILE)
+@prompt_options
 @talks_to_gateway
 def cache_warm(file: Path, model: str, cache_salt: str, **values: Any) -> None:
     """Compute the KV of the prompts in FILE at the lowest priority, without generating."""
@@ -48,10 +48,10 @@ def cache_warm(file: Path, model: str, cache_salt: str, **values: Any) -> None:
 
 
 @cache.command("pin")
-@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("file", type=FILE)
 @option("--name", "The pin's name, for one prompt. Default: derived from the prompt.", "")
 @option("--ttl ttl_s", "Duration, such as 5m, 1h or 7d; at most 30d. Default: a day.", "", callback=parse_seconds)
-@warms
+@prompt_options
 @talks_to_gateway
 def cache_pin(file: Path, name: str, ttl_s: int, model: str, cache_salt: str, **values: Any) -> None:
     """Compute the prompts in FILE and pin them: their KV is evicted after everything unpinned."""

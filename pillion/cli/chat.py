@@ -1,7 +1,7 @@
 """`pillion chat`: a conversation on a terminal, or one message per line of standard input.
 
-terminal:  message | several lines | /command --> Conversation --> the whole conversation is sent, its KV is cached
-elsewhere: each line is a message; no commands, and the first error ends it
+on a terminal:  message | several lines | /command --> Conversation --> sent whole, with its prefix in the KV cache
+otherwise:      each line of standard input is a message; no commands, and the first error ends it
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from pillion.cli.talk import given, show
+from pillion.cli.talk import explicit_options, show
 from pillion.client.client import Client
 from pillion.errors import ConfigError, PillionError
 from pillion.near_names import did_you_mean
@@ -68,23 +68,23 @@ class Conversation:
         path = Path(name).expanduser()
         try:
             with path.open("x", encoding="utf-8") as file:
-                said = [{"role": message.role, "content": message.content} for message in self.messages()]
-                json.dump(said, file, ensure_ascii=False, indent=2)
+                messages = [{"role": message.role, "content": message.content} for message in self.messages()]
+                json.dump(messages, file, ensure_ascii=False, indent=2)
         except OSError as error:
             return f"{path}: {error.strerror}"
         return f"{len(self.messages())} messages saved to {path}"
 
 
 def run_chat(system: str, reach: dict[str, Any], sampling: dict[str, Any]) -> None:
-    """Run a conversation until its end. Raises PillionError; on a terminal only if none can begin.
+    """Run a conversation until its end. Raises PillionError; on a terminal only before the first message.
 
     Args:
         system: the system message; "" for none.
         reach, sampling: arguments of :class:`pillion.Client` and of its ``chat``.
     """
-    talk, options = Conversation(system), given(sampling)
+    talk, options = Conversation(system), explicit_options(sampling)
     if not sys.stdin.isatty():
-        # Report a wrong address at once, as `pillion generate` does. On a terminal the first line reports it.
+        # Do not wait for a gateway that is down, like `pillion generate`.
         with Client(**reach, connect_timeout_s=0.0) as client:
             for line in sys.stdin:
                 if line.strip():
@@ -98,6 +98,7 @@ def run_chat(system: str, reach: dict[str, Any], sampling: dict[str, Any]) -> No
 
 
 def _converse(client: Client, talk: Conversation, options: dict[str, Any]) -> None:
+    """Read messages and commands from the terminal until Ctrl-D or /exit."""
     while True:
         try:
             message = read_message(input)
@@ -117,23 +118,23 @@ def _converse(client: Client, talk: Conversation, options: dict[str, Any]) -> No
 def _turn(client: Client, talk: Conversation, message: str, options: dict[str, Any]) -> None:
     """Request one answer and show the text. A failed request leaves the conversation unchanged. If Ctrl-C ends the
     answer, the shown text stays in the conversation, so that the model sees what the user has read."""
-    asked = ChatMessage("user", message)
+    question = ChatMessage("user", message)
     texts: list[str] = []
     try:
-        show(client.chat([*talk.messages(), asked], **options), texts)
+        show(client.chat([*talk.messages(), question], **options), texts)
     except KeyboardInterrupt:
         print()
         if not texts:
             return
-    talk.turns += [asked, ChatMessage("assistant", "".join(texts))]
+    talk.turns += [question, ChatMessage("assistant", "".join(texts))]
 
 
 def banner(infos: Sequence[ModelInfo], model: str, target: str) -> str:
     """Return the first lines of a conversation. Raises ConfigError if the model must be chosen, or is not served."""
     names, served = [info.name for info in infos], [info.name for info in infos if not info.alias_of]
     if model and names and model not in names:
-        listed = ", ".join(names)
-        raise ConfigError(f"--model {model} is not served at {target}; served: {listed}{did_you_mean(model, names)}")
+        hint = did_you_mean(model, names)
+        raise ConfigError(f"--model {model} is not served at {target}; served: {', '.join(names)}{hint}")
     if not model and len(served) > 1:
         raise ConfigError(f"{target} serves {', '.join(served)}: choose one with --model")
     name = model or "".join(served) or "no model yet"
@@ -144,7 +145,7 @@ def read_message(read_line: Callable[[str], str]) -> str:
     """Read one message. It has several lines if a line ends with a backslash or the first one begins with three quotes.
 
     Args:
-        read_line: returns a line, given the prompt; raises EOFError at the end.
+        read_line: returns a line for a prompt such as "you> "; raises EOFError at the end.
     """
     line = read_line(PROMPT).strip()
     if line.startswith(BLOCK):

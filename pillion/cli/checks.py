@@ -1,4 +1,4 @@
-"""Refuses flags that cannot work, with one line each, before anything starts."""
+"""Checks of flags, alone and in combination, before anything starts. Errors are one line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pillion.settings.served_models import other_models
 
 
 def check_flags(flags: Any) -> None:
-    """Raise ConfigError for the first flag, or pair of flags, that cannot work."""
+    """Raise ConfigError for the first invalid flag or combination of flags."""
     values = {field.name: getattr(flags, field.name) for field in fields(flags)}
     for field in fields(flags):
         if field.metadata["minimum"] is not None:
@@ -56,7 +56,7 @@ def check_flags(flags: Any) -> None:
 
 
 def _check_edge(flags: GatewayFlags) -> None:
-    """Refuse flags early that the gateway would only refuse after all other components had started."""
+    """Refuse flags that a gateway would refuse only after all other components have started."""
     if flags.gateway_workers > 1 and not isinstance(flags, ServeFlags):
         raise ConfigError("--gateway-workers is a flag of pillion serve: start several pillion gateway --share-ports")
 
@@ -64,9 +64,9 @@ def _check_edge(flags: GatewayFlags) -> None:
 def _check_tls(values: dict[str, Any]) -> None:
     internal = [values[f"internal_tls_{name}"] for name in ("cert", "key", "ca")]
     if any(internal) and not all(internal):
-        raise ConfigError("--internal-tls-cert, --internal-tls-key and --internal-tls-ca belong together")
+        raise ConfigError("--internal-tls-cert, --internal-tls-key and --internal-tls-ca must be given together")
     if bool(values.get("tls_cert")) != bool(values.get("tls_key")):
-        raise ConfigError("--tls-cert and --tls-key belong together")
+        raise ConfigError("--tls-cert and --tls-key must be given together")
     if values.get("tls_ca") and not values.get("tls_cert"):
         raise ConfigError("--tls-ca needs --tls-cert and --tls-key")
 
@@ -80,10 +80,10 @@ def _check_listen(name: str, values: dict[str, Any]) -> None:
     )
 
 
-def _check_range(name: str, value: float, least: float, most: float | None) -> None:
+def _check_range(name: str, value: float, minimum: float, maximum: float | None) -> None:
     if not math.isfinite(value):
         raise ConfigError(f"{option_name(name)} {value} is not a finite number")
-    if value < least:
-        raise ConfigError(f"{option_name(name)} {value} is less than {least}")
-    if most is not None and value > most:
-        raise ConfigError(f"{option_name(name)} {value} is more than {most}")
+    if value < minimum:
+        raise ConfigError(f"{option_name(name)} {value} is less than {minimum}")
+    if maximum is not None and value > maximum:
+        raise ConfigError(f"{option_name(name)} {value} is more than {maximum}")

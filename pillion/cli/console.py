@@ -1,7 +1,7 @@
 """Output on standard error: notices, progress, and components' logs with coloured prefixes.
 
-A log that cannot be written, because its disk is full or its reader has gone, only loses lines: they are counted, and
-reported in one line as soon as writing works again.
+If the log cannot be written, because the disk is full or the reader of a pipe has exited, lines are lost. They are
+counted, and the count is logged as soon as writing works again.
 
 With ``--log-format json`` every line is a JSON object: components' objects are passed on, and any other line (of Redis,
 of a traceback, of a library) is wrapped into one.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
-PREFIX_WIDTH = 10
+# Prefix of the supervisor's own lines, and name of its logger.
 OWN = "pillion"
 
 
@@ -49,7 +49,7 @@ class Notices:
         self.component(OWN, text, style)
 
     def fact(self, name: str, text: str, style: str = "") -> None:
-        """Print one of the lines at a cluster's start."""
+        """Print a named fact about the starting cluster, such as its model."""
         self.component(OWN if self._json else name, f"{name}: {text}" if self._json else text, style)
 
     def command(self, text: str) -> None:
@@ -67,19 +67,19 @@ class Notices:
             self._show(Text(as_json(component_id, line)))
             return
         colour = self._colours.setdefault(component_id, _COLOURS[len(self._colours) % len(_COLOURS)])
-        self._show(Text.assemble((f"{component_id:<{PREFIX_WIDTH}} | ", colour), (line, style)))
+        self._show(Text.assemble((f"{component_id:<10} | ", colour), (line, style)))
 
     def _show(self, line: str | Text) -> None:
         if self.console.is_terminal:
             # Through rich, because a spinner may run below the line.
             self._write(partial(self.console.print, line, soft_wrap=True, markup=False))
         else:
-            # Not through rich, which would buffer an unwritable line, and end this process if the reader has gone.
+            # Not through rich, which would buffer a line that it cannot write, and exit on a broken pipe.
             text = line if isinstance(line, str) else line.plain
             self._write(partial(print, text, file=self.console.file, flush=True))
 
     def _write(self, write: Callable[[], object]) -> None:
-        """Write a line, or count it as lost: an unreadable log must not stop the cluster."""
+        """Write a line, or count it as lost: a log that cannot be written must not stop the cluster."""
         try:
             write()
         except (OSError, ValueError):
@@ -124,7 +124,7 @@ def table_console(width: int) -> Console:
 
 
 def fail(message: str) -> None:
-    """Print the single line on standard error with which a failed command ends."""
+    """Print a failed command's error to standard error, as one line."""
     from pillion.observability.log_format import logs_json
 
     if logs_json():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pillion.cli.console import table_console
-from pillion.cli.flags import FlagCommand, option
+from pillion.cli.flags import FILE, FlagCommand, option
 from pillion.cli.reach import DEFAULT_TARGET, pop_reach, talks_to_gateway
 from pillion.drill.contract import KINDS, read_contract
 from pillion.errors import ConfigError
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pillion.drill.drill import DrillPlan
 
 CONSENT = "drill"
-FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command(cls=FlagCommand)
@@ -51,14 +50,14 @@ def drill(yes: bool, json: Path | None, metrics_file: Path | None, **values: Any
         if file and not file.parent.is_dir():
             raise ConfigError(f"{name}: there is no folder {file.parent}")
     plan = _plan_of(**values)
-    chosen = choose_victims(plan)
-    names = ", ".join(one.component_id for one in chosen)
+    victims = choose_victims(plan)
+    names = ", ".join(victim.component_id for victim in victims)
     click.echo(f"{plan.reach['target']}: {names} will be {plan.how} one after the other", err=True)
     if not yes:
         _ask_for_consent()
     reports: list[StrikeReport] = []
     try:
-        for report in run_drill(plan, chosen):
+        for report in run_drill(plan, victims):
             reports.append(report)
             click.echo(f"{report.component_id} was {report.how}", err=True)
     finally:
@@ -70,11 +69,11 @@ def drill(yes: bool, json: Path | None, metrics_file: Path | None, **values: Any
         write_whole(json, as_json(reports))
     if metrics_file:
         write_whole(metrics_file, as_metrics(reports, time.time()))
-    return int(any(one.broken for one in reports))
+    return int(any(report.broken for report in reports))
 
 
 def _plan_of(contract: Path | None, kill: str, start: str, supervised: bool, **values: Any) -> DrillPlan:
-    """Return the plan for the options. Raises ConfigError."""
+    """Build the plan from the options' values. Raises ConfigError for an invalid contract or combination."""
     from pillion.drill.drill import DrillPlan
     from pillion.drill.strikes import Striker
 
@@ -85,7 +84,7 @@ def _plan_of(contract: Path | None, kill: str, start: str, supervised: bool, **v
 
 
 def _ask_for_consent() -> None:
-    """Raise ConfigError unless the user types the word."""
+    """Raise ConfigError unless the user types CONSENT."""
     try:
         typed = click.prompt(f"type {CONSENT} to start", default="", show_default=False, err=True)
     except click.Abort:

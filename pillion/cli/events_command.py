@@ -34,8 +34,8 @@ def events(
 
 
 def find_node(name: str, reach: dict[str, Any]) -> str:
-    """Return the address of a KV node by name, or of the only one without a name. ``reach`` has the arguments of
-    :class:`pillion.Client`. Raises ConfigError for an unknown name or an ambiguous choice, and PillionError."""
+    """Return the address of the KV node ``name``; "" is the cluster's only node. ``reach`` has the arguments of
+    :class:`pillion.Client`. Raises ConfigError for an unknown name, or for "" with several nodes; PillionError."""
     from pillion.client.client import Client
 
     with Client(**reach) as client:

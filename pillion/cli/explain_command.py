@@ -37,9 +37,9 @@ def explain(bundle: str, as_json: bool, record_path: str, record_key_file: str, 
     from pillion.gateway.recorder.record_store import read_named
     from pillion.records.explanation import explained, picture
 
-    found, verified = read_named(bundle, record_path, record_key_file, redis_url)
-    told = explained(found, verified)
+    record, verified = read_named(bundle, record_path, record_key_file, redis_url)
+    explanation = explained(record, verified)
     if as_json:
-        click.echo(json.dumps(told, indent=2))
+        click.echo(json.dumps(explanation, indent=2))
     else:
-        click.echo("\n".join([told["title"], "", *picture(found), "", *told["sentences"]]))
+        click.echo("\n".join([explanation["title"], "", *picture(record), "", *explanation["sentences"]]))

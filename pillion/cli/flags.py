@@ -95,7 +95,7 @@ GONE: dict[str, tuple[type, str]] = {
     "record_days": (config.GatewayFlags, "bundles are removed after 30 days"),
     "record_slow_ms": (config.GatewayFlags, "a request is slow if it waits longer than 10 s for a token"),
 }
-# Those that were switches: --NAME and --no-NAME, without a value.
+# Removed flags that were switches, --NAME and --no-NAME; the others have a value.
 GONE_SWITCHES = (
     *("vllm_metric_names", "verify_blocks", "keep_pool", "measure", "history", "allow_credentials"),
     *("fork_server", "standby", "share_cores"),
@@ -123,12 +123,12 @@ def option(name: str, about: str, default: Any = None, **more: Any) -> Callable[
     return click.option(*name.split(), help=about, **given, **more)
 
 
-def options(*made: Callable[[F], F]) -> Callable[[F], F]:
-    """Return a decorator that adds all these options, in the order of the help."""
+def options(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    """Combine the decorators of several options into one, in the order of the help."""
 
     def add(function: F) -> F:
-        for one in reversed(made):
-            function = one(function)
+        for decorate in reversed(decorators):
+            function = decorate(function)
         return function
 
     return add
@@ -137,6 +137,7 @@ def options(*made: Callable[[F], F]) -> Callable[[F], F]:
 CA = option("--ca", "PEM of the trusted authorities. Default: the system's.", envvar="PILLION_CA")
 CERT = option("--cert", "PEM of a client certificate, if the server requires one.", envvar="PILLION_CERT")
 KEY = option("--key", "PEM of the client certificate's private key.", envvar="PILLION_KEY")
+FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 def option_name(field_name: str) -> str:
@@ -155,7 +156,7 @@ def known_names() -> frozenset[str]:
 
 
 class FlagType(click.ParamType):  # type: ignore[type-arg]
-    """Converts a flag's text (or a TOML number) by the flag's own parser, and reports failures in one line."""
+    """click type of a flag, which parses text and TOML numbers with the flag's own parser. Errors are one line."""
 
     name = "text"
 
@@ -169,7 +170,7 @@ class FlagType(click.ParamType):  # type: ignore[type-arg]
         return "[" + "|".join(self.choices) + "]" if self.choices else self.name.upper()
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Convert a flag's value, defaults included, so that text and value are treated alike."""
+        """Parse a flag's text, TOML value or default, and check it against the choices."""
         text = str(value)
         try:
             parsed = self.kind(text)
@@ -198,18 +199,18 @@ class FlagCommand(click.Command):
     def _repeated(self, args: list[str]) -> list[str]:
         """Repeat a repeatable flag before each of its values, because vLLM's flags take several: ``--lora-modules
         a=/a b=/b``. A word that can be the positional MODEL is MODEL."""
-        options = {name: one for one in self.params if isinstance(one, click.Option) for name in one.opts}
+        options = {name: param for param in self.params if isinstance(param, click.Option) for name in param.opts}
         names = {word.partition("=")[0] for word in args}
-        has_model = "--model" in names or all(one.name != MODEL_ARGUMENT for one in self.params)
+        has_model = "--model" in names or all(param.name != MODEL_ARGUMENT for param in self.params)
         repeated: list[str] = []
         flag, wants_value = "", False
         for word in args:
             if wants_value:
                 wants_value = False
             elif word.startswith("-"):
-                known = options.get(word.partition("=")[0])
-                flag = known.opts[0] if known is not None and known.multiple else ""
-                wants_value = known is not None and not known.is_flag and "=" not in word
+                option = options.get(word.partition("=")[0])
+                flag = option.opts[0] if option is not None and option.multiple else ""
+                wants_value = option is not None and not option.is_flag and "=" not in word
             elif flag and has_model:
                 repeated.append(flag)
             else:
@@ -225,14 +226,14 @@ class FlagCommand(click.Command):
             super().format_options(ctx, formatter)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command, naming the origin of a flag that it refuses."""
+        """Run the command. Appends the origin of each flag that a ConfigError names to its message."""
         check_variables(os.environ)
         try:
             return super().invoke(ctx)
         except ConfigError as error:
-            if not (named := set(_FLAG.findall(error.message))) and (flag := _flag_of_path(ctx, error.message)):
-                named, error.message = {flag}, f"{flag}: {error.message}"
-            error.message += "".join(_origin(ctx, param) for param in self.params if named & set(param.opts))
+            if not (names := set(_FLAG.findall(error.message))) and (flag := _flag_of_path(ctx, error.message)):
+                names, error.message = {flag}, f"{flag}: {error.message}"
+            error.message += "".join(_origin(ctx, param) for param in self.params if names & set(param.opts))
             raise
 
 
@@ -304,9 +305,9 @@ def flag_options(cls: type, *, placement: bool = True) -> Callable[[F], F]:
         callback=_read_environment_and_file,
         help="TOML file with any of these flags as keys.",
     )
-    made = [flag_option(f) for f in fields(cls) if placement or not f.metadata["placement"]]
+    current = [flag_option(f) for f in fields(cls) if placement or not f.metadata["placement"]]
     gone = [gone_option(name, about) for name, (owner, about) in GONE.items() if issubclass(cls, owner)]
-    return options(file, *made, *gone)
+    return options(file, *current, *gone)
 
 
 def gone_option(name: str, about: str) -> Callable[[F], F]:
@@ -371,13 +372,13 @@ def read_config(path: str) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"config file {path}: {error}") from None
     known, values = known_names(), {}
-    spelled = {f.metadata["also"]: f.name for cls in ALL_FLAGS for f in fields(cls) if f.metadata["also"]}
+    aliases = {f.metadata["also"]: f.name for cls in ALL_FLAGS for f in fields(cls) if f.metadata["also"]}
     repeatable = {f.name for cls in ALL_FLAGS for f in fields(cls) if isinstance(f.default, tuple)}
     for key, value in table.items():
         name = key.replace("-", "_")
-        name = spelled.get(name, name)
+        name = aliases.get(name, name)
         if name not in known:
-            hint = did_you_mean(key, [one.replace("_", "-") for one in known])
+            hint = did_you_mean(key, [flag.replace("_", "-") for flag in known])
             raise ConfigError(f"config file {path}: unknown key {key!r}{hint}")
         if name in values:
             raise ConfigError(f"config file {path}: {key!r} occurs twice")
@@ -386,7 +387,7 @@ def read_config(path: str) -> dict[str, Any]:
         elif name in repeatable:
             if isinstance(value, str) and name == "served_model_name":
                 value = [value]
-            if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+            if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
                 raise ConfigError(f"config file {path}: {key!r} must be a list of strings")
         elif name in JSON_FLAGS and isinstance(value, dict):
             value = json.dumps(value)
@@ -396,18 +397,18 @@ def read_config(path: str) -> dict[str, Any]:
     return values
 
 
-def to_argv(flags: Any, leave_out: Iterable[str] = ()) -> list[str]:
-    """Return every field of ``flags`` as an argument, defaults included, so that a child's flags do not depend on its
-    environment. Secrets are omitted, because arguments are visible to all users of the machine."""
-    left_out, argv = frozenset(leave_out), []
+def to_argv(flags: Any, exclude: Iterable[str] = ()) -> list[str]:
+    """Return the fields of ``flags`` as arguments, defaults included, so that a child's flags do not depend on its
+    environment. Omits the fields named in ``exclude``, and secrets, because all users of the machine can read them."""
+    excluded, argv = frozenset(exclude), []
     for field in fields(flags):
-        if field.name in left_out or field.metadata["secret"]:
+        if field.name in excluded or field.metadata["secret"]:
             continue
         value, name = getattr(flags, field.name), option_name(field.name)
         if isinstance(value, bool):
             argv.append(name if value else f"--no-{name[2:]}")
         elif isinstance(value, tuple):
-            argv += [f"{name}={one}" for one in value]
+            argv += [f"{name}={item}" for item in value]
         else:
             argv.append(f"{name}={value}")
     return argv
@@ -415,7 +416,7 @@ def to_argv(flags: Any, leave_out: Iterable[str] = ()) -> list[str]:
 
 def secret_environ(flags: Any) -> dict[str, str]:
     """Return the variables that pass the secrets of ``flags`` to a child."""
-    secrets = {env_name(one.name): getattr(flags, one.name) for one in fields(flags) if one.metadata["secret"]}
+    secrets = {env_name(f.name): getattr(flags, f.name) for f in fields(flags) if f.metadata["secret"]}
     return {name: " ".join(values) for name, values in secrets.items() if values}
 
 
@@ -426,6 +427,6 @@ def without_flags(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def subset(cls: type, source: Any, **changes: Any) -> Any:
-    """Return an instance of ``cls`` from the fields shared with ``source``, and ``changes``."""
+    """Return an instance of ``cls`` with the fields that it shares with ``source``, updated by ``changes``."""
     shared = {f.name for f in fields(cls)} & {f.name for f in fields(source)}
     return cls(**{name: getattr(source, name) for name in shared} | changes)

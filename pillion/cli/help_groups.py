@@ -15,7 +15,8 @@ COMMANDS = {
     "Run one component": "gateway prefill decode kvnode keeper health",
     "About this program": "version",
 }
-# In the order of the help. Flags in no group are listed under OTHERS; a test keeps that empty.
+# Flags by title of their group, in the order of the help. A prefix such as "kv" stands for all flags that begin with
+# it. Flags in no group are listed under OTHERS; a test checks that there are none.
 GROUPS = {
     "Model": "model tokenizer served_model_name also_model revision dtype quantization activation_quantization"
     " load_format ignore max_model_len",
@@ -37,17 +38,17 @@ GROUPS = {
     "Logs and metrics": "log metrics",
 }
 OTHERS = "Others"
-_NO_FLAGS = ("help",)
+
 OPTIONS = "Options"
 
 
 def group_of(field_name: str) -> str:
-    """Return the group that names the flag, or else the longest beginning of its name that ends before a "_"."""
+    """Return the title of the group that lists the flag, or else the longest prefix of its name before a "_"."""
     words = field_name.split("_")
     for count in range(len(words), 0, -1):
-        beginning = "_".join(words[:count])
+        prefix = "_".join(words[:count])
         for title, names in GROUPS.items():
-            if beginning in names.split():
+            if prefix in names.split():
                 return title
     return OTHERS
 
@@ -68,7 +69,7 @@ def write_options(params: list[click.Parameter], ctx: click.Context, formatter: 
     for param in params:
         row = param.get_help_record(ctx)
         if row is not None and isinstance(param, click.Option):
-            is_flag = param.expose_value and param.name not in _NO_FLAGS
+            is_flag = param.expose_value and param.name != "help"
             rows[group_of(param.name or "") if is_flag else OPTIONS].append(row)
     for title, listed in rows.items():
         if listed:

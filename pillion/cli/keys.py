@@ -10,14 +10,12 @@ from pathlib import Path
 
 from pillion.errors import ConfigError
 
-TITLE = "# Tenants and their API keys, for pillion gateway --api-keys. Keys are hashed."
-
 
 def add_key(path: Path, tenant: str, operator: bool = False, models: tuple[str, ...] = ()) -> str:
     """Add a new key for ``tenant``, and the tenant if it is new. Return the key; the file only has its hash.
 
-    The file is replaced atomically. Raises ConfigError for a file that is no keys file, for a tenant's name with other
-    characters than letters, digits and . _ - and for an existing tenant that differs from the request.
+    The file is replaced atomically. Raises ConfigError for an invalid keys file, for a tenant's name with characters
+    other than letters, digits and . _ - and for an existing tenant that lacks the requested settings.
 
     Args:
         operator: make a new tenant an operator, who may see the whole cluster.
@@ -27,17 +25,17 @@ def add_key(path: Path, tenant: str, operator: bool = False, models: tuple[str, 
 
     if not re.fullmatch(r"[\w.-]+", tenant, re.ASCII):
         raise ConfigError(f"{tenant[:80]!r} is not a valid tenant name: use letters, digits and . _ -")
-    there, key = path.exists(), new_key()
-    known = read_keys(str(path)).tenants if there else {}
-    text = path.read_text().rstrip() if there else TITLE
-    own = known.get(tenant)
-    told = ["operator = true"] if operator and not (own and own.operator) else []
-    if models and not (own and own.models == models):
-        told.append(f"models = {json.dumps(models, ensure_ascii=False)}")
-    if own and told:
-        raise ConfigError(f"{path} already has [tenant.{tenant}]: add {' and '.join(told)} to it by hand")
-    if not own:
-        text += "\n".join((f'\n\n[tenant."{tenant}"]', *told))
+    existing, key = None, new_key()
+    text = "# Tenants and their API keys, for pillion gateway --api-keys. Keys are hashed."
+    if path.exists():
+        existing, text = read_keys(str(path)).tenants.get(tenant), path.read_text().rstrip()
+    settings = ["operator = true"] if operator and not (existing and existing.operator) else []
+    if models and not (existing and existing.models == models):
+        settings.append(f"models = {json.dumps(models, ensure_ascii=False)}")
+    if existing and settings:
+        raise ConfigError(f"{path} already has [tenant.{tenant}]: add {' and '.join(settings)} to it by hand")
+    if not existing:
+        text += "\n".join((f'\n\n[tenant."{tenant}"]', *settings))
     text += f'\n\n[[key]]\nid = "k-{secrets.token_hex(4)}"\ntenant = "{tenant}"\nhash = "{hash_of(key)}"\n'
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:

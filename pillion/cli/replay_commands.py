@@ -14,13 +14,12 @@ from pillion.cli.flags import FlagCommand, option
 from pillion.cli.reach import pop_reach, talks_to_gateway
 from pillion.errors import ConfigError, PillionError
 
-PATH = click.Path(path_type=Path)
 MODEL = option("--model", "Name of the model at the target. Default: the bundle's.", "")
 
 
-def decided(run: Coroutine[Any, Any, int]) -> int:
-    """Run a coroutine and return its exit status. Raises ConfigError for every error, to distinguish its status from
-    that of a difference."""
+def exit_status(run: Coroutine[Any, Any, int]) -> int:
+    """Run a coroutine that returns an exit status. Converts errors to ConfigError, whose exit status is 2, because 1
+    means that answers differ."""
     try:
         return asyncio.run(run)
     except PillionError as error:
@@ -57,8 +56,8 @@ def replay(
     from pillion.gateway.recorder.record_store import read_named
     from pillion.records.replay import run_replay
 
-    found, verified = read_named(bundle, record_path, record_key_file, redis_url)
-    return decided(run_replay(found, verified, pop_reach(values), model, any_model, plan, click.echo))
+    record, verified = read_named(bundle, record_path, record_key_file, redis_url)
+    return exit_status(run_replay(record, verified, pop_reach(values), model, any_model, plan, click.echo))
 
 
 @click.command(cls=FlagCommand)
@@ -75,7 +74,13 @@ def replay(
     type=click.FloatRange(1, 1_000_000),
 )
 @option("--existing", "Replay the existing bundles and exit, instead of following new ones.", False, is_flag=True)
-@option("--metrics-file", "Write the figures for Prometheus to this file.", None, type=PATH, metavar="PATH")
+@option(
+    "--metrics-file",
+    "Write the figures for Prometheus to this file.",
+    None,
+    type=click.Path(path_type=Path),
+    metavar="PATH",
+)
 @talks_to_gateway
 def canary(record_path: str, record_key_file: str, redis_url: str, rule: str, requests: int, **values: Any) -> int:
     """Judge the next version by replaying live requests on it.
@@ -100,7 +105,7 @@ def canary(record_path: str, record_key_file: str, redis_url: str, rule: str, re
             run = Canary(
                 listed=records.listed, read=records.read, key=key, reach=reach, tally=tally, say=click.echo, **values
             )
-            return decided(run.run())
+            return exit_status(run.run())
     finally:
         if tally.all.requests:
             table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))

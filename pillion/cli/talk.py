@@ -24,15 +24,15 @@ def run_generate(prompt: str, reach: dict[str, Any], sampling: dict[str, Any], s
     answers fit it. Raises PillionError."""
     structured = StructuredOutputs(json=schema) if schema else None
     with Client(**reach, connect_timeout_s=0.0) as client:
-        deltas = client.generate(prompt, structured_outputs=structured, **given(sampling))
+        deltas = client.generate(prompt, structured_outputs=structured, **explicit_options(sampling))
         if (sampling.get("n") or 1) > 1:
             show_each(deltas)
         else:
             show(deltas)
 
 
-def given(sampling: dict[str, Any]) -> dict[str, Any]:
-    """Return the sampling options that were given; the gateway has defaults for the others."""
+def explicit_options(sampling: dict[str, Any]) -> dict[str, Any]:
+    """Return the sampling options that the user has set; the gateway has defaults for the others."""
     return {name: value for name, value in sampling.items() if value not in (None, (), "", {})}
 
 
@@ -45,12 +45,12 @@ def show(deltas: Iterable[Delta], texts: list[str] | None = None) -> str:
     """
     texts = [] if texts is None else texts
     logprobs: list[TokenLogprob] = []
-    thinks = False
+    in_reasoning = False
     for delta in deltas:
-        if delta.reasoning or (thinks and delta.text):
+        if delta.reasoning or (in_reasoning and delta.text):
             sys.stderr.write(delta.reasoning or "\n\n")
             sys.stderr.flush()
-            thinks = bool(delta.reasoning) and not delta.text
+            in_reasoning = bool(delta.reasoning) and not delta.text
         texts.append(delta.text)
         sys.stdout.write(delta.text)
         sys.stdout.flush()
@@ -93,50 +93,49 @@ def run_status(reach: dict[str, Any], as_json: bool) -> None:
     console.print()
     for model in models:
         console.print(model_line(model, status))
-    if any(one.tenant for one in status.tenants):
+    if any(tenant.tenant for tenant in status.tenants):
         console.print(tenant_table(status))
     console.print(summary(status))
-    if said := version_line(status):
-        console.print(said, soft_wrap=True, markup=False, highlight=False)
+    if versions := version_line(status):
+        console.print(versions, soft_wrap=True, markup=False, highlight=False)
 
 
 def status_table(status: ClusterStatus) -> Table:
-    """Return a table of the components that fits into 80 columns; :func:`component_lines` has the rest."""
+    """Return a table of the components' loads that fits into 80 columns."""
     table = Table(title=f"Pillion {status.version}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("component", overflow="fold")
     table.add_column("role", no_wrap=True)
     for name in ("running", "waiting", "waiting\ntokens", "heartbeat"):
         table.add_column(name, justify="right", no_wrap=True)
-    for one in _in_order(status):
-        load = (
-            ["", "", ""] if one.role == "kvnode" else [one.running_requests, one.waiting_requests, one.waiting_tokens]
-        )
-        table.add_row(one.component_id, one.role, *map(str, load), f"{one.heartbeat_age_ms} ms ago")
+    for component in _in_order(status):
+        load = [component.running_requests, component.waiting_requests, component.waiting_tokens]
+        cells = ["", "", ""] if component.role == "kvnode" else map(str, load)
+        table.add_row(component.component_id, component.role, *cells, f"{component.heartbeat_age_ms} ms ago")
     return table
 
 
 def component_lines(status: ClusterStatus) -> Iterator[str]:
-    """Yield what the table omits of each component: model, kernels, node, and pool usage."""
+    """Yield a line per component with its model, kernels, node, and trouble or pool usage, if it has any of these."""
     sizes = _block_sizes(status)
-    for one in _in_order(status):
-        node = one.node_id if one.node_id != one.component_id else ""
-        pool = pool_use(one, sizes.get(one.node_id or one.component_id, 0))
-        said = [one.model, kernels_of(one), node and f"at {node}", one.trouble or pool]
-        if any(said):
-            yield f"{one.component_id}: {', '.join(filter(None, said))}"
+    for component in _in_order(status):
+        node = component.node_id if component.node_id != component.component_id else ""
+        pool = pool_use(component, sizes.get(component.node_id or component.component_id, 0))
+        facts = [component.model, kernels_of(component), node and f"at {node}", component.trouble or pool]
+        if any(facts):
+            yield f"{component.component_id}: {', '.join(filter(None, facts))}"
 
 
 def tenant_table(status: ClusterStatus) -> Table:
-    """Return a table of the usage of each tenant's ended requests, at the gateway that was asked."""
+    """Return a table of each tenant's usage: its ended requests at the gateway that sent ``status``."""
     table = Table(title="Tenants of this gateway", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("tenant", overflow="fold")
     for name in ("prompt tokens", "cached", "computed", "generated", "KV GiB s"):
         table.add_column(name, justify="right")
-    for one in status.tenants:
-        usage = one.usage
+    for tenant in status.tenants:
+        usage = tenant.usage
         counts = (usage.prompt_tokens, usage.cached_tokens, usage.computed_tokens, usage.completion_tokens)
-        held = sum(usage.kv_byte_seconds().values()) / 2**30
-        table.add_row(one.tenant, *(f"{count:,}" for count in counts), f"{held:,.3f}")
+        kv_gib_s = sum(usage.kv_byte_seconds().values()) / 2**30
+        table.add_row(tenant.tenant, *(f"{count:,}" for count in counts), f"{kv_gib_s:,.3f}")
     return table
 
 
@@ -145,12 +144,12 @@ def _in_order(status: ClusterStatus) -> list[ComponentStatus]:
 
 
 def _block_sizes(status: ClusterStatus) -> dict[str, int]:
-    """Return tokens per block by KV node, as reported by its workers: nodes only have a block's bytes."""
+    """Return tokens per block by KV node id. Workers report them; a node only has a block's size in bytes."""
     return {one.node_id: one.block_size_tokens for one in status.components if one.block_size_tokens}
 
 
 def kernels_of(component: ComponentStatus) -> str:
-    """Return a worker's kernels, and its number of processes if several."""
+    """Return the name of a worker's kernels, with the number of its tensor-parallel ranks if above 1."""
     ranks = component.tensor_parallel_size
     return f"{component.kernels}, {ranks} ranks" if ranks > 1 else component.kernels
 
@@ -166,7 +165,7 @@ def model_line(model: ModelInfo, status: ClusterStatus) -> str:
 
 
 def pool_use(component: ComponentStatus, block_size_tokens: int) -> str:
-    """Return the number of a KV node's slots by state; "" for other components."""
+    """Describe a KV node's pool: usage, size, and blocks by state. Returns "" for other components."""
     if not component.total_blocks:
         return ""
     used = (component.total_blocks - component.free_blocks) / component.total_blocks
@@ -183,18 +182,19 @@ def version_line(status: ClusterStatus) -> str:
     """Return a line with the versions and protocols of all components; empty from a gateway of 0.2.0, which reports
     none."""
     groups: dict[tuple[str, int], list[str]] = {}
-    for one in _in_order(status):
-        groups.setdefault((one.version, one.protocol), []).append(one.component_id)
+    for component in _in_order(status):
+        groups.setdefault((component.version, component.protocol), []).append(component.component_id)
     if not any(protocol for _, protocol in groups):
         return ""
-    named = {group: f"{group[0] or 'unknown version'}, protocol {group[1]}" for group in groups}
+    labels = {group: f"{group[0] or 'unknown version'}, protocol {group[1]}" for group in groups}
     if len(groups) == 1:
-        return f"all components: {next(iter(named.values()))}"
-    parts = (f"{named[group]}: {_some(names)}" for group, names in groups.items())
+        return f"all components: {next(iter(labels.values()))}"
+    parts = (f"{labels[group]}: {_first_names(names)}" for group, names in groups.items())
     return f"versions differ: {'; '.join(parts)}"
 
 
-def _some(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
+    """Join up to MAX_NAMED names with commas, and count those omitted."""
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return ", ".join(names[:MAX_NAMED]) + more
 

@@ -21,15 +21,14 @@ from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
 MAX_LINE_BYTES = 16 * 1024
 DRAIN_TIMEOUT_S = 1.0
 KILL_TIMEOUT_S = 5.0
-BURY_INTERVAL_MS = 20
-# Status of a child that something else has waited for, as in asyncio.
+# Exit status of a child that something else has reaped; asyncio uses the same.
 UNKNOWN_STATUS = 255
 
 
 def component_argv(role: str, flags: Any) -> tuple[str, ...]:
     """Return the command line of a component, with every flag."""
     # The Redis URL may contain a password, and anyone can read a command line; so the URL is in the environment.
-    arguments = to_argv(flags, leave_out=("redis_url",))
+    arguments = to_argv(flags, exclude=("redis_url",))
     arguments.sort(key=lambda word: not word.startswith(("--component-id=", "--node-id=")))
     return (sys.executable, "-m", "pillion", role, *arguments)
 
@@ -50,29 +49,29 @@ def child_environ(environ: Mapping[str, str], redis_url: str) -> dict[str, str]:
 
 
 class ForkedProcess:
-    """A child of this process that another process has forked, with the part of asyncio's ``Process`` that
-    :class:`ChildProcess` uses. Create it in the event loop that watches it."""
+    """A child of this process that another process has forked. It has the part of asyncio's ``Process`` that
+    :class:`ChildProcess` uses, and must be created in the event loop that is to reap it."""
 
     def __init__(self, pid: int, stdout: asyncio.StreamReader | None) -> None:
         self.pid = pid
         self.stdout = stdout
         self.returncode: int | None = None
         self._loop = asyncio.get_running_loop()
-        self._ended = self._loop.create_future()
-        # The child may already be a zombie; its process id stays reserved until it is waited for.
-        self._watched = os.pidfd_open(pid)
-        self._loop.add_reader(self._watched, self._reap)
+        self._exit_status = self._loop.create_future()
+        # The child may already be a zombie; its process id is not reused before it is reaped.
+        self._pidfd = os.pidfd_open(pid)
+        self._loop.add_reader(self._pidfd, self._reap)
 
     async def wait(self) -> int:
         """Return the exit status, negative for a signal. Several tasks may await it."""
-        status: int = await asyncio.shield(self._ended)
+        status: int = await asyncio.shield(self._exit_status)
         return status
 
     def terminate(self) -> None:
         """Send SIGTERM. Raises ProcessLookupError if the process has ended."""
         if self.returncode is not None:
             raise ProcessLookupError
-        signal.pidfd_send_signal(self._watched, signal.SIGTERM)
+        signal.pidfd_send_signal(self._pidfd, signal.SIGTERM)
 
     def _reap(self) -> None:
         try:
@@ -82,10 +81,10 @@ class ForkedProcess:
             pid, code = self.pid, UNKNOWN_STATUS
         if not pid:
             return
-        self._loop.remove_reader(self._watched)
-        os.close(self._watched)
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
         self.returncode = code
-        self._ended.set_result(self.returncode)
+        self._exit_status.set_result(self.returncode)
 
 
 class ChildProcess:
@@ -94,7 +93,7 @@ class ChildProcess:
     def __init__(self, process: asyncio.subprocess.Process | ForkedProcess, forward: Callable[[str], None]) -> None:
         self._process = process
         self._output = asyncio.create_task(_forward_lines(process.stdout, forward))
-        self._burial: asyncio.Task[None] | None = None
+        self._reaping: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(
@@ -131,14 +130,14 @@ class ChildProcess:
     async def wait(self) -> int:
         """Return the exit status (negative for a signal) after forwarding the output. Several tasks may await it.
 
-        Processes that the child left behind are killed; they would only hold the output open.
+        Kills the rest of the child's process group, which could otherwise keep the output open.
         """
         code = await self._process.wait()
         self.kill()
         await asyncio.wait({self._output}, timeout=DRAIN_TIMEOUT_S)
         self._output.cancel()
-        if self._burial is None:
-            self._burial = asyncio.create_task(self._bury_all(), name=f"what {self.pid} left behind")
+        if self._reaping is None:
+            self._reaping = asyncio.create_task(self._reap_group(), name=f"reap group {self.pid}")
         return code
 
     async def stop(self, grace_s: float) -> None:
@@ -158,17 +157,17 @@ class ChildProcess:
             os.killpg(self.pid, signal.SIGKILL)
 
     def has_exited(self) -> bool:
-        """Return whether no process of the child's group is alive."""
-        self._bury_adopted()
+        """Return True if no process of the child's group is alive."""
+        self._reap_adopted()
         try:
             os.killpg(self.pid, 0)
         except (ProcessLookupError, PermissionError):
             return True
         return False
 
-    def _bury_adopted(self) -> bool:
-        """Reap dead processes of the group that this process has adopted; otherwise they would stay zombies as long as
-        this process lives. Returns whether none is left."""
+    def _reap_adopted(self) -> bool:
+        """Reap dead processes of the group that this process has adopted; they would stay zombies as long as it lives.
+        Returns True if none is left."""
         try:
             while not self.running and os.waitpid(-self.pid, os.WNOHANG)[0]:
                 pass
@@ -176,39 +175,41 @@ class ChildProcess:
             return True
         return False
 
-    async def _bury_all(self) -> None:
-        """Reap processes of the group that are still ending: a killed process needs a moment."""
+    async def _reap_group(self) -> None:
+        """Reap the killed processes of the group, which may take a moment to exit."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KILL_TIMEOUT_S):
-                while not self._bury_adopted():  # noqa: ASYNC110  (nobody sends an event)
-                    await asyncio.sleep(BURY_INTERVAL_MS / 1000)
+                while not self._reap_adopted():  # noqa: ASYNC110  (there is no event to wait for)
+                    await asyncio.sleep(0.02)
 
 
 async def reader_of(descriptor: int) -> asyncio.StreamReader:
-    """Return a reader of a pipe, which it closes at the end."""
+    """Return a reader of the pipe ``descriptor``, which is closed at EOF."""
     reader = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(reader)
     await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, io.FileIO(descriptor))
     return reader
 
 
+# A function with the arguments of :meth:`ChildProcess.start`.
 Launch = Callable[..., Awaitable[ChildProcess]]
 
 
 async def _forward_lines(stream: asyncio.StreamReader | None, forward: Callable[[str], None]) -> None:
+    """Call ``forward`` with each line of the stream until its end. Lines above MAX_LINE_BYTES are split."""
     assert stream is not None
-    kept = b""
+    partial = b""
     while data := await stream.read(MAX_LINE_BYTES):
-        *lines, kept = (kept + data).split(b"\n")
+        *lines, partial = (partial + data).split(b"\n")
         for line in lines:
             forward(_text(line))
-        if len(kept) >= MAX_LINE_BYTES:
-            forward(_text(kept))
-            kept = b""
-    if kept:
-        forward(_text(kept))
+        if len(partial) >= MAX_LINE_BYTES:
+            forward(_text(partial))
+            partial = b""
+    if partial:
+        forward(_text(partial))
 
 
 def _text(line: bytes) -> str:
-    # After a carriage return, a component's progress bar would overwrite other components' lines.
+    # Keep the text after the last carriage return: a component's progress bar would overwrite other components' lines.
     return line.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2]

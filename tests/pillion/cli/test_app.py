@@ -22,7 +22,7 @@ from pillion.cli.app import cli, component_command, main, with_model
 from pillion.cli.flags import FlagCommand
 from pillion.cli.talk import (
     component_lines,
-    given,
+    explicit_options,
     model_line,
     pool_use,
     show,
@@ -340,7 +340,7 @@ def test_sampling_options_are_the_fields_of_the_client() -> None:
     ]
     with cli.commands["generate"].make_context("generate", ["Once", *argv]) as ctx:
         sampling = {name: value for name, value in ctx.params.items() if name not in ("prompt", "target")}
-    assert given(sampling) == {
+    assert explicit_options(sampling) == {
         "max_tokens": 9,
         "min_tokens": 2,
         "temperature": 0.0,
@@ -360,11 +360,13 @@ def test_sampling_options_are_the_fields_of_the_client() -> None:
         "n": 2,
         "best_of": 3,
     }
-    fields = {name for name in given(sampling) if name != "priority"}
+    fields = {name for name in explicit_options(sampling) if name != "priority"}
     assert fields <= set(SamplingParams.__dataclass_fields__)
     with cli.commands["chat"].make_context("chat", []) as ctx:
         assert (
-            given({name: value for name, value in ctx.params.items() if name not in ("system", "history", "target")})
+            explicit_options(
+                {name: value for name, value in ctx.params.items() if name not in ("system", "history", "target")}
+            )
             == {}
         )
 

@@ -41,7 +41,7 @@ def test_this_machine_alone_is_fine(address: str) -> None:
 @pytest.mark.parametrize("missing", list(PROVEN))
 @pytest.mark.parametrize("cls", [KVNodeFlags, DecodeFlags, GatewayFlags, ServeFlags])
 def test_between_components_both_sides_prove(cls: Any, missing: str) -> None:
-    with pytest.raises(ConfigError, match="belong together"):
+    with pytest.raises(ConfigError, match="must be given together"):
         check_flags(cls(**{**PROVEN, missing: ""}))
 
 
