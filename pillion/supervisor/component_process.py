@@ -36,6 +36,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("pillion.component")
 
+# Marks the last line of `pillion prepare`, which its parent does not show.
 PREPARED = "is ready at"
 SERVER_PACKAGES = (
     *("torch", "transformers", "numpy", "msgspec", "redis", "tokenizers", "starlette", "uvicorn", "safetensors"),
@@ -48,27 +49,23 @@ ROLES = {
     "decode": ("pillion.decode_service.assemble", "start_decode"),
     "gateway": ("pillion.gateway.assemble", "start_gateway"),
 }
-# Modules that components import later than their own, some after their first requests.
+# Modules that components import lazily, some only after their first requests.
 LATER_MODULES = (
     *("pillion.cli.app", "pillion.observability.metrics_export", "pillion.engine.backends.cpu.cpu_backend"),
     *("pillion.kvstore.pool_survival.surviving_memory", "llguidance"),
 )
-# Without --drain-timeout-s, a stopping component gives running requests STOP_GRACE_S to end, and the clean-up after
-# them STOP_TIMEOUT_S.
+# Time for running requests of a stopping component without --drain-timeout-s, and for the clean-up after them.
 STOP_GRACE_S = 2.0
 STOP_TIMEOUT_S = 2.0
-# How long a gateway's thread may parse a large body before the event loop runs. With Python's default of 5 ms, each of
-# the loop's polls would cost every client 5 ms during such bodies.
-GATEWAY_SWITCH_INTERVAL_S = 0.0005
-# Limit of open files, if the system's hard limit permits it. Each API of a gateway accepts up to 4,096 connections, but
-# shells and service managers set a soft limit of 1,024, above which no client could connect.
+# Soft limit of open files, if the hard limit permits it. Each API of a gateway accepts up to 4,096 connections, but
+# shells and service managers set a soft limit of 1,024, which would refuse most of them.
 MAX_OPEN_FILES = 65_536
 
 
 def require_server_packages(needs: str = "servers need") -> None:
     """Raise ConfigError, in one line, if only the SDK's dependencies are installed.
 
-    ``needs`` begins the line and says who needs the packages.
+    ``needs``: beginning of the line, which names what needs the packages.
     """
     missing = [name for name in SERVER_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
@@ -111,7 +108,9 @@ def run_component(role: str, flags: Any) -> int:
     name = name_of(role, flags)
     raise_open_files()
     if role == "gateway":
-        sys.setswitchinterval(GATEWAY_SWITCH_INTERVAL_S)
+        # While a thread parses a large body, the event loop waits for this long at each of its polls. Python's default
+        # is 5 ms.
+        sys.setswitchinterval(0.0005)
     set_up_logging(flags.log_level, flags.log_format, name)
     check_flags(flags)
     require_server_packages()
@@ -137,10 +136,10 @@ def run_component(role: str, flags: Any) -> int:
 
 
 def end_process(status: int) -> NoReturn:
-    """Flush the output and end this process, whose component has ended, without the rest of Python's shutdown.
+    """Flush the output and exit at once, without Python's finalization, after the component has ended.
 
-    Python would free all its objects. In a fork that writes to every page of memory that the fork server made, and so
-    copies 150 MB: 0.35 s of a core per component, while other components' streams continue.
+    Finalization frees all objects. In a fork, this writes to every page shared with the fork server, and so copies
+    150 MB: 0.35 s of a core per component, which other components need for their streams.
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
@@ -150,6 +149,8 @@ def end_process(status: int) -> NoReturn:
 
 
 async def _run(name: str, role: str, start: Any, flags: Any, standby: Standby | None = None) -> int:
+    """Start the component and run it until it fails, a signal arrives or the supervisor dies; return its exit
+    status."""
     from pillion.observability.loop_watch import LoopWatch
     from pillion.observability.metrics_export import Exports
     from pillion.supervisor.preflight import ask_redis
@@ -164,7 +165,7 @@ async def _run(name: str, role: str, start: Any, flags: Any, standby: Standby | 
         started = await run_unless(stop.wait(), start(flags), within_s=STOP_GRACE_S + STOP_TIMEOUT_S)
         if not started:
             if standby is not None and standby.waiting:
-                # A thread still waits for the supervisor's order, and nothing else ends it.
+                # A thread still blocks in Standby.wait(); asyncio.run() would wait for it.
                 os._exit(0)
             return 0
         component = started.result()
@@ -174,9 +175,9 @@ async def _run(name: str, role: str, start: Any, flags: Any, standby: Standby | 
         if standby is not None:
             standby.serves()
         page = {"host": flags.metrics_host, "port": flags.metrics_port}
-        own = getattr(component, "not_ready", str)
+        not_ready = getattr(component, "not_ready", str)
         exports = Exports(
-            component.meters, name, role, **page, not_ready=lambda: "it is stopping" if stop.is_set() else own()
+            component.meters, name, role, **page, not_ready=lambda: "it is stopping" if stop.is_set() else not_ready()
         )
         LoopWatch(component.meters)
         log.info("%s ready at %s", name, component.address)
@@ -218,8 +219,8 @@ async def run_unless(
             return task
         return None
     finally:
-        for one in (task, stopped):
-            one.cancel()
+        task.cancel()
+        stopped.cancel()
         await asyncio.wait({task, stopped}, timeout=within_s)
 
 

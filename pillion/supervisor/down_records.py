@@ -1,7 +1,6 @@
 """Registers components that are down because they flap and wait long for their next start.
 
-A component that is alive sends its own heartbeats, which overwrite these records. They expire like any other after
-their supervisor has died.
+A live component's own heartbeats overwrite these records. After the supervisor's death they expire like all records.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pillion.errors import PillionError
 from pillion.supervisor.supervisor import Down
 
 
-async def tell_down(down: Callable[[], Iterable[Down]], redis_url: str, flags: Any) -> None:
+async def register_down(down: Callable[[], Iterable[Down]], redis_url: str, flags: Any) -> None:
     """Register components that are down, until cancelled. ``flags`` are a component's; they set the interval and the
     lifetime of heartbeats.
 
@@ -28,9 +27,9 @@ async def tell_down(down: Callable[[], Iterable[Down]], redis_url: str, flags: A
     try:
         while True:
             await asyncio.sleep(flags.heartbeat_ms / 1000)
-            for one in down():
-                trouble = f"{one.why}; restarting in {one.left_s:.0f} s"
-                record = ComponentRecord(component_id=one.component_id, role=DOWN, address="", trouble=trouble)
+            for component in down():
+                trouble = f"{component.why}; restarting in {component.left_s:.0f} s"
+                record = ComponentRecord(component_id=component.component_id, role=DOWN, address="", trouble=trouble)
                 with contextlib.suppress(PillionError):
                     await registry.heartbeat(record)
     finally:

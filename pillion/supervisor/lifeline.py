@@ -2,8 +2,7 @@
 
 On Linux the kernel kills the child (PR_SET_PDEATHSIG, kept across execve); elsewhere the child polls its parent's
 process id. On Linux a supervisor can also adopt children whose parent has ended. As a program (``python -m
-pillion.supervisor.lifeline PARENT_PID COMMAND ...``) this module ties a command that knows nothing of supervisors, such
-as Redis.
+pillion.supervisor.lifeline PARENT_PID COMMAND ...``) this module ties a command that cannot do so, such as Redis.
 """
 
 from __future__ import annotations
@@ -17,8 +16,10 @@ import time
 
 PARENT_PID_VARIABLE = "PILLION_PARENT_PID"
 PARENT_POLL_MS = 500
+# From <linux/prctl.h>.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+# True if the kernel can kill a process when its parent dies.
 KERNEL_TIES = sys.platform.startswith("linux")
 
 
@@ -35,14 +36,14 @@ def tie_to_parent(pid: int | None = None) -> None:
         return
     if KERNEL_TIES:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # If the parent died before prctl, no signal will come.
+    # The parent may have died before prctl; then no signal comes.
     if os.getppid() != pid:
         os._exit(1)
 
 
 def adopt_orphans() -> bool:
-    """Make this process the parent of every descendant whose parent ends, from now on. Returns whether the system can
-    do this and can watch an adopted process by its process id."""
+    """Make this process a child subreaper: it becomes the parent of each descendant whose parent ends. Returns False if
+    the system lacks this or pidfds, with which adopted processes are watched."""
     if not KERNEL_TIES:
         return False
     try:

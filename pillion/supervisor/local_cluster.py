@@ -1,7 +1,7 @@
 """Runs the local cluster of `pillion serve`: its processes, their flags and their order.
 
-flags and places checked -> model prepared -> pool size checked -> runtime directory -> redis -> kvnode -> workers
--> gateway; and in reverse at the end, from wherever a start failed
+flags, files and ports checked -> model prepared -> pool size checked -> runtime directory -> redis -> kvnode ->
+workers -> gateway; stopped in reverse order, from the point that the start has reached
 """
 
 from __future__ import annotations
@@ -36,33 +36,29 @@ from pillion.supervisor import embedded_redis as redis
 from pillion.supervisor import probes
 from pillion.supervisor.child_process import ChildProcess, child_environ
 from pillion.supervisor.component_process import PREPARED, STOP_GRACE_S, preloaded_modules, require_server_packages
-from pillion.supervisor.down_records import tell_down
+from pillion.supervisor.down_records import register_down
 from pillion.supervisor.fence_watch import watch_fences
 from pillion.supervisor.gateway_processes import PublicPorts, component_spec, gateway_specs, probe_address
 from pillion.supervisor.pool_fit import PoolFit, fit_pool
 from pillion.supervisor.preflight import bind_port, check_files, wait_for_redis
 from pillion.supervisor.runtime_dir import RuntimeDir
 from pillion.supervisor.standbys.fork_server import ForkServer
-from pillion.supervisor.start_lines import tell_model
-from pillion.supervisor.supervisor import FAILED, PROBE_INTERVAL_MS, ProcessSpec, Supervisor
+from pillion.supervisor.start_lines import show_model
+from pillion.supervisor.supervisor import ERROR_PREFIX, PROBE_INTERVAL_MS, ProcessSpec, Supervisor
 from pillion.tasks import end_tasks
 
-PREPARE_STOP_GRACE_S = 2.0
-# A worker's first heartbeat and the gateway's next read of the registry take a moment, longer on a busy machine.
+# Max wait until the gateways know all prefill workers, for a heartbeat and a read of the registry on a busy machine.
 PREFILL_KNOWN_S = 30.0
-# Time for which a worker may stay fenced, its drain included, before it is killed.
+# Max time that a worker may stay fenced, including its drain, before it is killed.
 FENCE_KILL_AFTER_S = 30.0
 NODE_SOCKET = "kvnode-0.sock"
 KEEPER_SOCKET = "keeper.sock"
-# How often a waiting OpenMP thread polls before it sleeps. With two workers of two threads on two cores, the same GEMMs
-# take, in milliseconds alone and side by side: default 41 and 322, passive policy 49 and 81, 1,000 spins 43 and 85.
-GOMP_SPIN_COUNT = 1000
 
 
 class LocalCluster:
-    """Runs a local cluster: ``await prepare()``, ``await start()`` and, whatever happened, ``await stop()``.
+    """The cluster of `pillion serve`. Use: ``await prepare()``, ``await start()``, and always ``await stop()``.
 
-    ``flags`` are the given ones. :meth:`prepare` resolves them: without "auto", and with real ports.
+    ``flags``: as passed at first; :meth:`prepare` replaces "auto" and port 0 by real values.
     """
 
     def __init__(
@@ -90,22 +86,22 @@ class LocalCluster:
         return f"{probes.reachable_host(self.flags.host)}:{self.flags.grpc_port}"
 
     async def prepare(self) -> None:
-        """Resolve the flags, prepare the model and print its facts. Raises ConfigError, after ending every process that
-        it started."""
+        """Resolve the flags, prepare the model and print the lines about it. Raises ConfigError, after ending every
+        process that it started."""
         check_flags(self.flags)
         require_server_packages()
         from pillion.engine.backends.devices import resolved
         from pillion.engine.checkpoints.model_files import folder_of
 
-        settled = resolved(self.flags)
-        check_files(settled)
-        components = settled.gateway_workers + 1 + settled.prefill_workers + settled.decode_workers
-        for number in range(components if settled.metrics_port else 0):
-            port = settled.metrics_port + number
-            bind_port(settled.metrics_host, "metrics_host", "metrics_port", port).close()
-        self.flags = self._ports.reserve(settled)
-        if settled.redis_url:
-            await wait_for_redis(settled.redis_url, self.notices)
+        resolved_flags = resolved(self.flags)
+        check_files(resolved_flags)
+        components = resolved_flags.gateway_workers + 1 + resolved_flags.prefill_workers + resolved_flags.decode_workers
+        for number in range(components if resolved_flags.metrics_port else 0):
+            port = resolved_flags.metrics_port + number
+            bind_port(resolved_flags.metrics_host, "metrics_host", "metrics_port", port).close()
+        self.flags = self._ports.reserve(resolved_flags)
+        if resolved_flags.redis_url:
+            await wait_for_redis(resolved_flags.redis_url, self.notices)
         else:
             self._redis_binary = redis.find_redis()
         with self.notices.progress(f"preparing model {self.flags.model}") as step:
@@ -118,13 +114,13 @@ class LocalCluster:
         elif speculation.model:
             with self.notices.progress(f"preparing draft model {speculation.model}") as step:
                 await prepare_in_child(speculation.model_flags(subset(PrepareFlags, self.flags)), step)
-        self._begin_fork_server()
+        self._start_fork_server()
         prepared, fit = prepared_model(self.flags)
         check_stages(self.flags, prepared)
         if fit is not None and fit.max_model_len_tokens < prepared.max_model_len:
             self.flags = replace(self.flags, max_model_len=fit.max_model_len_tokens)
             prepared = replace(prepared, max_model_len=fit.max_model_len_tokens)
-        tell_model(self.notices, self.flags, prepared, fit, threads_of(self.flags))
+        show_model(self.notices, self.flags, prepared, fit, threads_of(self.flags))
 
     async def start(self) -> Supervisor:
         """Start every process; return when requests can be served. Raises PillionError; then call :meth:`stop`."""
@@ -149,17 +145,18 @@ class LocalCluster:
                     "bold yellow",
                 )
         node = f"unix:{self.runtime.path}/{NODE_SOCKET}"
-        watching = watch_fences(node, self._fence_kill_after_s, self.supervisor.kill_component, self.notices)
-        fences = asyncio.create_task(watching, name="fences")
-        telling = asyncio.create_task(tell_down(self.supervisor.down, redis_url, self.flags), name="what is down")
-        self._ending.push_async_callback(end_tasks, fences, telling)
+        watch = watch_fences(node, self._fence_kill_after_s, self.supervisor.kill_component, self.notices)
+        register = register_down(self.supervisor.down, redis_url, self.flags)
+        fences = asyncio.create_task(watch, name="fence watch")
+        records = asyncio.create_task(register, name="down records")
+        self._ending.push_async_callback(end_tasks, fences, records)
         return self.supervisor
 
     async def stop(self) -> None:
         """Stop all processes and leave nothing behind, even after a failed start. Idempotent."""
         await self._ending.aclose()
 
-    def _begin_fork_server(self) -> None:
+    def _start_fork_server(self) -> None:
         """Start the fork server. It has the workers' OpenMP settings, which OpenMP reads when torch is imported."""
         environ = child_environ(os.environ, "") | compute_environ(threads_of(self.flags))
         show = partial(self.notices.component, "fork-server")
@@ -169,31 +166,31 @@ class LocalCluster:
         self._fork_server.start()
 
     def left_behind(self) -> list[str]:
-        """Return process groups and files that still exist after :meth:`stop`; none unless something is wrong."""
-        left = [f"process group {pid}" for pid in self.supervisor.living()] if self.supervisor else []
+        """Return process groups and files that still exist after :meth:`stop`; empty unless there is a bug."""
+        leaks = [f"process group {pid}" for pid in self.supervisor.living()] if self.supervisor else []
         if self._fork_server is not None and not self._fork_server.has_exited():
-            left.append("the fork server")
+            leaks.append("the fork server")
         if self.runtime is not None and self.runtime.path.exists():
-            left.append(str(self.runtime.path))
-        return left
+            leaks.append(str(self.runtime.path))
+        return leaks
 
 
 async def until_prefill_is_known(gateways: Sequence[str], workers: Sequence[str]) -> list[str]:
-    """Wait until each gateway, given by its probe address, knows all prefill workers, at most PREFILL_KNOWN_S: without
-    them requests are served too, but in another way. Returns the workers that are still unknown."""
-    left = [(address, worker) for worker in workers for address in gateways]
+    """Wait, at most PREFILL_KNOWN_S, until the gateways at these probe addresses know all prefill ``workers``; return
+    the workers that are still unknown. Requests are served without them, too, by decode workers."""
+    pending = [(address, worker) for worker in workers for address in gateways]
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(PREFILL_KNOWN_S):
-            while left:
-                if await probes.is_serving(left[0][0], service=left[0][1]):
-                    del left[0]
+            while pending:
+                if await probes.is_serving(pending[0][0], service=pending[0][1]):
+                    del pending[0]
                 else:
                     await asyncio.sleep(PROBE_INTERVAL_MS / 1000)
-    return list(dict.fromkeys(worker for _, worker in left))
+    return list(dict.fromkeys(worker for _, worker in pending))
 
 
 def keeper_spec(socket: Path, environ: Mapping[str, str]) -> ProcessSpec:
-    """Describe the process that keeps the pools of KV nodes when a node dies."""
+    """Return the spec of the process that preserves the pools of KV nodes when a node dies."""
     argv = (sys.executable, "-m", "pillion", "keeper", str(socket))
     probe = partial(probes.accepts, socket)
     return ProcessSpec(component_id="keeper", level=0, argv=argv, environ=environ, probe=probe, spare=True)
@@ -207,14 +204,13 @@ def process_specs(
     *,
     standby: bool = True,
 ) -> list[ProcessSpec]:
-    """Describe every process of the cluster, for resolved flags. ``redis_binary`` is None if the flags have a running
-    Redis."""
+    """Return the specs of all processes, for resolved flags. ``redis_binary`` is None if ``flags.redis_url`` is set."""
     from pillion.engine.backends.devices import pool_device
 
     environ = child_environ(os.environ, redis_url_of(flags, folder))
     threads = threads_of(flags)
-    bound = cores_by_worker(flags, parse_cores(flags.cpu_affinity), threads)
-    firsts = first_cores(flags, threads)
+    affinities = cores_by_worker(flags, parse_cores(flags.cpu_affinity), threads)
+    worker_cores = first_cores(flags, threads)
     compute = environ | compute_environ(threads)
     attach = str(folder / "attach.sock")
     specs = []
@@ -232,15 +228,16 @@ def process_specs(
                 spare=True,
             )
         )
-    pages = itertools.count(flags.metrics_port + flags.gateway_workers) if flags.metrics_port else itertools.repeat(0)
+    first_port = flags.metrics_port + flags.gateway_workers
+    metrics_ports = itertools.count(first_port) if flags.metrics_port else itertools.repeat(0)
     listen = f"unix:{folder}/{NODE_SOCKET}"
     pool = pool_device(flags.device, max(processes_of(flags).values()))
-    kept = pool == "cpu" and sys.platform == "linux"
+    pool_survives = pool == "cpu" and sys.platform == "linux"
     place = {"node_listen": listen, "attach_socket": attach, "kv_device": pool}
-    if kept:
+    if pool_survives:
         place["keeper_socket"] = str(folder / KEEPER_SOCKET)
         specs.append(keeper_spec(folder / KEEPER_SOCKET, environ))
-    node = subset(KVNodeFlags, flags, metrics_port=next(pages), **place)
+    node = subset(KVNodeFlags, flags, metrics_port=next(metrics_ports), **place)
     more = {"environ": environ, "drain_s": node.hand_over_timeout_s, "standby": standby}
     specs.append(component_spec("kvnode", node.node_id, node, listen, level=1, **more))
     kinds = (("prefill", PrefillFlags, flags.prefill_workers), ("decode", DecodeFlags, flags.decode_workers))
@@ -250,14 +247,17 @@ def process_specs(
             listen = f"unix:{folder}/{component_id}.sock"
             # The gateway drains before its workers, so no request is left when the workers stop.
             place = {"component_id": component_id, "listen": listen, "attach_socket": attach}
-            share = {"cpu_threads": threads, "cpu_affinity": next(bound), "first_core": next(firsts)}
-            share |= {"core_lending_table": lending_table.path if lending_table else "", "metrics_port": next(pages)}
+            share = {"cpu_threads": threads, "cpu_affinity": next(affinities), "first_core": next(worker_cores)}
+            share |= {
+                "core_lending_table": lending_table.path if lending_table else "",
+                "metrics_port": next(metrics_ports),
+            }
             stages = flags.pipeline_parallel_size if role == "prefill" else 1
             share |= {"tensor_parallel_size": ranks_of(flags)[role], "pipeline_parallel_size": stages}
             worker = subset(cls, flags, **place, **share, drain_timeout_s=STOP_GRACE_S)
-            # A worker ends at once when its node dies, unless the pool is kept; a gateway waits for both to return.
+            # A worker ends at once when its node dies, unless the pool survives; a gateway waits for both to return.
             needs = (node.node_id,)
-            survives = kept and processes_of(flags)[role] == 1
+            survives = pool_survives and processes_of(flags)[role] == 1
             # Without prefill workers, decode workers compute prompts; so prefill workers are spare.
             more = {"environ": compute, "needs": needs, "survives": survives, "standby": standby}
             more |= {"level": 2, "kind": role, "spare": role == "prefill"}
@@ -271,12 +271,14 @@ def redis_url_of(flags: ServeFlags, folder: Path) -> str:
 
 
 def compute_environ(threads: int) -> dict[str, str]:
-    """Return the OpenMP settings of one of several workers on a machine: its own threads, which poll only briefly when
-    they wait."""
+    """Return the OpenMP settings of a worker with ``threads`` threads that shares the machine with other workers: a
+    waiting thread polls only briefly before it sleeps."""
     return {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
-        "GOMP_SPINCOUNT": str(GOMP_SPIN_COUNT),
+        # Polls of a waiting thread before it sleeps. With two workers of two threads on two cores, the same GEMMs take,
+        # in milliseconds alone and side by side: default 41 and 322, passive policy 49 and 81, 1,000 polls 43 and 85.
+        "GOMP_SPINCOUNT": "1000",
         "KMP_BLOCKTIME": "0",
     }
 
@@ -315,13 +317,14 @@ def threads_of(flags: ServeFlags) -> int:
 
 
 def threads_per_worker(flags: ServeFlags, cores: int) -> int:
-    """Return a worker's share of ``cores`` among the workers that compute. Co-located, prefill workers are idle."""
+    """Return the threads of each worker if ``cores`` are divided among the workers that compute: with split policy
+    "colocated", prefill workers are idle."""
     prefill_workers = 0 if flags.split_policy == "colocated" else flags.prefill_workers
     return max(1, cores // (prefill_workers + flags.decode_workers))
 
 
 def cores_by_worker(flags: ServeFlags, cores: tuple[int, ...], threads: int) -> Iterator[str]:
-    """Yield ``--cpu-affinity`` of each worker, prefill workers first: the next ``threads`` of ``cores``.
+    """Yield ``--cpu-affinity`` of each worker, prefill workers first: ``threads`` of ``cores``, from its first core.
 
     Raises ConfigError if there are too few ``cores``.
     """
@@ -334,24 +337,21 @@ def cores_by_worker(flags: ServeFlags, cores: tuple[int, ...], threads: int) -> 
 
 
 def first_cores(flags: ServeFlags, threads: int) -> Iterator[int]:
-    """Yield the first core of each worker, prefill workers first, among the cluster's cores.
-
-    Co-located, prefill workers share the cores of the first decode worker, because they do not compute at the same
-    time.
-    """
+    """Yield the index of each worker's first core among the cluster's cores, prefill workers first. With split policy
+    "colocated", prefill workers share the cores of the first decode worker, because they are idle."""
     idle = flags.prefill_workers if flags.split_policy == "colocated" else 0
     for number in range(flags.prefill_workers + flags.decode_workers):
         yield max(0, number - idle) * threads
 
 
 def core_lending_table(flags: ServeFlags) -> CoreLendingTable | None:
-    """Create the table by which workers lend each other cores. Returns None if they have none to lend, have more
-    threads than cores, or the system has no memory for it.
+    """Create the shared table with which workers lend each other idle cores. Returns None on a GPU or outside Linux, if
+    the workers have more threads than cores or nothing to lend, or if shared memory cannot be created.
 
-    Cores without an owner can be borrowed at any time; with --cpu-threads they are not used.
+    Without --cpu-threads, workers may also borrow cores that belong to no worker.
     """
-    threads, bound = threads_of(flags), parse_cores(flags.cpu_affinity)
-    cores, owned = min(len(bound) or usable_cores(), MAX_CPU_THREADS), max(first_cores(flags, threads)) + threads
+    threads, affinity = threads_of(flags), parse_cores(flags.cpu_affinity)
+    cores, owned = min(len(affinity) or usable_cores(), MAX_CPU_THREADS), max(first_cores(flags, threads)) + threads
     if flags.device != "cpu" or sys.platform != "linux" or owned > cores:
         return None
     cores = owned if flags.cpu_threads else cores
@@ -359,14 +359,14 @@ def core_lending_table(flags: ServeFlags) -> CoreLendingTable | None:
         return None
     owners = [core // threads * threads if core < owned else core for core in range(cores)]
     try:
-        return CoreLendingTable.create(owners, bound[:cores])
+        return CoreLendingTable.create(owners, affinity[:cores])
     except OSError:
         return None
 
 
 async def prepare_in_child(flags: PrepareFlags, step: Callable[[str], None]) -> None:
-    """Prepare the model in a child process, whose imports end with it and which Ctrl-C ends at once. If the model is
-    ready, no child is started.
+    """Prepare the model in a child process, so that this one need not import torch and Ctrl-C works at once. Starts no
+    child if the model is ready. ``step`` gets each line of progress.
 
     Raises ConfigError with the child's last line.
     """
@@ -379,7 +379,7 @@ async def prepare_in_child(flags: PrepareFlags, step: Callable[[str], None]) -> 
     def forward(line: str) -> None:
         nonlocal last
         last = line
-        if not line.startswith(FAILED) and PREPARED not in line:
+        if not line.startswith(ERROR_PREFIX) and PREPARED not in line:
             step(line)
 
     argv = [sys.executable, "-m", "pillion", "prepare", *to_argv(flags)]
@@ -388,15 +388,15 @@ async def prepare_in_child(flags: PrepareFlags, step: Callable[[str], None]) -> 
     try:
         code = await child.wait()
     finally:
-        await child.stop(PREPARE_STOP_GRACE_S)
+        await child.stop(STOP_GRACE_S)
     if code:
         after = f", after {last!r}" if last else ""
         message = f"preparing the model ended with status {code}{after}"
-        raise ConfigError(last.removeprefix(FAILED) if last.startswith(FAILED) else message)
+        raise ConfigError(last.removeprefix(ERROR_PREFIX) if last.startswith(ERROR_PREFIX) else message)
 
 
 def line_of_tokenizer(flags: ServeFlags) -> str:
-    """Return the "MODULE:FUNCTION=TEXT" by which a fork server loads the prepared model's tokenizer for grammars.
+    """Return the fork server's argument "MODULE:FUNCTION=TEXT" to load the prepared model's tokenizer for grammars.
 
     Raises ConfigError if the model is not prepared and cannot be.
     """
@@ -425,5 +425,5 @@ def prepared_model(flags: ServeFlags | OfflineFlags) -> tuple[Any, PoolFit | Non
     step_bytes = steps_bytes(flags, prepared) if flags.device == CPU else 0
     layout = kv_layout(prepared, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype)
     workers, splits = (flags.decode_workers, flags.prefill_workers) if isinstance(flags, ServeFlags) else (1, 0)
-    beside = layout.working_pages * (2 if splits else 1)
-    return prepared, fit_pool(flags, layout.block_bytes, prepared.max_model_len, workers, step_bytes, beside)
+    working_blocks = layout.working_pages * (2 if splits else 1)
+    return prepared, fit_pool(flags, layout.block_bytes, prepared.max_model_len, workers, step_bytes, working_blocks)

@@ -1,5 +1,4 @@
-"""Computes the KV pool's size in blocks and tokens before anything starts; raises an error if one request does not
-fit."""
+"""Computes the KV pool's capacity in tokens before anything starts, and checks that one request fits."""
 
 from __future__ import annotations
 
@@ -10,8 +9,9 @@ from pillion.config import OfflineFlags, ServeFlags
 from pillion.errors import ConfigError
 from pillion.settings.node_limits import NodeLimits
 
+# Free slots that a decode worker leases ahead.
 DECODE_STOCK_BLOCKS = 16
-# Without an explicit maximum length, it is lowered to the pool's capacity, but not below this number of tokens.
+# Without --max-model-len, the maximum length is lowered to the pool's capacity, but not below this.
 MIN_FITTED_LEN_TOKENS = 1024
 
 
@@ -37,12 +37,11 @@ def fit_pool(
     max_model_len_tokens: int,
     decode_workers: int,
     step_bytes: int = 0,
-    beside_blocks: int = 0,
+    working_blocks: int = 0,
     reserve_percent: int = NodeLimits.decode_reserve_percent,
 ) -> PoolFit:
-    """Compute the size of the pool that ``flags`` describe, whose bytes are resolved. ``step_bytes`` of the machine's
-    memory are reserved for the largest steps of its workers. A request needs ``beside_blocks`` besides those of its
-    tokens.
+    """Compute the capacity of the pool. ``flags`` must be resolved. ``step_bytes``: memory of the largest steps of all
+    workers. ``working_blocks``: blocks that a request needs besides its tokens' KV.
 
     Raises ConfigError if the pool cannot hold one request of full length, or the machine cannot hold the pool.
     """
@@ -50,18 +49,18 @@ def fit_pool(
     total = kv_pool_bytes // block_bytes
     stock = DECODE_STOCK_BLOCKS * decode_workers
     # Blocks for running decodes only: their reserve, and the free slots that workers lease ahead.
-    kept = total * reserve_percent // 100 + stock
-    held = (total - kept - 1 - beside_blocks) * flags.block_size
-    if not flags.max_model_len and held >= MIN_FITTED_LEN_TOKENS:
-        max_model_len_tokens = min(max_model_len_tokens, held)
-    needed = max_model_len_tokens // flags.block_size + 1 + beside_blocks
-    if total < needed + kept:
+    reserved = total * reserve_percent // 100 + stock
+    capacity_tokens = (total - reserved - 1 - working_blocks) * flags.block_size
+    if not flags.max_model_len and capacity_tokens >= MIN_FITTED_LEN_TOKENS:
+        max_model_len_tokens = min(max_model_len_tokens, capacity_tokens)
+    needed = max_model_len_tokens // flags.block_size + 1 + working_blocks
+    if total < needed + reserved:
         # The reserve grows with the pool, so the minimum pool solves total * (1 - reserve) = request + stock.
-        least = -(-(needed + stock) * 100 // (100 - reserve_percent)) + 1
+        min_blocks = -(-(needed + stock) * 100 // (100 - reserve_percent)) + 1
         raise ConfigError(
             f"--kv-pool-bytes {human_bytes(kv_pool_bytes)} holds {total} blocks, but one request of "
-            f"{max_model_len_tokens} tokens needs {needed} in addition to {kept} reserved for decodes: "
-            f"give at least {least * block_bytes} bytes or lower --max-model-len"
+            f"{max_model_len_tokens} tokens needs {needed} in addition to {reserved} reserved for decodes: "
+            f"give at least {min_blocks * block_bytes} bytes or lower --max-model-len"
         )
     machine = machine_bytes()
     if machine and kv_pool_bytes + step_bytes > machine:
@@ -82,7 +81,7 @@ def machine_bytes() -> int:
 
 
 def human_bytes(count: float) -> str:
-    """Format a number of bytes for people: ``1610612736`` -> ``1.5 GiB``."""
+    """Format a number of bytes with a unit: ``1610612736`` -> ``1.5 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"

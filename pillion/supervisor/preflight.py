@@ -1,7 +1,7 @@
 """Checks the files, ports and folders in flags before any process starts, so that an error is printed once.
 
-Each error names the flag; :class:`pillion.cli.flags.FlagCommand` adds where its value came from: a variable, or a line
-of a file.
+Each error names the flag; :class:`pillion.cli.flags.FlagCommand` appends the variable or the line of the file that set
+it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def check_files(flags: Any) -> None:
         for other in other_models(flags) if hasattr(flags, "also_model") else ():
             with naming("also_model"):
                 check_named(other.model)
-        for one in (flags, *(other_models(flags) if hasattr(flags, "also_model") else ())):
-            _check_answer_files(one)
+        for model_flags in (flags, *(other_models(flags) if hasattr(flags, "also_model") else ())):
+            _check_answer_files(model_flags)
     _check_draft_model(getattr(flags, "speculative_config", NO_SPECULATION))
     if hasattr(flags, "lora_modules"):
         _check_adapters(flags)
@@ -145,7 +145,7 @@ def bind_port(host: str, host_field: str, field: str, port: int) -> socket.socke
     """Bind a socket to ``port``, or to a free port for 0. Raises ConfigError, which names the flag of the address or of
     the port.
 
-    A component binds the port later; choosing it here keeps it the same when the component restarts.
+    A component binds the port later. Since it is chosen here, it stays the same when the component restarts.
     """
     try:
         host = listening_host(host)
@@ -168,13 +168,13 @@ def bind_port(host: str, host_field: str, field: str, port: int) -> socket.socke
 async def wait_for_redis(url: str, notices: Notices) -> None:
     """Wait until the Redis at ``url`` answers. Raises ConfigError if it does not answer in time."""
     until_s = asyncio.get_running_loop().time() + REDIS_WAIT_MS / 1000
-    told = False
+    warned = False
     while trouble := await ask_redis(url):
         if asyncio.get_running_loop().time() >= until_s:
             raise ConfigError(f"{trouble}; start it, or omit --redis-url for an embedded one")
-        if not told:
+        if not warned:
             notices.say(f"{trouble}; waiting for it up to {REDIS_WAIT_MS / 1000:g} s", "bold yellow")
-            told = True
+            warned = True
         await asyncio.sleep(REDIS_POLL_MS / 1000)
 
 
@@ -187,12 +187,12 @@ async def ask_redis(url: str) -> str:
 
     from pillion.kvstore.index.redis_url import connect, parse, without_password
 
-    client, place = connect(parse(url)), f"--redis-url {without_password(url)}"
+    client, option = connect(parse(url)), f"--redis-url {without_password(url)}"
     try:
         async with asyncio.timeout(REDIS_ASK_MS / 1000):
             await client.ping()
     except (RedisError, OSError, TimeoutError) as error:
-        return f"{place}: no Redis answers there ({str(error) or f'no answer within {REDIS_ASK_MS} ms'})"
+        return f"{option}: no Redis answers there ({str(error) or f'no answer within {REDIS_ASK_MS} ms'})"
     finally:
         with contextlib.suppress(RedisError, OSError):
             await client.aclose()

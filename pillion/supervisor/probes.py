@@ -15,9 +15,8 @@ PROBE_TIMEOUT_S = 1.0
 
 def reachable_host(host: str) -> str:
     """Return the host by which a client on this machine reaches a server that listens on ``host``."""
-    known = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "127.0.0.1"}  # noqa: S104
-    if host in known:
-        return known[host]
+    if host in ("", "0.0.0.0", "::"):  # noqa: S104
+        return "127.0.0.1"
     return f"[{host}]" if ":" in host else host
 
 
@@ -37,8 +36,8 @@ async def answers(target: str) -> bool:
 
 
 async def accepts(path: Path, question: bytes = b"", answer: bytes = b"") -> bool:
-    """Return whether a process accepts connections at the Unix socket ``path`` and, if there is a ``question``,
-    replies with a line that begins with ``answer``."""
+    """Return True if a process accepts connections at the Unix socket ``path`` and, if ``question`` is not empty,
+    answers it with a line that begins with ``answer``."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             reader, writer = await asyncio.open_unix_connection(path)

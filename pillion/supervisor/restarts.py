@@ -23,21 +23,20 @@ EXIT_CONFIG = 2
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """The order to restart the component after ``delay_s`` seconds. ``flapping`` explains a long delay to people; ""
-    otherwise."""
+    """Decision to restart a component after ``delay_s`` seconds. ``flapping``: message if it flaps, else ""."""
 
     delay_s: float
     flapping: str = ""
 
 
 @dataclass(slots=True)
-class _Past:
-    """One component's deaths within the window. ``flaps`` counts the deaths since it began to flap; ``begins_s`` is
-    when it was to start after its last death."""
+class _DeathHistory:
+    """A component's death times within the window. ``flaps``: deaths since it began to flap. ``restart_s``: time of
+    the restart after its last death. Times are in monotonic seconds."""
 
     deaths: deque[float]
     flaps: int = 0
-    begins_s: float = float("-inf")
+    restart_s: float = float("-inf")
 
 
 @dataclass
@@ -60,33 +59,34 @@ class RestartPolicy:
     calm_s: float = 5.0
     flap_delay_s: float = 10.0
     max_flap_delay_s: float = 120.0
-    _pasts: dict[str, _Past] = field(default_factory=dict)
+    _histories: dict[str, _DeathHistory] = field(default_factory=dict)
 
     def died(self, component_id: str, exit_code: int, now: float) -> Restart:
         """Decide what to do after a death at ``now``, in monotonic seconds."""
-        past = self._pasts.setdefault(component_id, _Past(deque(maxlen=self.max_deaths)))
-        deaths = past.deaths
-        if now - past.begins_s >= self.window_s:
-            past.flaps = 0
+        history = self._histories.setdefault(component_id, _DeathHistory(deque(maxlen=self.max_deaths)))
+        deaths = history.deaths
+        if now - history.restart_s >= self.window_s:
+            history.flaps = 0
         while deaths and now - deaths[0] > self.window_s:
             deaths.popleft()
         deaths.append(now)
         if exit_code == EXIT_CONFIG:
-            restart = self._flaps(past, f"{component_id} cannot work as configured")
-        elif past.flaps:
-            restart = self._flaps(past, f"{component_id} keeps dying")
+            restart = self._flap(history, f"{component_id} cannot work as configured")
+        elif history.flaps:
+            restart = self._flap(history, f"{component_id} keeps dying")
         elif len(deaths) >= self.max_deaths:
-            restart = self._flaps(past, f"{component_id} died {len(deaths)} times within {self.window_s:g} s")
+            restart = self._flap(history, f"{component_id} died {len(deaths)} times within {self.window_s:g} s")
         else:
             restart = Restart(self._delay_s(deaths))
-        past.begins_s = now + restart.delay_s
+        history.restart_s = now + restart.delay_s
         return restart
 
-    def _flaps(self, past: _Past, why: str) -> Restart:
-        past.flaps += 1
-        return Restart(min(self.flap_delay_s * 2 ** min(past.flaps - 1, 32), self.max_flap_delay_s), why)
+    def _flap(self, history: _DeathHistory, why: str) -> Restart:
+        history.flaps += 1
+        return Restart(min(self.flap_delay_s * 2 ** min(history.flaps - 1, 32), self.max_flap_delay_s), why)
 
     def _delay_s(self, deaths: deque[float]) -> float:
+        """Return the delay after the last of these deaths: 0 unless it followed the previous one within ``calm_s``."""
         in_a_row = 0
         for earlier, later in zip(deaths, islice(deaths, 1, None), strict=False):
             in_a_row = in_a_row + 1 if later - earlier < self.calm_s else 0

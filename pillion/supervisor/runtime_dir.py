@@ -1,7 +1,7 @@
-"""The private directory of one local cluster: it has mode 0700, holds the sockets, and is removed with the cluster.
+"""The private directory of one local cluster: it has mode 0700, contains the sockets, and is removed with the cluster.
 
-A supervisor holds a lock on a file in its directory. The kernel releases the lock when the supervisor dies, so whoever
-can take it knows that the directory has no owner, and removes it: the next start cleans up after a kill -9.
+A supervisor locks a file in its directory, and the kernel releases the lock when the supervisor dies. So a directory
+whose lock can be acquired has no owner and is removed: the next start cleans up after a kill -9.
 
     hidden name, lock taken -> renamed to pillion-XXXXXXXX (visible to sweeps only with its lock) -> removed
 """
@@ -21,9 +21,8 @@ from pillion.host.locks import try_lock
 
 PREFIX = "pillion-"
 LOCK = "lock"
-# sun_path has 104 bytes on macOS and 108 on Linux, so this is the maximum length of a socket's path in the directory.
+# Max length of a socket's path: sun_path has 104 bytes on macOS and 108 on Linux.
 MAX_SOCKET_PATH_BYTES = 100
-LONGEST_NAME_BYTES = len("/prefill-63.sock")
 
 
 class RuntimeDir:
@@ -53,13 +52,12 @@ class RuntimeDir:
 
 
 def default_base() -> Path:
-    """Return TMPDIR, XDG_RUNTIME_DIR or the temporary directory: the first one that is short enough for the path of a
-    Unix socket."""
-    named = [os.environ.get(name, "") for name in ("TMPDIR", "XDG_RUNTIME_DIR")]
-    choices = [*named, tempfile.gettempdir(), "/tmp"]  # noqa: S108
+    """Return the first of TMPDIR, XDG_RUNTIME_DIR and the temporary directory that is writable and short enough for the
+    paths of Unix sockets. Raises ConfigError."""
+    choices = [os.environ.get("TMPDIR", ""), os.environ.get("XDG_RUNTIME_DIR", ""), tempfile.gettempdir(), "/tmp"]  # noqa: S108
     for choice in choices:
-        room = MAX_SOCKET_PATH_BYTES - LONGEST_NAME_BYTES - len(PREFIX) - 9
-        if choice and len(choice) <= room and os.path.isdir(choice) and os.access(choice, os.W_OK | os.X_OK):
+        max_bytes = MAX_SOCKET_PATH_BYTES - len(f"/{PREFIX}XXXXXXXX/prefill-63.sock")
+        if choice and len(choice) <= max_bytes and os.path.isdir(choice) and os.access(choice, os.W_OK | os.X_OK):
             return Path(choice)
     raise ConfigError("no directory for the cluster's sockets: set TMPDIR to a short writable path")
 
@@ -84,7 +82,7 @@ def is_supervised(path: Path) -> bool:
 
 
 def _lock_of(path: Path) -> IO[bytes]:
-    """Open the lock file of one of this user's directories. Raises OSError for any other."""
+    """Open the lock file of this user's directory ``path``. Raises OSError, also for another user's directory."""
     if path.is_symlink() or path.stat().st_uid != os.getuid():
         raise PermissionError(f"{path} belongs to another user")
     return open(path / LOCK, "rb")

@@ -10,7 +10,7 @@ from pillion.config import ServeFlags
 from pillion.observability.log_format import set_up_logging
 from pillion.supervisor.component_process import require_server_packages, run_unless, stop_on_signals
 from pillion.supervisor.local_cluster import LocalCluster
-from pillion.supervisor.start_lines import tell_addresses
+from pillion.supervisor.start_lines import show_addresses
 from pillion.supervisor.supervisor import Supervisor
 
 
@@ -26,22 +26,22 @@ async def _serve(flags: ServeFlags, notices: Notices) -> int:
     stop_on_signals(stop)
     cluster = LocalCluster(flags, notices)
     try:
-        bringing_up = await run_unless(stop.wait(), _bring_up(cluster))
-        if not bringing_up:
+        startup = await run_unless(stop.wait(), _start(cluster))
+        if not startup:
             return 0
-        supervisor = bringing_up.result()
-        tell_addresses(notices, cluster.flags, time.monotonic() - began)
+        supervisor = startup.result()
+        show_addresses(notices, cluster.flags, time.monotonic() - began)
         failed = await run_unless(stop.wait(), supervisor.failed())
         notices.say(f"stopping: {failed.result()}" if failed else "stopping", "bold red" if failed else "bold")
         return 1 if failed else 0
     finally:
         await cluster.stop()
         if cluster.supervisor is not None:
-            left = cluster.left_behind()
-            notices.say(f"left behind: {', '.join(left)}" if left else "stopped, nothing left behind")
+            leaks = cluster.left_behind()
+            notices.say(f"left behind: {', '.join(leaks)}" if leaks else "stopped, nothing left behind")
 
 
-async def _bring_up(cluster: LocalCluster) -> Supervisor:
+async def _start(cluster: LocalCluster) -> Supervisor:
     await cluster.prepare()
     with cluster.notices.progress("starting the components"):
         return await cluster.start()

@@ -18,25 +18,25 @@ from pillion.supervisor.preflight import parser_names
 from pillion.supervisor.probes import reachable_host
 
 
-def tell_model(
+def show_model(
     notices: Notices,
     flags: ServeFlags,
     prepared: Any,
     fit: PoolFit | None,
     threads: int,
 ) -> None:
-    """Print the first four lines of a cluster's start. ``prepared`` is the PreparedModel, ``threads`` those of each
-    worker on a CPU."""
+    """Print the first four lines of a cluster's start. ``prepared`` is the PreparedModel; ``threads`` are per worker on
+    a CPU."""
     from pillion.engine.backends.devices import gpu_count
     from pillion.engine.checkpoints.prepare import choose_dtype
     from pillion.engine.models.config_parser import load_config
     from pillion.gateway.tokens.tokenizer import chat_template_of
 
-    called = f"{prepared.name} (or {', '.join(prepared.aliases)})" if prepared.aliases else prepared.name
+    names = f"{prepared.name} (or {', '.join(prepared.aliases)})" if prepared.aliases else prepared.name
     template = chat_template_of(prepared.folder, flags.chat_template)
     tools, reasoning = parser_names(flags, template)
     parsers = f"tool call parser: {tools}, reasoning parser: {reasoning}"
-    notices.fact("model", f"{called}, up to {prepared.max_model_len:,} tokens of prompt and answer; {parsers}")
+    notices.fact("model", f"{names}, up to {prepared.max_model_len:,} tokens of prompt and answer; {parsers}")
     quantization = load_config(prepared.folder).quantization
     weights = f"; weights: {quantization.words}" if quantization is not None else ""
     kv = f", KV in {flags.kv_cache_dtype}" if flags.kv_cache_dtype != "auto" else ""
@@ -63,20 +63,21 @@ def tell_model(
 
 
 def _steps(flags: ServeFlags, fit: PoolFit | None) -> str:
-    """Describe the token budgets of steps and the memory of the largest steps. Workers on a GPU choose budgets that no
-    flag sets, and log them."""
+    """Describe the token budgets of steps and the memory of the largest steps. Returns "" if flags leave a budget to
+    the workers on a GPU, which log their choice."""
     budgets = [("decode", flags.max_num_batched_tokens)]
     if flags.prefill_workers:
         budgets.insert(0, ("prefill", flags.max_num_batched_prefill_tokens))
     if not all(tokens for _, tokens in budgets):
         return ""
-    words = ", ".join(f"{tokens:,} ({role})" for role, tokens in budgets)
-    taken = f", which take up to {human_bytes(fit.step_bytes)}" if fit is not None and fit.step_bytes else ""
-    return f"; max tokens per step: {words}{taken}"
+    limits = ", ".join(f"{tokens:,} ({role})" for role, tokens in budgets)
+    memory = f", which take up to {human_bytes(fit.step_bytes)}" if fit is not None and fit.step_bytes else ""
+    return f"; max tokens per step: {limits}{memory}"
 
 
 def _cpu_kernels(flags: ServeFlags, prepared: Any, sizes: Collection[int]) -> tuple[str, int]:
-    """Describe the kernels; also return the bytes of the packed weights of all sizes and ranks, 0 if there are none."""
+    """Return a description of the CPU kernels, and the bytes of the packed weights of all ranks, for workers of these
+    ``sizes`` (ranks per worker)."""
     from pillion.engine.backends.cpu.cpu_loading import choose_kernels
     from pillion.engine.checkpoints.model_cache import ModelCache
     from pillion.engine.load_model import shares_of
@@ -91,9 +92,9 @@ def _cpu_kernels(flags: ServeFlags, prepared: Any, sizes: Collection[int]) -> tu
     return f"{isa.label} on the CPU", sum(file.stat().st_size for file in files if file.exists())
 
 
-def tell_addresses(notices: Notices, flags: ServeFlags, seconds: float) -> None:
-    """Print the fifth line of a cluster's start, and below it two commands that can be copied, except for what only
-    their user knows."""
+def show_addresses(notices: Notices, flags: ServeFlags, seconds: float) -> None:
+    """Print the fifth line of a cluster's start, and curl and chat commands to copy, with placeholders for keys and
+    certificates."""
     host = reachable_host(flags.host)
     url = f"{'https' if flags.tls_cert else 'http'}://{host}:{flags.http_port}"
     page = f", web page {url}/ui" if flags.ui else ""
@@ -103,36 +104,36 @@ def tell_addresses(notices: Notices, flags: ServeFlags, seconds: float) -> None:
 
 
 def _curl(flags: ServeFlags, url: str) -> list[str]:
-    words = ["curl", f"{url}/v1/completions", "-H 'Content-Type: application/json'"]
+    argv = ["curl", f"{url}/v1/completions", "-H 'Content-Type: application/json'"]
     if flags.tls_cert:
-        words += ["--cacert", "CA.pem"]
+        argv += ["--cacert", "CA.pem"]
     if flags.tls_ca:
-        words += ["--cert", "CLIENT.pem", "--key", "CLIENT.key"]
+        argv += ["--cert", "CLIENT.pem", "--key", "CLIENT.key"]
     if flags.api_keys or flags.api_key:
-        words.append("-H 'Authorization: Bearer KEY'")
+        argv.append("-H 'Authorization: Bearer KEY'")
     body: dict[str, object] = {"prompt": "Once upon a time", "max_tokens": 32}
     if flags.also_model:
         body["model"] = next(iter(flags.served_model_name), flags.model)
-    return [*words, "-d", shlex.quote(json.dumps(body))]
+    return [*argv, "-d", shlex.quote(json.dumps(body))]
 
 
 def _chat(flags: ServeFlags, host: str) -> list[str]:
-    words = ["PILLION_API_KEY=KEY"] * bool(flags.api_keys or flags.api_key) + [own_command(), "chat"]
+    argv = ["PILLION_API_KEY=KEY"] * bool(flags.api_keys or flags.api_key) + [own_command(), "chat"]
     if flags.tls_cert:
-        words += ["--target", f"grpcs://{host}:{flags.grpc_port}", "--ca", "CA.pem"]
+        argv += ["--target", f"grpcs://{host}:{flags.grpc_port}", "--ca", "CA.pem"]
     elif (host, flags.grpc_port) != ("127.0.0.1", 50051):
-        words += ["--target", f"{host}:{flags.grpc_port}"]
+        argv += ["--target", f"{host}:{flags.grpc_port}"]
     if flags.tls_ca:
-        words += ["--cert", "CLIENT.pem", "--key", "CLIENT.key"]
-    return words
+        argv += ["--cert", "CLIENT.pem", "--key", "CLIENT.key"]
+    return argv
 
 
 def own_command() -> str:
     """Return the command that runs this program from the working directory: ``pillion`` if it is on the PATH, else its
     path."""
     script, here = Path(sys.executable).with_name("pillion"), Path.cwd()
-    found = shutil.which("pillion")
-    if found and script.exists() and os.path.samefile(found, script):
+    on_path = shutil.which("pillion")
+    if on_path and script.exists() and os.path.samefile(on_path, script):
         return "pillion"
     program = script if script.exists() else Path(sys.executable)
     shown = program.relative_to(here) if program.is_relative_to(here) else program

@@ -8,13 +8,14 @@ Life of a component, each managed by its own task:
                                               hangs for long           everything that could serve in its place
 
 A standby is the next process of a component, started ahead (:mod:`pillion.supervisor.standbys`). Standbys start one at
-a time when the cluster is ready, so that they take no core from a start that somebody waits for.
+a time after the cluster is ready, so that they do not compete for cores with a start that clients wait for.
 
-An exception that ends one of the supervisor's own tasks is a defect: it is reported, and the task starts again, so that
-no component is unattended.
+An exception that ends one of the supervisor's own tasks is a bug: it is logged, and the task starts again, so that no
+component is left without supervision.
 
-Before the cluster was ready once, a death is final: what cannot start will not start the third time. Later the cluster
-continues with what is alive as long as that can serve, and retries what flaps ever more rarely.
+Until the cluster has been ready once, any death ends it: a component that could not start would hardly start the next
+time. Later the cluster continues as long as the live components can serve, and restarts flapping ones less and less
+often.
 """
 
 from __future__ import annotations
@@ -42,17 +43,19 @@ StandBy = Callable[[Sequence[str], Mapping[str, str], Launch], Awaitable[Success
 START_TIMEOUT_S = 600.0
 PROBE_INTERVAL_MS = 50
 STOP_GRACE_S = 5.0
-# A component that leaves this many probes in a row unanswered hangs. Each probe may take a second, so detection takes
-# about twenty seconds.
+# Interval of liveness probes, and the number of unanswered ones in a row from which a component hangs. A probe may take
+# a second, so a hang is detected after about 20 s.
 ALIVE_INTERVAL_S = 1.0
-MAX_SILENCES = 10
-# A standby starts when its component has been ready for this long, because requests that waited for the component come
-# first. It is also the interval at which the supervisor checks for a missing standby.
+MAX_UNANSWERED_PROBES = 10
+# Delay of a standby after its component is ready, because requests that waited for the component come first. Also the
+# interval at which a missing standby is noticed.
 STANDBY_DELAY_S = 2.0
-# A component that ends this soon after one that it needs has ended because of it: it may notice the loss late.
-BEHIND_S = 30.0
+# A death within this time after that of a needed component is attributed to it: the loss may be noticed late.
+LOST_NEED_S = 30.0
+# Delay before one of the supervisor's own tasks is restarted after a bug.
 DEFECT_DELAY_S = 1.0
-FAILED = "pillion: "
+# Prefix of the error line with which a component exits.
+ERROR_PREFIX = "pillion: "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,19 +63,18 @@ class ProcessSpec:
     """One process to keep alive.
 
     Attributes:
-        level: components of lower levels are ready before this one starts, and stop after it.
+        level: this component starts after those of lower levels are ready, and stops before them.
         environ: the child's whole environment.
         needs: components that must be ready before this one is restarted, and with whose death it is killed; the first
             start waits for all lower levels.
-        survives: whether it continues when a component that it needs dies, with that component's next process.
-        probe: returns whether the component is ready; it is called repeatedly until it is, and must not raise.
-        quiet: whether the output is held back, and shown only if the component dies by itself.
+        survives: it continues after the death of a component that it needs, with that component's next process.
+        probe: returns True if the component is ready; polled until then, and must not raise.
+        quiet: show the output only if the component dies by itself.
         drain_s: time to stop in addition to the usual grace, for running requests.
-        alive: returns whether the component answers at all; it is called while the component runs, and must not raise.
-            None: it is not called.
-        standby: whether its next process is started ahead, if possible; the component's program must support it.
-        kind: components of one kind can replace each other; "" for the only one of its kind.
-        spare: whether requests are served even without any component of its kind.
+        alive: returns True if the component answers at all; polled while it runs, and must not raise. None: no check.
+        standby: start its next process ahead, if possible; the component's program must support it.
+        kind: components of the same kind can replace each other; "" for the only one of its kind.
+        spare: requests are served even without any component of its kind.
     """
 
     component_id: str
@@ -101,12 +103,19 @@ class Down:
 
 @dataclass(slots=True)
 class _SupervisedProcess:
-    """The state of one component's process. ``child`` is None before the first start and between a death and the next
-    start; ``successor`` is the standby, None while there is none. ``failed`` is why the process could not start, in its
-    own words. ``lost`` is the needed component that died while this one lived, and the time until which its own end is
-    attributed to that; ``starting`` is true from the order to start it until its process is known. ``unaided`` is why
-    the last standby could not start. ``flapping`` is empty unless the component flapped at its last death, and
-    ``begins_s`` is when it is restarted."""
+    """A component and its process.
+
+    Attributes:
+        child: the running process; None before the first start, and between a death and the next start.
+        successor: the standby, if any.
+        failed: the error line that the process printed before the cluster was ready.
+        lost: the needed component that died while this one lived, and the time until which this one's death is
+            attributed to that.
+        starting: True while its process is being launched.
+        standby_error: why the last standby could not start.
+        flapping: why it is not restarted at once after its last death; "" unless it flaps.
+        restart_s: time of the restart after its last death. Times are in monotonic seconds.
+    """
 
     spec: ProcessSpec
     ready: asyncio.Event = field(default_factory=asyncio.Event)
@@ -115,9 +124,9 @@ class _SupervisedProcess:
     failed: str = ""
     lost: tuple[str, float] = ("", 0.0)
     starting: bool = False
-    unaided: str = ""
+    standby_error: str = ""
     flapping: str = ""
-    begins_s: float = 0.0
+    restart_s: float = 0.0
 
 
 class Supervisor:
@@ -153,7 +162,7 @@ class Supervisor:
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._was_ready = False
         self._refused = False
-        self._one_standby = asyncio.Lock()
+        self._standby_lock = asyncio.Lock()
 
     async def start(self) -> None:
         """Start all components, and return when all are ready. Raises Unavailable, which names the component that is
@@ -206,14 +215,14 @@ class Supervisor:
 
     def living(self) -> list[int]:
         """Return the process groups that are still alive; there are none after :meth:`stop`."""
-        every = [one for component in self._components for one in (component.child, component.successor)]
-        return [process.pid for process in every if process and not process.has_exited()]
+        processes = [process for each in self._components for process in (each.child, each.successor)]
+        return [process.pid for process in processes if process and not process.has_exited()]
 
     def down(self) -> list[Down]:
         """Return the components that flap and wait for their next start."""
         now = time.monotonic()
         waiting = (one for one in self._components if one.child is None and one.flapping)
-        return [Down(one.spec.component_id, one.flapping, max(0.0, one.begins_s - now)) for one in waiting]
+        return [Down(one.spec.component_id, one.flapping, max(0.0, one.restart_s - now)) for one in waiting]
 
     async def _never_ending(
         self, component: _SupervisedProcess, work: Callable[[_SupervisedProcess], Awaitable[None]]
@@ -230,6 +239,8 @@ class Supervisor:
                 await asyncio.sleep(DEFECT_DELAY_S)
 
     async def _tend(self, component: _SupervisedProcess) -> None:
+        """Start a component when the components that it needs are ready, and restart it after each death, until the
+        cluster has failed."""
         name = component.spec.component_id
         await self._ready(lambda other: other.level < component.spec.level)
         while not self._failure.done():
@@ -251,7 +262,7 @@ class Supervisor:
                 self._notices.say(f"{ended}; restarting it after {lost}", "bold yellow")
                 continue
             decision = self._policy.died(name, code, time.monotonic())
-            component.flapping, component.begins_s = decision.flapping, time.monotonic() + decision.delay_s
+            component.flapping, component.restart_s = decision.flapping, time.monotonic() + decision.delay_s
             if decision.flapping and self._ends_service(component.spec):
                 return self._fail(decision.flapping)
             when = f"in {decision.delay_s:g} s" if decision.delay_s else "at once"
@@ -260,16 +271,16 @@ class Supervisor:
         return None
 
     def _ends_service(self, spec: ProcessSpec) -> bool:
-        """Return whether no component serves, or is about to, instead of one that flaps."""
+        """Return True if the cluster cannot serve while this component flaps: all that could replace it flap, too."""
         others = [one for one in self._components if spec.kind and one.spec.kind == spec.kind and one.spec is not spec]
         return not spec.spare and all(one.flapping and not one.ready.is_set() for one in others)
 
     def _end_dependents(self, name: str) -> None:
-        """Kill the components that need one that has just died. They would end by themselves, but later, and their next
-        processes can start only after that."""
+        """Kill the components that need ``name``, which has just died. They would exit by themselves, but later, and so
+        delay their restart."""
         for other in self._components:
             if name in other.spec.needs and (other.child is not None or other.starting):
-                other.lost = name, time.monotonic() + BEHIND_S if other.spec.survives else math.inf
+                other.lost = name, time.monotonic() + LOST_NEED_S if other.spec.survives else math.inf
                 if not other.spec.survives and other.child is not None:
                     other.child.kill()
 
@@ -282,19 +293,20 @@ class Supervisor:
         return next((one.spec.component_id for one in needed if not one.ready.is_set()), "")
 
     async def _run_once(self, component: _SupervisedProcess) -> int:
+        """Run one process of a component from its start to its end; return the exit status."""
         spec = component.spec
-        kept: deque[str] = deque(maxlen=MAX_KEPT_LINES)
+        hidden_lines: deque[str] = deque(maxlen=MAX_KEPT_LINES)
 
         def show(line: str) -> None:
-            if line.startswith(FAILED) and not self._was_ready:
-                # The error with which the whole cluster ends contains this line, so it is not printed here too.
-                component.failed = line.removeprefix(FAILED)
+            if line.startswith(ERROR_PREFIX) and not self._was_ready:
+                # The cluster's own error will contain this line.
+                component.failed = line.removeprefix(ERROR_PREFIX)
                 return
             self._notices.component(spec.component_id, line)
 
-        forward = kept.append if spec.quiet else show
+        forward = hidden_lines.append if spec.quiet else show
         component.child = child = await self._begin(component, forward)
-        probing = asyncio.create_task(self._until_ready(component, child))
+        probing = asyncio.create_task(self._probe(component, child))
         try:
             code = await child.wait()
         except Exception:
@@ -306,7 +318,7 @@ class Supervisor:
             component.ready.clear()
         child.kill()
         component.child = None
-        for line in kept:
+        for line in hidden_lines:
             show(line)
         return code
 
@@ -324,10 +336,12 @@ class Supervisor:
             child.kill()
         return child
 
-    async def _until_ready(self, component: _SupervisedProcess, child: ChildProcess) -> None:
+    async def _probe(self, component: _SupervisedProcess, child: ChildProcess) -> None:
+        """Probe a new process until it is ready, and then whether it is alive. Kills it if it is not ready in time or
+        hangs."""
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                while not await component.spec.probe():  # noqa: ASYNC110  (nobody sends an event)
+                while not await component.spec.probe():  # noqa: ASYNC110  (there is no event to wait for)
                     await asyncio.sleep(PROBE_INTERVAL_MS / 1000)
         except TimeoutError:
             self._notices.say(
@@ -338,43 +352,46 @@ class Supervisor:
         component.ready.set()
         if component.spec.alive is None:
             return
-        silences = 0
-        while silences < MAX_SILENCES:
+        unanswered = 0
+        while unanswered < MAX_UNANSWERED_PROBES:
             await asyncio.sleep(self._alive_interval_s)
-            silences = 0 if await component.spec.alive() else silences + 1
-        self._notices.say(f"{component.spec.component_id} hangs: no answer to {MAX_SILENCES} probes", "bold red")
+            unanswered = 0 if await component.spec.alive() else unanswered + 1
+        self._notices.say(
+            f"{component.spec.component_id} hangs: no answer to {MAX_UNANSWERED_PROBES} probes", "bold red"
+        )
         child.kill()
 
     async def _keep_standby(self, component: _SupervisedProcess) -> None:
-        """Keep a standby whenever the component has been ready for a while. The death of a waiting standby is noticed
-        when it is needed; then it is replaced."""
+        """Start a standby whenever the component has none and has been ready for a while. A dead standby is noticed and
+        replaced only when it is needed."""
         while True:
             await component.ready.wait()
             await asyncio.sleep(self._standby_delay_s)
-            async with self._one_standby:
+            async with self._standby_lock:
                 if component.successor is None and component.ready.is_set():
                     await self._start_standby(component)
 
     async def _start_standby(self, component: _SupervisedProcess) -> None:
-        """Return when the standby waits, cannot start or has ended, or after the time for a start."""
+        """Start a standby. Returns when it waits for its turn, could not start or has ended, or after a timeout."""
         spec = component.spec
         try:
             component.successor = successor = await self._stand_by(spec.argv, spec.environ, self._launch)
         except OSError as error:
-            if component.unaided != str(error):
-                component.unaided = str(error)
+            if component.standby_error != str(error):
+                component.standby_error = str(error)
                 self._notices.say(f"{spec.component_id} has no standby: {error}", "bold yellow")
             return
-        component.unaided = ""
-        waits = await at_most(self._start_timeout_s, successor.ready())
-        if waits is False and component.successor is successor:
+        component.standby_error = ""
+        ready = await at_most(self._start_timeout_s, successor.ready())
+        if ready is False and component.successor is successor:
             self._notices.say(f"{spec.component_id} has no standby; it ended:", "bold yellow")
             for line in successor.output():
                 self._notices.component(spec.component_id, line)
 
-    async def _ready(self, chosen: Callable[[ProcessSpec], bool]) -> None:
+    async def _ready(self, predicate: Callable[[ProcessSpec], bool]) -> None:
+        """Wait until all components whose specs fulfil ``predicate`` are ready."""
         for component in self._components:
-            if chosen(component.spec):
+            if predicate(component.spec):
                 await component.ready.wait()
 
     def _fail(self, reason: str) -> None:

@@ -7,13 +7,13 @@
                                   |-- FORK_TIMEOUT_S, or the server's end --> started by its command line
                                   '-- not wanted any more --its pid--> ends without an order, waited for
 
-Starting Python and importing torch and similar packages takes seconds of a core. Each process of a cluster would need
-them, while a client's stream waits if its worker has died. A fork has everything at once, and shares the memory.
-Nothing depends on the server: without it, or if it fails, a component is started by its command line.
+Starting Python and importing torch and similar packages takes seconds of a core in each process, while a client's
+stream waits if its worker has died. A fork has everything imported at once, and shares the memory. Nothing depends on
+the server: without it, or if it fails, a component is started by its command line.
 
 A component is forked twice, and the intermediate process ends at once. The kernel then makes it a child of the
-supervisor, which has asked to adopt orphans: its exit status, its tie to the supervisor and its process group are those
-of any other child, and the fork server's death does not affect it. Only Linux has all of this. The server's program is
+supervisor, which is a child subreaper: its exit status, its tie to the supervisor and its process group are those of
+any other child, and the fork server's death does not affect it. Only Linux supports this. The server's program is
 :mod:`pillion.supervisor.standbys.fork_server_main`.
 """
 
@@ -32,21 +32,18 @@ from pillion.supervisor.standbys.fork_server_main import FORK, READY, component_
 from pillion.tasks import OwnTasks, end_tasks
 
 PROGRAM = "pillion.supervisor.standbys.fork_server_main"
-# A fork server's imports take seconds, and up to this long on a busy machine.
+# Max time of a fork server's imports, which take seconds on an idle machine.
 READY_TIMEOUT_S = 120.0
 FORK_TIMEOUT_S = 10.0
-# A hanging server may have forked a process before it was killed, which has this long to send its process id.
+# Max wait for the process id of a fork that a hanging server may have made before it was killed.
 LATE_FORK_S = 1.0
 # Delay before a dead fork server is replaced, because components that died with it need the cores first.
 RESPAWN_DELAY_S = 2.0
-# A server that ends during its imports may have been killed, so it is restarted after a delay that doubles each time.
-# After this many such ends in a row the imports cannot work.
+# Max ends during imports in a row. The server may have been killed, so it is restarted, with a delay that doubles.
 MAX_FAILED_STARTS = 5
 STOP_GRACE_S = 1.0
-# A fork's command line in the process table is written over the server's own command line and environment, which this
-# extends.
+# Extra environment of the server. A fork's title overwrites the memory of the server's command line and environment.
 TITLE_ROOM_BYTES = 16 * 1024
-MAX_NUMBER_BYTES = 16
 
 
 class ForkServer:
@@ -56,9 +53,9 @@ class ForkServer:
     """
 
     def __init__(self, modules: Sequence[str], environ: Mapping[str, str], show: Callable[[str], None]) -> None:
-        """Take the ``modules`` to import in the environment ``environ``: settings that libraries read from it during
-        their import apply to all components. An entry "MODULE:FUNCTION=TEXT" also calls FUNCTION(TEXT). ``show`` gets
-        the lines that the server writes."""
+        """Set the ``modules`` to import, and the server's environment, whose settings libraries read during their
+        import. A module "MODULE:FUNCTION=TEXT" also calls FUNCTION(TEXT). ``show`` gets each line of the server's
+        output."""
         self._modules = tuple(modules)
         self._environ = {**environ, "ROOM_FOR_COMMAND_LINES": " " * TITLE_ROOM_BYTES}
         self._show = show
@@ -67,13 +64,12 @@ class ForkServer:
         self._control: socket.socket | None = None
         # Set when the first server is ready, or when it is certain that there will be none.
         self._decided = asyncio.Event()
-        self._burials = OwnTasks()
+        self._reaping = OwnTasks()
 
     def start(self) -> None:
-        """Start the server in the background. From now on the kernel makes orphans among this process's descendants its
-        children."""
+        """Start the server in the background, and make this process the parent of orphaned descendants."""
         if adopt_orphans():
-            self._upkeep = asyncio.create_task(self._keep(), name="fork server")
+            self._upkeep = asyncio.create_task(self._run_servers(), name="fork server")
         else:
             self._decided.set()
 
@@ -103,19 +99,20 @@ class ForkServer:
         """End the server and wait for abandoned forks; components continue. Idempotent."""
         await end_tasks(self._upkeep)
         self._decided.set()
-        await asyncio.gather(*self._burials, return_exceptions=True)
+        await asyncio.gather(*self._reaping, return_exceptions=True)
 
     def has_exited(self) -> bool:
         """Return whether no process of the fork server is alive."""
         return self._server is None or self._server.has_exited()
 
-    async def _keep(self) -> None:
+    async def _run_servers(self) -> None:
+        """Run fork servers one after another, until several in a row end during their imports."""
         failed_starts = 0
         while failed_starts < MAX_FAILED_STARTS:
-            failed_starts = 0 if await self._live_once() else failed_starts + 1
+            failed_starts = 0 if await self._run_server() else failed_starts + 1
             await asyncio.sleep(RESPAWN_DELAY_S * 2**failed_starts)
 
-    async def _live_once(self) -> bool:
+    async def _run_server(self) -> bool:
         """Run one fork server from its start to its end; return whether it was ever ready."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
@@ -154,37 +151,37 @@ class ForkServer:
         with contextlib.ExitStack() as ends:
             connection, its_connection = map(ends.enter_context, socket.socketpair())
             connection.setblocking(False)
-            nothing = os.open(os.devnull, os.O_RDONLY)
+            devnull = os.open(os.devnull, os.O_RDONLY)
             output, its_output = os.pipe()
-            for end in (nothing, output, its_output):
-                ends.callback(os.close, end)
-            its_input = nothing if stdin == asyncio.subprocess.DEVNULL else stdin
+            for fd in (devnull, output, its_output):
+                ends.callback(os.close, fd)
+            its_input = devnull if stdin == asyncio.subprocess.DEVNULL else stdin
             try:
                 socket.send_fds(control, [FORK], [its_connection.fileno(), its_input, its_output])
             except OSError:
                 return None
             its_connection.close()
-            number, child = 0, None
+            pid, child = 0, None
             try:
-                number = await _number_from(connection, server)
-                if not number:
+                pid = await _receive_pid(connection, server)
+                if not pid:
                     return None
-                child = ChildProcess(ForkedProcess(number, await reader_of(os.dup(output))), forward)
+                child = ChildProcess(ForkedProcess(pid, await reader_of(os.dup(output))), forward)
             finally:
                 if child is None:
-                    burial = _bury(socket.socket(fileno=connection.detach()), server, number)
-                    self._burials.begin(burial, "a fork that is given up")
+                    reap = _reap_fork(socket.socket(fileno=connection.detach()), server, pid)
+                    self._reaping.begin(reap, "abandoned fork")
             with contextlib.suppress(OSError):
                 await asyncio.get_running_loop().sock_sendall(connection, order_of(argv, environ))
             return child
 
 
-async def _number_from(connection: socket.socket, server: ChildProcess) -> int:
-    """Return the process id that a component sends, 0 if none comes. A hanging server is killed."""
-    for patience_s in (FORK_TIMEOUT_S, LATE_FORK_S):
+async def _receive_pid(connection: socket.socket, server: ChildProcess) -> int:
+    """Return the process id that a fork sends, or 0 if none arrives. Kills a server that hangs."""
+    for timeout_s in (FORK_TIMEOUT_S, LATE_FORK_S):
         try:
-            async with asyncio.timeout(patience_s):
-                return int(await asyncio.get_running_loop().sock_recv(connection, MAX_NUMBER_BYTES) or 0)
+            async with asyncio.timeout(timeout_s):
+                return int(await asyncio.get_running_loop().sock_recv(connection, 16) or 0)
         except TimeoutError:
             server.kill()
         except OSError:
@@ -192,15 +189,14 @@ async def _number_from(connection: socket.socket, server: ChildProcess) -> int:
     return 0
 
 
-async def _bury(connection: socket.socket, server: ChildProcess, number: int) -> None:
-    """Tell a fork that no order comes, and wait for its end: otherwise it would stay a zombie as long as this process
-    lives.
+async def _reap_fork(connection: socket.socket, server: ChildProcess, pid: int) -> None:
+    """Close an abandoned fork's ``connection``, so that it exits, and reap it.
 
-    ``number`` is its process id, 0 if the fork has not sent it yet; if it never does, the server has not forked or is
-    killed. This function owns the connection. Returns within the times of :func:`_number_from` and FORK_TIMEOUT_S.
+    ``pid``: its process id, or 0 if it has not been received yet. If it never arrives, the server has not forked, or is
+    killed. Returns within the timeouts of :func:`_receive_pid` plus FORK_TIMEOUT_S.
     """
     with connection, contextlib.suppress(OSError, TimeoutError):
         connection.shutdown(socket.SHUT_WR)
-        if number := number or await _number_from(connection, server):
+        if pid := pid or await _receive_pid(connection, server):
             async with asyncio.timeout(FORK_TIMEOUT_S):
-                await ForkedProcess(number, None).wait()
+                await ForkedProcess(pid, None).wait()

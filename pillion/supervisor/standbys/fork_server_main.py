@@ -1,5 +1,4 @@
-"""The fork server's program: it imports what components need, and then forks whenever the supervisor asks for a
-component.
+"""The fork server's program: imports the components' modules, and then forks a process per request of the supervisor.
 
     python -m pillion.supervisor.standbys.fork_server_main MODULE|MODULE:FUNCTION=TEXT...
         (which calls FUNCTION(TEXT), too)
@@ -12,7 +11,7 @@ component.
                  --the order--> `python -m pillion WORDS`, in the order's environment
                  '-- the connection ends --> exit
 
-It starts no thread and uses no GPU: a fork has only the thread that called it, and locks that others held stay locked.
+It starts no thread and uses no GPU: a fork has only the calling thread, and locks of all other threads stay locked.
 :mod:`pillion.supervisor.standbys.fork_server` is the supervisor's side, and explains why there is a fork server.
 """
 
@@ -32,24 +31,24 @@ from pillion.supervisor.lifeline import parent_pid, tie_to_parent
 from pillion.supervisor.standbys.process_title import STANDBY_VARIABLE, find_title, show_title
 
 READY, FORK = b"r", b"f"
-# Descriptors of a fork: the component's end of a connection, its standard input, and its standard output and error.
+# Descriptors passed for a fork: its end of a connection, its standard input, and its standard output and error.
 DESCRIPTORS = 3
-# An order is JSON after its length in this many bytes. Tests with two versions also send it to the last release's fork
-# server.
+# Bytes of the length before an order's JSON. Part of the protocol that tests with two versions use with the last
+# release's fork server.
 LENGTH_BYTES = 4
 MAX_ORDER_BYTES = 8 * 2**20
-ORPHAN_POLL_MS = 1
 
 
 def component_words(argv: Sequence[str]) -> list[str] | None:
-    """Return what follows ``python -m pillion`` in a command line of this same Python; None for another program."""
+    """Return the arguments after ``python -m pillion``, or None if the command line is not of this form with this same
+    Python."""
     if [*argv[:3]] != [sys.executable, "-m", "pillion"]:
         return None
     return [*argv[3:]]
 
 
 def order_of(argv: Sequence[str], environ: Mapping[str, str]) -> bytes:
-    """Encode a fork's order: the command line that it replaces, and its whole environment."""
+    """Encode a fork's order: the component's command line, and its whole environment."""
     data = json.dumps([[*argv], {**environ}]).encode()
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
@@ -71,10 +70,10 @@ def main() -> None:
     tie_to_parent()
     find_title()
     control = socket.socket(fileno=os.dup(0))
-    with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)
+    with open(os.devnull, "rb") as devnull:
+        os.dup2(devnull.fileno(), 0)
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    # NumPy's BLAS would start threads during its import, and nothing here benefits from them.
+    # NumPy's BLAS would start threads during its import.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Imported objects stay alive; scanning them repeatedly would take a fifth of the imports' time.
     gc.disable()
@@ -86,8 +85,8 @@ def main() -> None:
             getattr(module, function)(text)
     if (threads := len(os.listdir("/proc/self/task"))) > 1:
         sys.exit(f"{threads} threads run after the imports, so nothing can be forked")
-    # Everything loaded by now stays alive, so garbage collections skip it: they would write to its pages, and so copy
-    # them in every fork.
+    # Exclude everything loaded so far from garbage collections, which would write to its pages and so copy them in each
+    # fork.
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -98,37 +97,38 @@ def main() -> None:
 
 
 def _serve(control: socket.socket, supervisor: int) -> list[str] | None:
-    """Fork processes until the connection ends. In a fork, return the words of the component's command line."""
+    """Fork processes until the connection ends, and return None. In a fork, return the component's arguments."""
     while True:
         try:
-            asked, descriptors, _, _ = socket.recv_fds(control, len(FORK), DESCRIPTORS)
+            message, descriptors, _, _ = socket.recv_fds(control, len(FORK), DESCRIPTORS)
         except ConnectionError:
             return None
-        if asked != FORK:
+        if message != FORK:
             return None
         if len(descriptors) < DESCRIPTORS:
-            # The supervisor notices the end of the component's connection, and starts its command line.
+            # This process is out of descriptors. The supervisor gets EOF on the component's connection, and starts the
+            # component by its command line.
             for descriptor in descriptors:
                 os.close(descriptor)
             continue
-        between = os.fork()
-        if between:
+        intermediate_pid = os.fork()
+        if intermediate_pid:
             for descriptor in descriptors:
                 os.close(descriptor)
-            os.waitpid(between, 0)
+            os.waitpid(intermediate_pid, 0)
         else:
-            between = os.getpid()
+            intermediate_pid = os.getpid()
             if os.fork():
                 os._exit(0)
             control.close()
-            return _become(descriptors, between, supervisor)
+            return _become(descriptors, intermediate_pid, supervisor)
 
 
-def _become(descriptors: list[int], between: int, supervisor: int) -> list[str]:
-    """Make this fork what its order says; return the words of the component's command line. Ends the process if no
-    order comes."""
-    while os.getppid() == between:
-        time.sleep(ORPHAN_POLL_MS / 1000)
+def _become(descriptors: list[int], intermediate_pid: int, supervisor: int) -> list[str]:
+    """Set up this fork as the component that its order describes; return the component's arguments. Exits if the
+    connection ends without an order."""
+    while os.getppid() == intermediate_pid:
+        time.sleep(0.001)
     tie_to_parent(supervisor)
     os.setsid()
     connection_fd, stdin, output = descriptors
@@ -146,8 +146,8 @@ def _become(descriptors: list[int], between: int, supervisor: int) -> list[str]:
 
 
 def take_over(argv: Sequence[str], environ: Mapping[str, str], stdin: int, output: int) -> None:
-    """Give this fork its standard input, output and error, its environment and its command line. Closes the two
-    descriptors."""
+    """Set this fork's standard input, output and error, its environment and its command line. Closes ``stdin`` and
+    ``output``."""
     for source, target in ((stdin, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
     os.close(stdin)

@@ -18,9 +18,8 @@ _NAME = Path("/proc/self/comm")
 
 
 def find_title() -> None:
-    """Locate the memory that the process table shows, for this process and its forks. It is located by the environment,
-    which moves at its first change: a process that changes its environment before this call keeps its old command
-    line in the table."""
+    """Locate the memory of the command line that the process table shows, for this process and its forks. Must run
+    before the first change of the environment, by whose address setproctitle finds that memory."""
     # Imported here because offline use imports this package without the servers' dependencies.
     from setproctitle import getproctitle, setthreadtitle
 
@@ -30,7 +29,7 @@ def find_title() -> None:
 
 
 def show_title(*, waits: bool) -> None:
-    """Show ``sys.orig_argv`` in the process table, and whether the process stands by. The program's name does not
+    """Show ``sys.orig_argv`` in the process table, after WAITING_TITLE if ``waits``. The program's name does not
     change."""
     from setproctitle import setproctitle, setthreadtitle
 
@@ -40,7 +39,7 @@ def show_title(*, waits: bool) -> None:
 
 
 def program_name() -> str:
-    """Return the name of this process's program, which setproctitle overwrites with the title."""
+    """Return the name of this process's program. setproctitle would overwrite it with the title."""
     return _NAME.read_text(encoding="utf-8").strip() if _NAME.exists() else Path(sys.executable).name
 
 

@@ -4,11 +4,11 @@
                                                           |-- BEGIN --> starts like any process of the component
                                                           '-- the connection ends (the supervisor is gone) --> exit
 
-Starting Python and importing take seconds on a busy machine, and a client's stream waits for them if the only worker of
-its kind dies. A standby holds nothing that others can see: no port, no socket file, no slot, no place in the registry.
-It costs memory, so it maps a model's weights only where all processes share them, and takes no GPU memory. A standby
-that maps the weights has read them once, in a short step, and has the model's tokenizer for grammars: all that is left
-is to attach and to serve.
+Starting Python and imports take seconds on a busy machine, and a client's stream waits for them if the only worker of
+its kind dies. A standby has nothing that other processes can see: no port, no socket file, no slot, no registry entry.
+It maps a model's weights only if all processes share their memory, and allocates no GPU memory. A standby that maps the
+weights has read them once, in a short step, and has the model's tokenizer for grammars: it only has to attach and to
+serve.
 
 Both sides are here: :class:`Standby` in the process that waits, :class:`Successor` in the supervisor. They communicate
 over the process's standard input, which is a socket.
@@ -37,6 +37,7 @@ from pillion.supervisor.standbys.process_title import (
 )
 
 READY, BEGIN = b"r", b"b"
+# Imported ahead by standbys of workers on a GPU.
 GPU_LOADER = "pillion.engine.backends.gpu.gpu_loading"
 MAX_KEPT_LINES = 20
 
@@ -47,7 +48,7 @@ class Standby:
     def __init__(self, supervisor: socket.socket) -> None:
         self._supervisor: socket.socket | None = supervisor
         self._own_name = program_name()
-        self._held_s = 0.0
+        self._waited_s = 0.0
 
     @classmethod
     def of_process(cls) -> Standby | None:
@@ -55,8 +56,8 @@ class Standby:
         if not os.environ.pop(STANDBY_VARIABLE, ""):
             return None
         supervisor = socket.socket(fileno=os.dup(0))
-        with open(os.devnull, "rb") as nothing:
-            os.dup2(nothing.fileno(), 0)
+        with open(os.devnull, "rb") as devnull:
+            os.dup2(devnull.fileno(), 0)
         return cls(supervisor)
 
     @property
@@ -69,7 +70,7 @@ class Standby:
         supervisor is gone."""
         supervisor, began_s = self._supervisor, time.monotonic()
         if supervisor is None:
-            return self._held_s
+            return self._waited_s
         name_program(WAITING_NAME)
         try:
             with contextlib.suppress(BrokenPipeError):
@@ -78,21 +79,21 @@ class Standby:
         except OSError:
             begun = False
         if not begun:
-            # No thread of this process has anything to save, and some may wait forever.
+            # No thread has anything to save, and some may block forever.
             os._exit(0)
         supervisor.close()
         self._supervisor = None
         name_program(self._own_name)
-        self._held_s = time.monotonic() - began_s
-        return self._held_s
+        self._waited_s = time.monotonic() - began_s
+        return self._waited_s
 
     def serves(self) -> None:
         """Show this process as the component in the process table, now that it has taken over and serves."""
         show_title(waits=False)
 
     def load_ahead(self) -> Callable[[WorkerFlags, int], Any]:
-        """Return a worker's model factory: it loads a model before the process waits if that takes no memory of its
-        own, and otherwise waits first."""
+        """Return a worker's function to load its model. It loads shared weights while the standby waits, and others
+        after its turn has come."""
         from pillion.engine.load_model import load_model, shares_weights
 
         def load(flags: WorkerFlags, threads: int) -> Any:
@@ -111,14 +112,14 @@ class Successor:
     """A standby as its supervisor sees it: a started process that waits, or will wait, for its turn."""
 
     def __init__(
-        self, child: ChildProcess, reader: asyncio.StreamReader, connection: asyncio.StreamWriter, output: _KeptOutput
+        self, child: ChildProcess, reader: asyncio.StreamReader, connection: asyncio.StreamWriter, output: _OutputBuffer
     ) -> None:
         self._child = child
         self._connection = connection
         self._output = output
-        # wait() kills what the process leaves behind while its group id is still its own.
+        # wait() kills the rest of the process group before its id can be reused.
         self._ended = asyncio.create_task(child.wait())
-        self._waits = asyncio.create_task(_says_ready(reader))
+        self._ready = asyncio.create_task(_receive_ready(reader))
 
     @classmethod
     async def start(
@@ -126,11 +127,11 @@ class Successor:
     ) -> Successor:
         """Start the process by ``launch``. Raises OSError."""
         ours, theirs = socket.socketpair()
-        output = _KeptOutput()
+        output = _OutputBuffer()
         with theirs:
             reader, connection = await asyncio.open_unix_connection(sock=ours)
             try:
-                child = await launch(argv, {**environ, STANDBY_VARIABLE: "1"}, output.take, stdin=theirs.fileno())
+                child = await launch(argv, {**environ, STANDBY_VARIABLE: "1"}, output.write, stdin=theirs.fileno())
             except BaseException:
                 connection.close()
                 raise
@@ -150,15 +151,15 @@ class Successor:
 
     async def ready(self) -> bool:
         """Return True when the process waits for its turn, or False when it has ended."""
-        return await asyncio.shield(self._waits)
+        return await asyncio.shield(self._ready)
 
     def output(self) -> tuple[str, ...]:
         """Return the last lines of the standby's output."""
         return self._output.lines()
 
     def begin(self, show: Callable[[str], None]) -> ChildProcess | None:
-        """Let the process take its turn. ``show`` gets its output from now on, after the lines that were kept. Returns
-        None if the process has ended."""
+        """Let the process start to serve, and return it; None if it has ended. ``show`` gets the last lines of its
+        output so far, and each further line."""
         if not self.running:
             self.close()
             return None
@@ -168,7 +169,7 @@ class Successor:
         return self._child
 
     def close(self) -> None:
-        """Kill the standby's process, which holds nothing. Idempotent."""
+        """Kill the standby's process. Idempotent."""
         if self.running:
             self._child.kill()
         self._connection.close()
@@ -178,18 +179,18 @@ class Successor:
         await asyncio.wait({self._ended})
 
 
-async def _says_ready(reader: asyncio.StreamReader) -> bool:
+async def _receive_ready(reader: asyncio.StreamReader) -> bool:
     with contextlib.suppress(OSError):
         return await reader.read(1) == READY
     return False
 
 
-class _KeptOutput:
-    """Keeps the last lines of a process until they, and the lines that follow, are to be shown."""
+class _OutputBuffer:
+    """The last lines of a process's output, until :meth:`show` passes them and all later lines on."""
 
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=MAX_KEPT_LINES)
-        self.take: Callable[[str], None] = lambda line: self._show(line)
+        self.write: Callable[[str], None] = lambda line: self._show(line)
         self._show: Callable[[str], None] = self._lines.append
 
     def lines(self) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from pillion.cli.talk import component_lines
 from pillion.config import DecodeFlags
 from pillion.gateway.ui.cluster_figures import state_of
 from pillion.observability import metric_catalog as names
-from pillion.supervisor.down_records import tell_down
+from pillion.supervisor.down_records import register_down
 from pillion.supervisor.supervisor import Down
 from pillion.wire.registry import DOWN
 from tests.support.fake_components import record, running_fake_cluster
@@ -22,7 +22,7 @@ async def test_a_gateway_lists_down_components_and_serves_with_the_others() -> N
     async with running_fake_cluster("The answer.") as fakes:
         flags = DecodeFlags(redis_url=fakes.redis.url, heartbeat_ms=20, heartbeat_timeout_ms=600_000)
         found = [Down("decode-9", WHY, 40.4)]
-        telling = asyncio.create_task(tell_down(lambda: found, flags.redis_url, flags))
+        telling = asyncio.create_task(register_down(lambda: found, flags.redis_url, flags))
         try:
 
             async def shown() -> str:
@@ -54,7 +54,7 @@ async def test_an_unresponsive_registry_is_updated_later() -> None:
         return [Down("decode-9", WHY, 1.0)]
 
     flags = DecodeFlags(redis_url="redis://127.0.0.1:1/0", heartbeat_ms=1)
-    telling = asyncio.create_task(tell_down(down, flags.redis_url, flags))
+    telling = asyncio.create_task(register_down(down, flags.redis_url, flags))
     try:
         for _ in range(2):
             await until("another look", asked.is_set)

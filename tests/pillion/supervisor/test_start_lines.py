@@ -20,7 +20,7 @@ from pillion.engine.checkpoints.prepare import prepare
 from pillion.kernels.cpu.language.isa import TABLE
 from pillion.supervisor import start_lines
 from pillion.supervisor.local_cluster import prepared_model
-from pillion.supervisor.start_lines import own_command, tell_addresses, tell_model
+from pillion.supervisor.start_lines import own_command, show_addresses, show_model
 from tests.support import fake_backend
 from tests.support.notices import RecordedNotices
 
@@ -58,7 +58,7 @@ def test_how_a_cluster_is_reached(flags: dict[str, Any], curl: str, chat: str) -
             self.lines.append(text)
 
     notices = Printed()
-    tell_addresses(notices, ServeFlags(**flags), 1.0)
+    show_addresses(notices, ServeFlags(**flags), 1.0)
     ready, *commands = notices.lines
     assert ready.startswith("ready: after 1.0 s: gRPC ")
     assert curl in commands[0].replace("-H 'Content-Type: application/json'", "JSON")
@@ -71,7 +71,7 @@ def test_the_start_names_the_parsers(tmp_path: pathlib.Path) -> None:
     folder = save_model(tmp_path / "tiny", template=template)
     flags = ServeFlags(model=str(folder), dtype="float32")
     notices = RecordedNotices()
-    tell_model(notices, flags, prepare(flags), None, 1)
+    show_model(notices, flags, prepare(flags), None, 1)
     assert notices.lines[0].endswith("tool call parser: hermes, reasoning parser: qwen3")
 
 
@@ -84,7 +84,7 @@ def test_the_start_names_the_processes_of_a_worker(tmp_path: pathlib.Path) -> No
         ({"pipeline_parallel_size": 2}, "decode workers: 1, prefill workers of 2 stages, threads"),
     ):
         notices = RecordedNotices()
-        tell_model(notices, replace(flags, **more), prepare(flags), None, 1)
+        show_model(notices, replace(flags, **more), prepare(flags), None, 1)
         assert words in " ".join(notices.lines)
 
 
@@ -102,7 +102,7 @@ def test_the_start_counts_the_weights_of_all_ranks(tmp_path: pathlib.Path, monke
         ({"prefill_tensor_parallel_size": 2}, "; weights 7 KiB, shared by the workers of each size"),
     ):
         notices = RecordedNotices()
-        tell_model(notices, replace(flags, **more), prepared, None, 1)
+        show_model(notices, replace(flags, **more), prepared, None, 1)
         assert notices.lines[-1].endswith(words)
 
 
@@ -119,7 +119,7 @@ def test_the_start_logs_step_budgets(tmp_path: pathlib.Path, monkeypatch: pytest
         assert fit is not None
         assert fit.step_bytes == steps_bytes(flags, prepared) > 0
         notices = RecordedNotices()
-        tell_model(notices, flags, prepared, fit, 1)
+        show_model(notices, flags, prepared, fit, 1)
         assert words in notices.lines[-1]
 
 
@@ -132,7 +132,7 @@ def test_kv_in_8_bits_is_named_and_needs_half_the_pool(tmp_path: pathlib.Path, m
         assert fit is not None
         tokens.append(fit.total_tokens)
         notices = RecordedNotices()
-        tell_model(notices, flags, prepared, fit, 1)
+        show_model(notices, flags, prepared, fit, 1)
         assert ("KV in fp8" in "".join(notices.lines)) == (kv == "fp8")
     # Of 64 values in bfloat16, and in 8 bits with a scale of 4 bytes.
     assert tokens[1] / tokens[0] == pytest.approx(128 / 68, rel=0.01)
@@ -160,5 +160,5 @@ def test_the_format_of_quantized_weights_is_named(tmp_path: pathlib.Path) -> Non
     config = {**LLAMA, "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     notices, flags = RecordedNotices(), ServeFlags(dtype="float32", device="cuda")
-    tell_model(notices, flags, fake_backend.prepared_model(folder=str(tmp_path)), None, 1)
+    show_model(notices, flags, fake_backend.prepared_model(folder=str(tmp_path)), None, 1)
     assert notices.lines[1] == "type: float32, for --dtype float32; weights: awq, 4 bits in groups of 128"

@@ -21,7 +21,7 @@ from pillion.supervisor.child_process import MAX_LINE_BYTES, ChildProcess
 from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
 from pillion.supervisor.restarts import Restart, RestartPolicy
 from pillion.supervisor.runtime_dir import RuntimeDir, sweep
-from pillion.supervisor.supervisor import MAX_SILENCES, ProcessSpec, Supervisor
+from pillion.supervisor.supervisor import MAX_UNANSWERED_PROBES, ProcessSpec, Supervisor
 from tests.support.notices import RecordedNotices
 from tests.support.processes import STAY, started
 
@@ -471,7 +471,7 @@ def test_runtime_directories_are_private_and_swept_once_their_owner_is_dead(fold
 async def test_a_component_that_hangs_is_killed_and_started_again(folder: pathlib.Path) -> None:
     notices = RecordedNotices()
     # Silences with an answer between them are no hang, however many they are.
-    answers = [True] * MAX_SILENCES + 3 * ([False] * (MAX_SILENCES - 1) + [True])
+    answers = [True] * MAX_UNANSWERED_PROBES + 3 * ([False] * (MAX_UNANSWERED_PROBES - 1) + [True])
     hung: list[bool] = []
 
     async def alive() -> bool:
@@ -488,7 +488,7 @@ async def test_a_component_that_hangs_is_killed_and_started_again(folder: pathli
         assert not notices.lines[1:], notices.lines
         hung.append(True)
         await until("another process", lambda: pid_of(supervisor, "a") not in (None, first))
-        assert f"pillion: a hangs: no answer to {MAX_SILENCES} probes" in notices.lines
+        assert f"pillion: a hangs: no answer to {MAX_UNANSWERED_PROBES} probes" in notices.lines
     finally:
         await supervisor.stop()
     assert supervisor.living() == []
