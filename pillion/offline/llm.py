@@ -59,7 +59,7 @@ from pillion.offline.vllm_options import (
     no_pooling,
     producer_of,
     refused_method,
-    translated,
+    translate_options,
 )
 from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, Tool, Value
 from pillion.wire.public import request_from_pb
@@ -76,13 +76,13 @@ class LLM:
     """A model in this process: a decode worker, its KV pool and the gateway's logic, on separate threads.
 
     Usable from several threads at once, and inside a running event loop (a notebook). Prefixes are cached across calls.
-    It ends with :meth:`close`, as a context manager, with its last reference, or with the interpreter, leaving nothing
-    behind. While it lives, torch's own operators use one thread in this process.
+    It is closed by :meth:`close`, at the end of a ``with`` block, with its last reference, or at interpreter exit.
+    Until then, torch's own operators use one thread in this process.
 
     Args:
         model: Hugging Face folder, GGUF file, hub id, or "demo".
-        seed: source of the seeds of requests without one, in order, which makes a program's answers reproducible. None:
-            random.
+        seed: determines the seeds of requests without their own, in the order of the requests, so that a program's
+            answers are reproducible. None: random seeds.
         options: fields of :class:`pillion.config.OfflineFlags`, such as ``dtype``, ``max_model_len``,
             ``kv_pool_bytes="2GiB"``, ``max_num_seqs``, ``enable_prefix_caching`` and ``speculative_config``, which may
             be a dict, as in vLLM. ``quantization`` may name the producer of the checkpoint, such as "awq".
@@ -98,16 +98,17 @@ class LLM:
             raise ConfigError(f"seed {seed!r} is not an int")
         self.flags = read_options(model, options)
         self._seeds = None if seed is None else random.Random(seed)  # noqa: S311  (a seed makes answers repeatable)
-        self._brought: dict[str, str] = {}
-        self._bringing = threading.Lock()
+        # Folders of the adapters that requests have loaded, by name.
+        self._lora_paths: dict[str, str] = {}
+        self._lora_lock = threading.Lock()
         from pillion.supervisor.component_process import require_server_packages
 
         require_server_packages("pillion.LLM needs")
         from pillion.offline.offline_cluster import OfflineThread
 
-        wanted = producer_of(options)
-        self._thread = OfflineThread(self.flags, lambda folder: check_producer(wanted, self.flags.model, folder))
-        # Refers to the thread's method and not to this object, which it would keep alive.
+        producer = producer_of(options)
+        self._thread = OfflineThread(self.flags, lambda folder: check_producer(producer, self.flags.model, folder))
+        # Must not refer to this object, which it would keep alive.
         self._finalizer = weakref.finalize(self, self._thread.close)
         self._finalizer.atexit = False
 
@@ -123,7 +124,7 @@ class LLM:
         schema: Schema[Value] | None = None,
         lora: str | Sequence[str] = "",
     ) -> list[RequestOutput[Value]]:
-        """Return the whole answers to one prompt or many, in the prompts' order.
+        """Return the complete answers to one prompt or many, in the prompts' order.
 
         Args:
             prompts: one or a list: texts, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
@@ -142,9 +143,9 @@ class LLM:
         """
         if (prompts is None) == (prompt_token_ids is None):
             raise ValueError("give one of prompts and prompt_token_ids")
-        listed = _listed(prompt_token_ids if prompts is None else prompts)
-        lora = lora if lora_request is None else self._bring(lora_request, lora)
-        requests = [_of_prompt(prompt, f"prompts[{n}]") for n, prompt in enumerate(listed)]
+        prompt_list = _as_list(prompt_token_ids if prompts is None else prompts)
+        lora = lora if lora_request is None else self._load_lora_requests(lora_request, lora)
+        requests = [_request_of(prompt, f"prompts[{n}]") for n, prompt in enumerate(prompt_list)]
         return self._run(_with_adapters(requests, lora), sampling_params, use_tqdm, priority, schema)
 
     def chat(
@@ -172,13 +173,13 @@ class LLM:
         :meth:`generate` and :meth:`pillion.AsyncClient.chat`.
         """
         options = chat_options(add_generation_prompt, continue_final_message, chat_template_kwargs)
-        called = tool_options(tools or (), tool_choice, parallel_tool_calls)
-        lora = lora if lora_request is None else self._bring(lora_request, lora)
-        one = not messages or isinstance(messages[0], Mapping) or hasattr(messages[0], "role")
-        conversations: Any = [messages] if one else messages
-        requests = [chat_request(conversation, chat=options, tools=called) for conversation in conversations]
-        adapted = _with_adapters(requests, lora)
-        return self._run(adapted, sampling_params, use_tqdm, priority, schema, chat_template or "")
+        function_calling = tool_options(tools or (), tool_choice, parallel_tool_calls)
+        lora = lora if lora_request is None else self._load_lora_requests(lora_request, lora)
+        is_single = not messages or isinstance(messages[0], Mapping) or hasattr(messages[0], "role")
+        conversations: Any = [messages] if is_single else messages
+        requests = [chat_request(conversation, chat=options, tools=function_calling) for conversation in conversations]
+        requests = _with_adapters(requests, lora)
+        return self._run(requests, sampling_params, use_tqdm, priority, schema, chat_template or "")
 
     def embed(
         self,
@@ -195,8 +196,8 @@ class LLM:
 
         Args:
             prompts: one or a list: texts, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
-            dimensions: number of leading values wanted of each vector; None: all.
-            prompt_name: which of the checkpoint's prompts precedes each text; None: its default, "": none.
+            dimensions: number of leading values to return of each vector; None: all.
+            prompt_name: name of the checkpoint's prompt to put before each text; None: its default, "": none.
             truncate_prompt_tokens: truncate texts to this number of tokens, -1: to the model's max; None: refuse texts
                 that are too long.
             lora: the name of an adapter; "" for the model alone.
@@ -206,11 +207,11 @@ class LLM:
         """
         requests = _texts(prompts, lora, priority)
         vectors, cut_tokens = self._thread.cluster.vectors, truncate_prompt_tokens
-        asked = vectors.embed(requests, dimensions=dimensions, prompt_name=prompt_name, cut_tokens=cut_tokens)
-        found = self._waited(asked)
+        embed = vectors.embed(requests, dimensions=dimensions, prompt_name=prompt_name, cut_tokens=cut_tokens)
+        result = self._wait_for(embed)
         return [
             EmbeddingRequestOutput(outputs=EmbeddingOutput(vector.tolist()), prompt_token_ids=list(ids))
-            for vector, ids in zip(found.vectors, found.token_ids, strict=True)
+            for vector, ids in zip(result.vectors, result.token_ids, strict=True)
         ]
 
     def score(
@@ -223,28 +224,28 @@ class LLM:
         lora: str = "",
         priority: int | None = 0,
     ) -> list[ScoringRequestOutput]:
-        """Return how well each of the second texts answers the first one, in order: a cosine of vectors, or a
-        reranker's score.
+        """Return a score per text of ``data_2``, in order, for how well it answers ``data_1``: the cosine of their
+        embeddings, or a reranker's score.
 
         Args:
             data_1: one text, or one per text of ``data_2``.
             data_2: one text or a list.
             instruction: a reranker's criterion; None: its checkpoint's.
-            truncate_prompt_tokens: truncate texts to this number of tokens, -1: to the model's max; where a pair is one
-                text, its second part is truncated.
+            truncate_prompt_tokens: truncate texts to this number of tokens, -1: to the model's max. A reranker's prompt
+                is truncated within the text of ``data_2``.
             lora, priority: as in :meth:`embed`.
 
         Raises PillionError of the first pair that fails, and ValueError for lists of different length.
         """
         from pillion.gateway.pooling.pair_forms import TextPair
 
-        first, second = ([one] if isinstance(one, str) else list(one) for one in (data_1, data_2))
+        first, second = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
         first = first * len(second) if len(first) == 1 else first
-        shared = GenerateRequest(model=lora, priority=priority or 0)
+        template = GenerateRequest(model=lora, priority=priority or 0)
         vectors = self._thread.cluster.vectors
         pairs = [TextPair(*pair) for pair in zip(first, second, strict=True)]
-        asked = vectors.score(pairs, shared, instruction=instruction, cut_tokens=truncate_prompt_tokens)
-        return [ScoringRequestOutput(outputs=ScoringOutput(score)) for score in self._waited(asked).scores]
+        scoring = vectors.score(pairs, template, instruction=instruction, cut_tokens=truncate_prompt_tokens)
+        return [ScoringRequestOutput(outputs=ScoringOutput(score)) for score in self._wait_for(scoring).scores]
 
     def classify(
         self,
@@ -265,14 +266,15 @@ class LLM:
         """
         requests = _texts(prompts, lora, priority)
         vectors = self._thread.cluster.vectors
-        found = self._waited(vectors.classify(requests, activated=use_activation, cut_tokens=truncate_prompt_tokens))
+        classify = vectors.classify(requests, activated=use_activation, cut_tokens=truncate_prompt_tokens)
+        result = self._wait_for(classify)
         return [
-            ClassificationRequestOutput(outputs=ClassificationOutput(values.tolist()), labels=found.labels)
-            for values in found.values
+            ClassificationRequestOutput(outputs=ClassificationOutput(values.tolist()), labels=result.labels)
+            for values in result.values
         ]
 
-    def _waited(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine on the engine's thread and wait for it; leaving the call cancels it."""
+    def _wait_for(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine on the engine's thread and return its result. An exception here, e.g. Ctrl-C, cancels it."""
         work = self._thread.submit(coroutine)
         try:
             return work.result()
@@ -294,30 +296,30 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the model's recommended sampling parameters. Its fields may be set, as in vLLM."""
-        found = self._thread.cluster.entry.sampling
-        return EditableSamplingParams(**{field.name: getattr(found, field.name) for field in fields(SamplingParams)})
+        defaults = self._thread.cluster.entry.sampling
+        return EditableSamplingParams(**{field.name: getattr(defaults, field.name) for field in fields(SamplingParams)})
 
     def load_adapter(self, name: str, path: str | os.PathLike[str], *, in_place: bool = False) -> ModelInfo:
-        """Name the LoRA adapter in a folder, as PEFT writes it, for subsequent calls. Requires ``enable_lora=True``.
-        With ``in_place``, the name may be that of another adapter, which then loses it. Raises PillionError with the
+        """Load the LoRA adapter in a folder, as PEFT writes it, as ``name`` for subsequent calls. Requires
+        ``enable_lora=True``. With ``in_place``, it replaces an adapter of the same name. Raises PillionError with the
         reason why the adapter cannot be served."""
-        self._need_adapters()
+        self._require_adapters()
         gateway = self._thread.cluster.gateway
         folder = str(Path(path).expanduser().resolve())
-        found: ModelInfo = self._waited(gateway.load_adapter(None, name, folder, in_place=in_place))
-        return found
+        info: ModelInfo = self._wait_for(gateway.load_adapter(None, name, folder, in_place=in_place))
+        return info
 
     def unload_adapter(self, name: str) -> None:
         """Remove an adapter's name; running calls continue. Raises NotFound."""
-        self._need_adapters()
-        self._waited(self._thread.cluster.gateway.unload_adapter(None, name))
+        self._require_adapters()
+        self._wait_for(self._thread.cluster.gateway.unload_adapter(None, name))
 
     def status(self) -> ClusterStatus:
         """Return the components, their load, and totals, like :meth:`pillion.Client.status`. Raises PillionError."""
 
         async def read() -> ClusterStatus:
-            found: ClusterStatus = self._thread.cluster.gateway.status()
-            return found
+            status: ClusterStatus = self._thread.cluster.gateway.status()
+            return status
 
         return self._thread.submit(read()).result()
 
@@ -333,25 +335,29 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _need_adapters(self) -> None:
+    def _require_adapters(self) -> None:
         if not self.flags.enable_lora:
             raise PermissionDenied("this LLM serves no adapters: make it as LLM(..., enable_lora=True)")
 
-    def _bring(self, wanted: LoRARequest | Sequence[LoRARequest | None], lora: str | Sequence[str]) -> str | list[str]:
-        """Load new adapters of requests; return their names."""
+    def _load_lora_requests(
+        self, lora_request: LoRARequest | Sequence[LoRARequest | None], lora: str | Sequence[str]
+    ) -> str | list[str]:
+        """Load the requested adapters that are not loaded yet; return the names of all, "" for none. Raises ValueError
+        if ``lora`` names adapters, too."""
         if lora:
             raise ValueError("give one of lora and lora_request")
-        requests = [wanted] if isinstance(wanted, LoRARequest) else list(wanted)
-        with self._bringing:
+        requests = [lora_request] if isinstance(lora_request, LoRARequest) else list(lora_request)
+        with self._lora_lock:
             for request in filter(None, requests):
-                before = self._brought.get(request.lora_name)
-                if before != request.lora_path:
-                    self.load_adapter(request.lora_name, request.lora_path, in_place=before is not None)
-                    self._brought[request.lora_name] = request.lora_path
+                loaded_path = self._lora_paths.get(request.lora_name)
+                if loaded_path != request.lora_path:
+                    self.load_adapter(request.lora_name, request.lora_path, in_place=loaded_path is not None)
+                    self._lora_paths[request.lora_name] = request.lora_path
         names = [request.lora_name if request else "" for request in requests]
-        return names[0] if isinstance(wanted, LoRARequest) else names
+        return names[0] if isinstance(lora_request, LoRARequest) else names
 
-    def _seeded(self, sampling: SamplingParams) -> SamplingParams:
+    def _with_seed(self, sampling: SamplingParams) -> SamplingParams:
+        """Return the parameters with the next seed of the LLM's own, if it has any and they have none."""
         if self._seeds is None or sampling.seed not in (None, -1):
             return sampling
         return replace(sampling, seed=self._seeds.getrandbits(63))
@@ -365,18 +371,19 @@ class LLM:
         schema: Schema | None,
         template: str = "",
     ) -> list[RequestOutput]:
-        shape = None if schema is None else answer_schema(schema)
+        """Return the answers to all requests, in order. ``template``: chat template; "" for the model's own."""
+        answers_schema = None if schema is None else answer_schema(schema)
         priorities = list(priority) if isinstance(priority, Sequence) else [priority or 0] * len(requests)
         if len(priorities) != len(requests):
             raise ValueError(f"{len(requests)} prompts and {len(priorities)} priorities: give one, or one for each")
-        given = one_each(sampling, {}, len(requests))
+        samplings = [self._with_seed(each) for each in one_each(sampling, {}, len(requests))]
         complete = [
-            # Through the wire format, for the types, roundings and refusals of a gateway.
-            request_from_pb(to_pb(replace(request, sampling=with_schema(self._seeded(each), shape), priority=urgency)))
-            for request, each, urgency in zip(requests, given, priorities, strict=True)
+            # Through the wire format, so that fields are converted, rounded and checked as in a gateway.
+            request_from_pb(to_pb(replace(request, sampling=with_schema(each, answers_schema), priority=urgency)))
+            for request, each, urgency in zip(requests, samplings, priorities, strict=True)
         ]
         done: queue.SimpleQueue[tuple[int, RequestOutput] | None] = queue.SimpleQueue()
-        work = self._thread.submit(_answer_all(self._thread.cluster, complete, done, shape, template))
+        work = self._thread.submit(_answer_all(self._thread.cluster, complete, done, answers_schema, template))
         work.add_done_callback(lambda _: done.put(None))
         outputs: dict[int, RequestOutput] = {}
         try:
@@ -396,7 +403,7 @@ class EditableSamplingParams(SamplingParams):
     """Sampling parameters with assignable fields, like vLLM's."""
 
     __setattr__ = object.__setattr__
-    __hash__ = None  # type: ignore[assignment]  # what may change has no hash
+    __hash__ = None  # type: ignore[assignment]  # mutable, so not hashable
 
 
 async def _answer_all(
@@ -406,17 +413,17 @@ async def _answer_all(
     schema: AnswerSchema | None,
     template: str,
 ) -> None:
-    """Answer all requests, as many at once as the limit allows. A nonempty ``template`` replaces the model's own. The
-    first error ends the others and is raised."""
+    """Answer all requests, up to ``cluster.limit`` answers at once, and put each output with its index into ``done``. A
+    nonempty ``template`` replaces the model's own. The first error cancels the other requests and is raised."""
 
     async def answer(index: int, request: GenerateRequest) -> None:
         try:
             entry = await entry_of(request)
             done.put((index, await _answer(cluster, request, schema, entry)))
         except Exception as error:  # noqa: BLE001  (it is raised again)
-            found = respelled(error, f"prompts[{index}]") if isinstance(error, PillionError) else error
-            found.add_note(f"prompt {index} of {len(requests)}")
-            raise found from None
+            failure = respelled(error, f"prompts[{index}]") if isinstance(error, PillionError) else error
+            failure.add_note(f"prompt {index} of {len(requests)}")
+            raise failure from None
 
     try:
         async with cluster.templated(template) as entry_of, asyncio.TaskGroup() as group:
@@ -432,14 +439,15 @@ async def _answer_all(
 async def _answer(
     cluster: OfflineCluster, request: GenerateRequest, schema: AnswerSchema | None, entry: Any
 ) -> RequestOutput:
+    """Return the output of one request. ``entry``: the model with another chat template, or None."""
     parsed = None if schema is None else ParsedAnswers(schema.parse)
     runner = await cluster.gateway.generate(request, entry=entry)
     try:
         ids = list(runner.admitted.prompt)
         text = request.text or (cluster.prompt_text(ids) if request.messages else None)
         sampling = request.sampling
-        scored = sampling.prompt_logprobs is not None
-        collector = OutputCollector(text, ids, sampling.logprobs is not None, cluster.token_text, scored)
+        prompt_logprobs = sampling.prompt_logprobs is not None
+        collector = OutputCollector(text, ids, sampling.logprobs is not None, cluster.token_text, prompt_logprobs)
         async for delta in runner:
             collector.add(delta if parsed is None else parsed.note(delta))
         return collector.output()
@@ -451,51 +459,52 @@ def read_options(model: str, options: Mapping[str, Any]) -> OfflineFlags:
     """Convert options, Pillion's or vLLM's, to flags. Raises TypeError for an unknown option, ConfigError for an
     invalid value."""
     known = {field.name: field for field in fields(OfflineFlags) if field.name != "model"}
-    given: dict[str, Any] = {}
-    for name, value in translated(str(model), options).items():
+    flags: dict[str, Any] = {}
+    for name, value in translate_options(str(model), options).items():
         if name not in known:
             raise TypeError(f"LLM has no option {name!r}; it has: {', '.join(sorted(known))}")
         about = known[name].metadata
-        kind, wanted = about["kind"], type(known[name].default)
+        parse, expected = about["kind"], type(known[name].default)
         try:
             value = json.dumps(value) if isinstance(value, Mapping) else value
-            if wanted is tuple:
-                value = (value,) if isinstance(value, str) else tuple(map(kind, value))
-            value = kind(value) if isinstance(value, str) and kind is not bool else value
+            if expected is tuple:
+                value = (value,) if isinstance(value, str) else tuple(map(parse, value))
+            value = parse(value) if isinstance(value, str) and parse is not bool else value
         except (ValueError, TypeError):
-            raise ConfigError(f"{name} {value!r} is no {wanted.__name__}") from None
-        if type(value) is not wanted and not (wanted is float and type(value) is int):
-            raise ConfigError(f"{name} {value!r} is no {wanted.__name__}")
+            raise ConfigError(f"{name} {value!r} is not of type {expected.__name__}") from None
+        if type(value) is not expected and not (expected is float and type(value) is int):
+            raise ConfigError(f"{name} {value!r} is not of type {expected.__name__}")
         if about["choices"] and value not in about["choices"]:
             raise ConfigError(f"{name} {value!r} is not one of {', '.join(about['choices'])}")
-        given[name] = value
-    return OfflineFlags(model=str(model), **given)
+        flags[name] = value
+    return OfflineFlags(model=str(model), **flags)
 
 
 def _with_adapters(requests: list[GenerateRequest], lora: str | Sequence[str]) -> list[GenerateRequest]:
-    """Return the requests with the names of their adapters. Raises ValueError for a wrong number of names."""
+    """Return the requests with adapter ``lora``, or one of its names each. Raises ValueError for a wrong number of
+    names."""
     names = [lora] * len(requests) if isinstance(lora, str) else list(lora)
     if len(names) != len(requests):
         raise ValueError(f"{len(requests)} prompts and {len(names)} adapters: give one, or one for each")
     return [replace(request, model=name) for request, name in zip(requests, names, strict=True)]
 
 
-def _listed(prompts: Any) -> Sequence[Any]:
-    """Return the prompts as a list, also for a single prompt."""
+def _as_list(prompts: Any) -> Sequence[Any]:
+    """Return a list of prompts; a single prompt (a text, a dict or token ids) becomes its only item."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    listed = list(prompts)
-    return [listed] if listed and all(isinstance(item, int) for item in listed) else listed
+    items = list(prompts)
+    return [items] if items and all(isinstance(item, int) for item in items) else items
 
 
 def _texts(prompts: Any, lora: str, priority: int | None) -> list[GenerateRequest]:
-    """Return the requests of texts to embed, score or classify."""
-    requests = (_of_prompt(prompt, f"prompts[{n}]") for n, prompt in enumerate(_listed(prompts)))
+    """Return the requests to embed or classify one text or many."""
+    requests = (_request_of(prompt, f"prompts[{n}]") for n, prompt in enumerate(_as_list(prompts)))
     return [replace(request, model=lora, priority=priority or 0) for request in requests]
 
 
-def _of_prompt(prompt: Any, where: str) -> GenerateRequest:
-    """Return the request of one prompt. Raises InvalidRequest, which names ``where``."""
+def _request_of(prompt: Any, where: str) -> GenerateRequest:
+    """Return the request for one prompt. Raises InvalidRequest, with ``where`` as the path of the field."""
     cache_salt = ""
     if isinstance(prompt, Mapping):
         unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"})

@@ -43,16 +43,14 @@ from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.llm")
 
-# Answers in flight over all calls of one LLM; further prompts wait in order. More than run in a step, so that a prompt
-# is ready when an answer ends. The gateway refuses a request with more answers.
+# Max answers in flight over all calls of one LLM; further prompts wait in order. More than a step's sequences, so that
+# a prompt is ready when an answer ends. The gateway refuses a request with more answers.
 MAX_ANSWERS_AT_ONCE = 512
-# The components share a process, so none can fall silent alone, and one that waits for the GIL must not count as lost.
+# The components share a process, so none can die alone, and one that waits for the GIL must not be taken for dead.
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1000, 600_000
 READY_TIMEOUT_S = 60.0
-READY_POLL_S = 0.01
-# Timeout of close(); the threads are daemons, so the interpreter's end does not wait longer.
+# Timeout of close(). The threads are daemons, so the interpreter's exit does not wait longer.
 CLOSE_TIMEOUT_S = 20.0
-INTERRUPTED_S = 1.0
 STOP_GRACE_S = 1.0
 NODE_ID, WORKER_ID = "kvnode-0", "decode-0"
 CLOSED = "this LLM is closed"
@@ -61,7 +59,7 @@ T = TypeVar("T")
 
 
 class LocalRegistry:
-    """Registry of a process with all components, which live as long as the process."""
+    """An LLM's registry: the KV node and the decode worker of this process, which are always alive."""
 
     refusal: str = ""
 
@@ -70,7 +68,7 @@ class LocalRegistry:
         self._worker = worker
 
     async def components(self) -> list[ComponentRecord]:
-        """Return the records of KV node and worker, as heartbeats would write them now."""
+        """Return the KV node's and the worker's records, as heartbeats would write them now."""
         # Without max_step_tokens the gateway has no waiting queue in front of the worker's.
         worker = msgspec.structs.replace(self._worker.describe(), max_step_tokens=0)
         return [self._node.record(0), worker]
@@ -81,8 +79,13 @@ class LocalRegistry:
 
 @dataclass(slots=True)
 class OfflineCluster:
-    """The running components. Only used on the loop's thread. ``limit`` limits the answers in flight; the gateway
-    refuses a request with more answers."""
+    """The running components of an LLM. Used only on the event loop's thread.
+
+    Attributes:
+        entry: the model with its tokenizer and formats.
+        vectors: serves requests for embeddings, scores and labels.
+        limit: answers in flight.
+    """
 
     gateway: Any
     entry: Any
@@ -97,15 +100,15 @@ class OfflineCluster:
 
     @contextlib.asynccontextmanager
     async def templated(self, source: str) -> AsyncIterator[Callable[[GenerateRequest], Awaitable[Any]]]:
-        """Yield a function that returns a request's model with the chat template ``source`` instead of its own; with
-        "", it returns None, so that the gateway looks the model up."""
+        """Yield a function that returns a request's model entry with the chat template ``source``. If ``source`` is "",
+        the function returns None, and the gateway uses the model's own template."""
         from pillion.gateway.tokens.chat_template import ChatTemplate
 
         formats = self.entry.formats
         tokenizer = self.entry.tokenizer
-        shape = {"marks": tokenizer.marks, "spells_out": formats.spells_out, "spelling": formats.spelling}
-        shape["defaults"] = self.entry.template.defaults
-        template = ChatTemplate(source, tokenizer.specials, **shape) if source else None
+        options = {"marks": tokenizer.marks, "spells_out": formats.spells_out, "spelling": formats.spelling}
+        options["defaults"] = self.entry.template.defaults
+        template = ChatTemplate(source, tokenizer.specials, **options) if source else None
 
         async def entry_of(request: GenerateRequest) -> Any:
             if template is None:
@@ -126,8 +129,8 @@ class OfflineCluster:
 async def start_cluster(
     flags: OfflineFlags, folder: Path, stack: contextlib.AsyncExitStack, check: Callable[[Path], None]
 ) -> OfflineCluster:
-    """Start the components; closing ``stack`` ends them, also after an error. ``check`` inspects the model's prepared
-    folder before loading. Raises ConfigError."""
+    """Start the components, and register their stops on ``stack``, also if a later one fails. ``check`` gets the folder
+    of the prepared model before it is loaded. Raises ConfigError."""
     from pillion.cli.checks import check_flags
     from pillion.cli.console import Notices
     from pillion.cli.flags import subset
@@ -142,9 +145,9 @@ async def start_cluster(
     heartbeats = {"heartbeat_ms": HEARTBEAT_MS, "heartbeat_timeout_ms": HEARTBEAT_TIMEOUT_MS}
     socket = str(folder / "attach.sock")
     pool = pool_device(flags.device, flags.tensor_parallel_size)
-    own = {"node_id": NODE_ID, "attach_socket": socket, "kv_device": pool}
+    changes = {"node_id": NODE_ID, "attach_socket": socket, "kv_device": pool}
     listen = f"{IN_PROCESS}{folder}/{NODE_ID}"
-    node_flags = subset(KVNodeFlags, flags, **heartbeats, **own, node_listen=listen, node_advertise=listen)
+    node_flags = subset(KVNodeFlags, flags, **heartbeats, **changes, node_listen=listen, node_advertise=listen)
     listen = f"{IN_PROCESS}{folder}/{WORKER_ID}"
     worker_flags = subset(
         DecodeFlags,
@@ -215,17 +218,18 @@ def _adapters(flags: OfflineFlags, model: Any, nodes: Any) -> Any:
 
 
 async def _until_ready(gateway: Any) -> None:
+    """Wait until the gateway can serve. Raises Unavailable after READY_TIMEOUT_S, with the reason."""
     try:
         async with asyncio.timeout(READY_TIMEOUT_S):
             while gateway.not_ready():  # noqa: ASYNC110  (there is no event to wait for)
-                await asyncio.sleep(READY_POLL_S)
+                await asyncio.sleep(0.01)
     except TimeoutError:
         raise Unavailable(f"not ready after {READY_TIMEOUT_S:g} s: {gateway.not_ready()}") from None
 
 
 class OfflineThread:
-    """Event loop, thread and folder of an :class:`OfflineCluster`. ``close`` may be called from any thread, any number
-    of times, and is called at the interpreter's end."""
+    """Event loop, thread and private folder of an :class:`OfflineCluster`. :meth:`close` is idempotent and thread-safe,
+    and runs at the interpreter's exit."""
 
     def __init__(self, flags: OfflineFlags, check: Callable[[Path], None] = lambda folder: None) -> None:
         from pillion.supervisor.runtime_dir import RuntimeDir
@@ -244,7 +248,8 @@ class OfflineThread:
         try:
             self._cluster = self.submit(start_cluster(flags, self._folder.path, self._stack, check)).result()
         except KeyboardInterrupt:
-            self.close(INTERRUPTED_S)
+            # Only briefly: the user waits for Ctrl-C.
+            self.close(1.0)
             raise
         except BaseException:
             self.close()
@@ -258,14 +263,14 @@ class OfflineThread:
         return self._cluster
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Run ``work`` on the loop. Raises Unavailable once the cluster is closed."""
+        """Run ``work`` on the loop. Raises Unavailable if the cluster is closed, or belongs to the parent of a fork."""
         if self._closed or os.getpid() != self._pid:
             work.close()
             raise Unavailable(CLOSED if self._closed else "an LLM cannot be used in a forked process")
-        return asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
+        return asyncio.run_coroutine_threadsafe(self._track(work), self._loop)
 
     def close(self, wait_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Cancel all calls and end all components; return when they are gone, or after ``wait_s``."""
+        """Cancel all calls, stop all components and remove the folder. Waits at most ``wait_s`` for the loop."""
         if os.getpid() != self._pid:
             return
         if threading.current_thread() is self._thread:
@@ -289,7 +294,8 @@ class OfflineThread:
             self._thread.join(wait_s)
             self._folder.remove()
 
-    async def _tracked(self, work: Coroutine[Any, Any, T]) -> T:
+    async def _track(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await ``work`` in a task that :meth:`close` cancels."""
         task = asyncio.current_task()
         assert task is not None
         self._runs.add(task)
@@ -317,5 +323,5 @@ def _close_all() -> None:
         thread.close()
 
 
-# Before the interpreter ends its thread pools, which closing needs; ``atexit`` is too late.
+# Closing needs the interpreter's thread pools, which are shut down before functions of ``atexit`` run.
 getattr(threading, "_register_atexit", atexit.register)(_close_all)

@@ -1,7 +1,7 @@
 """Compatibility with programs for vLLM: options of its ``LLM``, adapters of its requests, arguments of its scripts.
 
-vLLM's options are mapped to Pillion's. One without an equivalent is accepted with values that request nothing, and
-otherwise refused with an alternative. Nothing that was requested is ignored.
+vLLM's options are mapped to Pillion's. An option without an equivalent is accepted if its value requests nothing, and
+otherwise refused with an alternative in the message. No request is ignored silently.
 """
 
 from __future__ import annotations
@@ -24,14 +24,19 @@ _POOLING = (
 
 @dataclass(frozen=True, slots=True)
 class _Absent:
-    """An option of vLLM without an equivalent: the ``values`` that request nothing, in addition to None (_ANY: all of
-    them), and the alternative to the others."""
+    """An option of vLLM without an equivalent.
+
+    Attributes:
+        values: accepted values, which request nothing; None is always accepted. _ANY accepts all values.
+        instead: alternative for the error message.
+    """
 
     values: tuple[Any, ...] | None
     instead: str = ""
 
 
-# _ANY: options that allow something (memory, a custom kernel) or concern logs that LLM does not write.
+# Values of an option that only permits something (memory, a custom kernel), or concerns logs that LLM does not write,
+# are all accepted.
 _ABSENT: Mapping[str, _Absent] = {
     "trust_remote_code": _Absent(
         (False,),
@@ -56,9 +61,7 @@ _ABSENT: Mapping[str, _Absent] = {
     "convert": _Absent(("auto", "none", "embed", "classify"), _POOLING),
 }
 _RENAMED = {"kv_cache_memory_bytes": "kv_pool_bytes"}
-# Formats that Pillion reads; a folder is safetensors, a file GGUF. vLLM has more readers of safetensors, and an old one
-# for those of bitsandbytes.
-_FORMATS = ("safetensors", "gguf")
+# vLLM's spellings of producers of quantized checkpoints, and Pillion's.
 _PRODUCERS = {
     "awq_marlin": "awq",
     "gptq_marlin": "gptq",
@@ -116,55 +119,59 @@ def no_pooling(name: str) -> Callable[..., NoReturn]:
     return refused_method(name, f"{_POOLING}; for token ids, use get_tokenizer")
 
 
-def translated(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options under Pillion's names; None is an option's default. Raises ConfigError for unsupported
-    ones."""
-    found: dict[str, Any] = {}
+def translate_options(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return vLLM's options under Pillion's names, without those that are None (the default) or need no equivalent.
+    Raises ConfigError for an unsupported value."""
+    translated: dict[str, Any] = {}
     for name, value in options.items():
         absent = _ABSENT.get(name)
         if absent is None:
             if value is not None:
-                found[_RENAMED.get(name, name)] = value
+                translated[_RENAMED.get(name, name)] = value
         elif value is not None and absent.values is not _ANY and value not in absent.values:
             raise ConfigError(f"{name}={value!r} is not supported: {absent.instead}")
-    if found.get("load_format", "auto") not in ("auto", "dummy"):
-        _check_format(model, found.pop("load_format"))
-    if producer_of(found):
-        del found["quantization"]
-    return found
+    if translated.get("load_format", "auto") not in ("auto", "dummy"):
+        _check_format(model, translated.pop("load_format"))
+    if producer_of(translated):
+        del translated["quantization"]
+    return translated
 
 
 def producer_of(options: Mapping[str, Any]) -> str:
     """Return the producer that ``quantization`` names, such as "awq", in any case or vLLM's spelling; "" for none."""
-    given = options.get("quantization")
-    name = given.lower() if isinstance(given, str) else ""
+    value = options.get("quantization")
+    name = value.lower() if isinstance(value, str) else ""
     name = _PRODUCERS.get(name, name)
     return name if name in PRODUCERS else ""
 
 
 def check_producer(wanted: str, model: str, folder: Path) -> None:
-    """Raise ConfigError if the prepared checkpoint is of another producer than ``quantization`` names."""
+    """Raise ConfigError if the prepared checkpoint in ``folder`` is not of the producer ``wanted``; "" allows any."""
     if not wanted:
         return
     from pillion.engine.models.config_parser import read_config
     from pillion.engine.quantized.quantization import quantization_method
 
-    found = "gguf" if _is_gguf(model) else quantization_method(read_config(folder))
-    found = _PRODUCERS.get(found, found)
-    if found == wanted:
+    actual = "gguf" if _is_gguf(model) else quantization_method(read_config(folder))
+    actual = _PRODUCERS.get(actual, actual)
+    if actual == wanted:
         return
-    what = f"is of {found}" if found else "has plain weights"
+    what = f"is of {actual}" if actual else "has plain weights"
     instead = (
-        "leave the option out" if found else "leave the option out, or choose int8 or int4, which Pillion makes of them"
+        "leave the option out"
+        if actual
+        else "leave the option out, or choose int8 or int4, which Pillion makes of them"
     )
     raise ConfigError(f"quantization={wanted!r}: {model} {what}; {instead}")
 
 
 def _check_format(model: str, wanted: Any) -> None:
-    if wanted not in (*_FORMATS, "fastsafetensors", "runai_streamer", "bitsandbytes"):
+    """Raise ConfigError unless load format ``wanted`` fits: safetensors for a folder, "gguf" for a GGUF file."""
+    # All but GGUF are vLLM's readers of safetensors.
+    if wanted not in ("safetensors", "gguf", "fastsafetensors", "runai_streamer", "bitsandbytes"):
         raise ConfigError(
-            f"load_format={wanted!r} is not supported: Pillion reads safetensors and GGUF, which hold no code; convert"
-            " other weights with transformers' save_pretrained"
+            f"load_format={wanted!r} is not supported: Pillion reads safetensors and GGUF, which contain no code; "
+            "convert other weights with transformers' save_pretrained"
         )
     is_gguf = _is_gguf(model)
     if is_gguf != (wanted == "gguf"):
@@ -185,8 +192,8 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         import sys
 
-        words = [_dashed(word) for word in (sys.argv[1:] if args is None else args)]
-        return super().parse_known_args(words, namespace)
+        argv = [_with_dashes(argument) for argument in (sys.argv[1:] if args is None else args)]
+        return super().parse_known_args(argv, namespace)
 
 
 class EngineArgs:
@@ -209,14 +216,15 @@ class EngineArgs:
         return parser
 
 
-def _value(word: str) -> Any:
-    """Parse a command line word: a number, a JSON object, or the word itself."""
+def _value(text: str) -> Any:
+    """Parse an argument's value as JSON; return other texts as they are."""
     try:
-        return json.loads(word)
+        return json.loads(text)
     except ValueError:
-        return word
+        return text
 
 
-def _dashed(word: str) -> str:
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if name.startswith("--") else word
+def _with_dashes(argument: str) -> str:
+    """Replace underscores in an option's name: ``--max_model_len=8`` -> ``--max-model-len=8``."""
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else argument

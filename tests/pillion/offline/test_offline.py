@@ -215,8 +215,8 @@ async def test_a_running_event_loop_does_not_matter(llm: LLM) -> None:
     ("options", "error", "complaint"),
     [
         ({"prefill_workers": 2}, TypeError, "no option 'prefill_workers'; it has: .*block_size"),
-        ({"max_num_seqs": "many"}, ConfigError, "max_num_seqs 'many' is no int"),
-        ({"max_num_seqs": 2.5}, ConfigError, "is no int"),
+        ({"max_num_seqs": "many"}, ConfigError, "max_num_seqs 'many' is not of type int"),
+        ({"max_num_seqs": 2.5}, ConfigError, "is not of type int"),
         ({"enable_prefix_caching": "no"}, ConfigError, "is no bool"),
         ({"kv_pool_bytes": "much"}, ConfigError, "'much' is not a size"),
         ({"dtype": "float8"}, ConfigError, "not one of auto, bfloat16, float16"),

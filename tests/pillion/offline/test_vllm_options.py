@@ -15,7 +15,13 @@ from pillion import LLM, ConfigError, EngineArgs, InvalidRequest, LoRARequest, P
 from pillion.engine.quantized.quantization import OWN_METHOD
 from pillion.engine.quantized.quantization_methods import METHODS
 from pillion.offline.llm import read_options
-from pillion.offline.vllm_options import PRODUCERS, FlexibleArgumentParser, check_producer, producer_of, translated
+from pillion.offline.vllm_options import (
+    PRODUCERS,
+    FlexibleArgumentParser,
+    check_producer,
+    producer_of,
+    translate_options,
+)
 
 pytestmark = pytest.mark.usefixtures("prepared_here")
 SMALL = {"dtype": "float32", "max_model_len": 256, "kv_pool_bytes": "32MiB", "cpu_threads": 1}
@@ -60,7 +66,7 @@ def test_options_that_ask_for_nothing_are_taken(folder: pathlib.Path) -> None:
         "load_format": "safetensors",
         "tokenizer_mode": "auto",
     }
-    assert translated(str(folder), given) == {}
+    assert translate_options(str(folder), given) == {}
     assert read_options("demo", {"load_format": "gguf", "kv_cache_memory_bytes": "1GiB"}).kv_pool_bytes == 2**30
 
 
@@ -105,9 +111,9 @@ def test_every_producer_whose_checkpoints_are_read_may_be_named() -> None:
 
 @pytest.mark.parametrize("reader", ["bitsandbytes", "fastsafetensors", "runai_streamer"])
 def test_readers_of_vllm_mean_safetensors(reader: str, folder: pathlib.Path) -> None:
-    assert translated(str(folder), {"load_format": reader}) == {}
+    assert translate_options(str(folder), {"load_format": reader}) == {}
     with pytest.raises(ConfigError, match="demo is a GGUF file"):
-        translated("demo", {"load_format": reader})
+        translate_options("demo", {"load_format": reader})
 
 
 def test_own_kinds_of_weights_are_no_producers() -> None:
