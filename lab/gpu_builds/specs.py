@@ -23,7 +23,7 @@ from pillion.kernels.gpu.attention.attention_kernel import _attend
 from pillion.kernels.gpu.dependent import dependent
 from pillion.kernels.gpu.experts import expert_adapters, expert_routing, expert_sums, grouped_product, pair_sorting
 from pillion.kernels.gpu.experts.expert_routing import RouteOptions
-from pillion.kernels.gpu.products import fp8_product, head_product, low_rank_product, plain_product, quantized_product
+from pillion.kernels.gpu.products import dense_gemm, fp8_product, head_product, low_rank_product, quantized_product
 from pillion.kernels.gpu.products.gpu_packing import PackedKind
 from pillion.kernels.gpu.rows import embedding, gated, norms
 from pillion.kernels.gpu.sampling import gpu_sampling, sampling_edits, sampling_masks
@@ -434,7 +434,7 @@ def low_rank_product_specs() -> list[BuildSpec]:
     return [*specs, exact]
 
 
-def plain_product_specs() -> list[BuildSpec]:
+def dense_gemm_specs() -> list[BuildSpec]:
     """List Llama 3 8B's products, a small matrix whose last tiles are not full, and other types."""
     cases = [
         ("qkv", 4096, 6144, "bf16"),
@@ -445,18 +445,18 @@ def plain_product_specs() -> list[BuildSpec]:
         ("o_fp16", 4096, 4096, "fp16"),
         ("o_fp32", 4096, 4096, "fp32"),
     ]
-    rows = (*plain_product.ROW_TILES, plain_product.SHARED_ROWS + 1)
-    return [_plain_product_spec(*case, count, arch) for case, count, arch in product(cases, rows, ARCHITECTURES)]
+    rows = (*dense_gemm.ROW_TILES, dense_gemm.SPLIT_K_MAX_ROWS + 1)
+    return [_dense_gemm_spec(*case, count, arch) for case, count, arch in product(cases, rows, ARCHITECTURES)]
 
 
-def _plain_product_spec(name: str, inputs: int, outputs: int, dtype: str, rows: int, arch: int) -> BuildSpec:
-    constants = plain_product._constants(inputs, outputs, rows, 4 if dtype == "fp32" else 2, arch)
+def _dense_gemm_spec(name: str, inputs: int, outputs: int, dtype: str, rows: int, arch: int) -> BuildSpec:
+    constants = dense_gemm._constants(inputs, outputs, rows, 4 if dtype == "fp32" else 2, arch)
     sizes = [f"i32{':16' if size % 16 == 0 else ''}" for size in (inputs, outputs)]
     return BuildSpec(
         name=f"plain_{name}-{rows}",
-        kernel=plain_product._product,
+        kernel=dense_gemm._product,
         signature=", ".join([f"*{dtype}:16"] * 4 + ["*fp32:16", "*i32:16", "i32", *sizes, "i32:16"]),
-        constants={"ADDED": False, **constants},
+        constants={"HAS_BIAS": False, **constants},
         architectures=(arch,),
     )
 
@@ -478,7 +478,7 @@ def fp8_product_specs() -> list[BuildSpec]:
             name=f"fp8_product_{name}-{tile}",
             kernel=fp8_product._product,
             signature=f"*u8:16, *fp32:16, *u8:16, *fp32:16, *bf16:16, *bf16:16, {sizes}, i32:16, i32, i32:16",
-            constants={"ADDED": False, "SHARED": False, **fp8_product._constants(tile, name == "blocks", _ARCH)},
+            constants={"HAS_BIAS": False, "SPLIT_K": False, **fp8_product._constants(tile, name == "blocks", _ARCH)},
             architectures=(_ARCH,),
         )
         for name in ("outputs", "blocks")
@@ -530,7 +530,8 @@ def quantized_product_specs() -> list[BuildSpec]:
         for (name, kind, dtype), rows, arch in product(cases, quantized_product.ROW_TILES, ARCHITECTURES)
     ]
     use = tuned("quantized_sum", 90)
-    constants = {"SPLITS": 4, "ADDED": False, "BLOCK": use["block"], "num_warps": use["num_warps"], "DEPENDENT": True}
+    constants = {"SPLITS": 4, "HAS_BIAS": False, "BLOCK": use["block"], "DEPENDENT": True}
+    constants |= {"num_warps": use["num_warps"]}
     signature = "*fp32:16, *bf16:16, *bf16:16, i32, i32:16"
     return [
         *specs,
@@ -541,14 +542,14 @@ def quantized_product_specs() -> list[BuildSpec]:
 def _quantized_product_spec(name: str, kind: PackedKind, dtype: str, rows: int, arch: int) -> BuildSpec:
     constants = quantized_product._constants(kind, rows, _TYPES[dtype], arch)
     inputs = "i32:16" if kind.inputs % 16 == 0 else "i32"
-    target = "fp32" if constants["SHARED"] else dtype
+    target = "fp32" if constants["SPLIT_K"] else dtype
     scales = "i32" if kind.scale != "float32" else "fp32"
     pointers = f"*{dtype}:16, *i32:16, *{scales}:16, *{scales}:16, *fp32:16, *fp32:16, *{dtype}:16, *{target}:16"
     return BuildSpec(
         name=f"quantized_{name}-{rows}",
         kernel=quantized_product._product,
         signature=f"{pointers}, i32, {inputs}, i32:16, i32:16, i32",
-        constants={"ADDED": False, **constants},
+        constants={"HAS_BIAS": False, **constants},
         max_spill_bytes=LARGE_TILE_SPILL_BYTES if constants["BLOCK_T"] == quantized_product.ROW_TILES[-1] else 0,
         architectures=(arch,),
     )
@@ -717,7 +718,7 @@ def _grouped_product_spec(
         name=f"grouped_{name}{f'_rank{rank}' if rank else ''}-{rows}",
         kernel=grouped_product._grouped,
         signature=f"{pointers}, i32, {sizes}, i32, i32:16, i32:16, fp32, fp32, i32, i32:16, i32:16",
-        constants={"GATHERED": True, "SCATTERED": True, "ADDED": "oss" in name, **constants},
+        constants={"GATHERED": True, "SCATTERED": True, "HAS_BIAS": "oss" in name, **constants},
         max_spill_bytes=GROUP_SUM_SPILL_BYTES if summed and rows == quantized_product.ROW_TILES[-1] else 0,
         architectures=(arch,),
     )
@@ -988,7 +989,7 @@ def build_specs() -> list[BuildSpec]:
         overlapped_attention_specs,
         blocks_specs,
         low_rank_product_specs,
-        plain_product_specs,
+        dense_gemm_specs,
         fp8_product_specs,
         head_product_specs,
         quantized_product_specs,

@@ -21,7 +21,7 @@ from pillion.kernels.gpu.attention import attention_kernel, kv_write, overlapped
 from pillion.kernels.gpu.dependent import DEPENDENT_ARCH, dependent
 from pillion.kernels.gpu.experts import expert_adapters, expert_routing, grouped_product
 from pillion.kernels.gpu.launch import arch_of
-from pillion.kernels.gpu.products import plain_product, quantized_product
+from pillion.kernels.gpu.products import dense_gemm, quantized_product
 from pillion.kernels.gpu.rows import embedding, gated, norms
 from tests.support.families import tokens_of
 
@@ -34,7 +34,7 @@ EARLY = (
     (kv_write._kv_write, {"positions", "cos", "sin"}),
     (attention_kernel._early, {"record"}),
     (overlapped_attention._attend_overlapped, {"record"}),
-    (plain_product._product, set()),
+    (dense_gemm._product, set()),
     (quantized_product._product, set()),
     (quantized_product._sum, set()),
     (expert_routing._route, set()),

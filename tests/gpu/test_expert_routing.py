@@ -13,7 +13,7 @@ import torch
 from pillion.engine.models.layers import RouterBiases, route
 from pillion.errors import Internal
 from pillion.kernels.gpu.experts import expert_routing
-from pillion.kernels.gpu.experts.expert_routing import SHARED_ROWS, ExpertRouter, RouteOptions
+from pillion.kernels.gpu.experts.expert_routing import SPLIT_K_MAX_ROWS, ExpertRouter, RouteOptions
 from pillion.kernels.gpu.experts.pair_sorting import PairOrder, most_tiles
 from tests.support.expert_pairs import sorted_pairs
 from tests.support.families import mixed
@@ -124,8 +124,8 @@ def test_a_rows_bits_depend_on_nothing_else(monkeypatch):
     assert all(torch.equal(*each) for each in zip(routed(rows[order], router, how), turned, strict=True))
     alone = routed(rows[7:8], router, how)
     assert all(torch.equal(one, other[7:8]) for one, other in zip(alone, together, strict=True))
-    monkeypatch.setattr(expert_routing, "SHARED_ROWS", 0)
-    assert SHARED_ROWS > 40
+    monkeypatch.setattr(expert_routing, "SPLIT_K_MAX_ROWS", 0)
+    assert SPLIT_K_MAX_ROWS > 40
     assert all(torch.equal(*each) for each in zip(routed(rows, router, how), together, strict=True))
 
 
@@ -154,7 +154,7 @@ def test_experts_that_every_row_has(name, shared, gated, monkeypatch):
     # Another process has them if they are not among its own.
     _, chosen = routed(rows, router, how, gate=gate, own=range(2, how.experts))
     assert bool((chosen[:, how.per_token :] == -1).all())
-    monkeypatch.setattr(expert_routing, "SHARED_ROWS", 0)
+    monkeypatch.setattr(expert_routing, "SPLIT_K_MAX_ROWS", 0)
     again, _ = routed(rows, router, how, 19, gate=gate)
     assert torch.equal(again, scores)
 
@@ -172,7 +172,7 @@ def test_rows_that_pad_a_step_have_no_experts(first, count):
     assert bool(scores[:real].isfinite().all())
 
 
-@pytest.mark.parametrize(("tokens", "per_token"), [(5, 3), (40, 3), (SHARED_ROWS + 9, 1)])
+@pytest.mark.parametrize(("tokens", "per_token"), [(5, 3), (40, 3), (SPLIT_K_MAX_ROWS + 9, 1)])
 @pytest.mark.parametrize("own", [range(40), range(10, 30)])
 def test_few_pairs_are_sorted_by_the_last_program(tokens, per_token, own):
     """Of one tile and of several, whether programs share the parts of a product or not; also when a graph is

@@ -16,7 +16,7 @@ from pillion.engine.backends.gpu import gpu_loading
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.quantized.quantization_methods import parse_quantization
-from pillion.kernels.gpu.products.fp8_product import BLOCK, SHARED_ROWS, Fp8Gemm, Fp8Matrix, fp8_matrix, splits_of
+from pillion.kernels.gpu.products.fp8_product import BLOCK, SPLIT_K_MAX_ROWS, Fp8Gemm, Fp8Matrix, fp8_matrix, splits_of
 from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 from tests.support.families import tokens_of
@@ -81,7 +81,7 @@ def test_products(in_blocks, outputs, inputs, count):
 def test_programs_share_the_inputs_of_few_rows():
     assert splits_of(160, 1000) > 1
     assert splits_of(4096 * 8, 4096) == 1
-    assert SHARED_ROWS < 150
+    assert SPLIT_K_MAX_ROWS < 150
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_every_kernel_is_compiled_ahead(monkeypatch):
             return one(*args, **options)
 
         monkeypatch.setattr(experts, name, spy)
-    monkeypatch.setattr(gpu_experts, "SHARED_ROWS", 64)
+    monkeypatch.setattr(gpu_experts, "SPLIT_K_MAX_ROWS", 64)
     experts.compile()
     ahead = set(seen)
     for count in (1, 9, 30, 50, 96):

@@ -86,7 +86,7 @@ def test_the_product_of_token_inputs_is_compiled_at_the_start(tmp_path, monkeypa
     """It belongs to no layer, and must be compiled before the first step even if all layers are quantized."""
     model = GpuDriver(made(tmp_path / "model", "gemma4")[0], num_slots=8).backend._model
     compiled = []
-    seen = {"compile": lambda self, weight, *_: compiled.append(weight), "most_rows": lambda self, weight: 1}
+    seen = {"compile": lambda self, weight, *_: compiled.append(weight), "max_rows": lambda self, weight: 1}
     monkeypatch.setattr(model, "_plain", type("Seen", (), seen)())
     monkeypatch.setattr(model, "layers", {})
     model.compile_products()

@@ -26,7 +26,7 @@ from pillion.engine.backends.gpu.gpu_model import GpuLayer, GpuModel
 from pillion.engine.backends.gpu.shared_experts import JoinedExperts
 from pillion.engine.gpu_adapters.gpu_adapters import GpuAdapters, MixtureAdapters
 from pillion.engine.models.layer_operations import MAX_MIXED_ROWS, Experts, LayerTensor
-from pillion.kernels.gpu.experts.expert_routing import SHARED_ROWS, ExpertRouter, RouteOptions
+from pillion.kernels.gpu.experts.expert_routing import SPLIT_K_MAX_ROWS, ExpertRouter, RouteOptions
 from pillion.kernels.gpu.experts.expert_sums import PairResults, add_up
 from pillion.kernels.gpu.experts.grouped_product import GroupedGemm, most_rows
 from pillion.kernels.gpu.experts.pair_sorting import (
@@ -169,7 +169,7 @@ class GpuExperts:
         """Return numbers of rows that together use every kernel variant."""
         max_rows = min(self._model.max_tokens, MAX_MIXED_ROWS)
         pairs = FEW_PAIRS, *(rows * (how.router.shape[0] + _joined(how)) for rows in ROW_TILES)
-        sizes = SHARED_ROWS, max_rows, *(max(1, count // route_options(how).choices) for count in pairs)
+        sizes = SPLIT_K_MAX_ROWS, max_rows, *(max(1, count // route_options(how).choices) for count in pairs)
         return sorted({min(max_rows, size) for size in sizes})
 
     def _mixtures(self) -> Iterator[tuple[int, GpuLayer, Experts]]:

@@ -30,10 +30,10 @@ from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.engine.models.rope import growth_table, rope_tables
 from pillion.kernels.gpu.attention.kv_write import Rotary
+from pillion.kernels.gpu.products.dense_gemm import DenseGemm
 from pillion.kernels.gpu.products.fp8_product import Fp8Gemm, Fp8Matrix
 from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
 from pillion.kernels.gpu.products.head_product import head_product
-from pillion.kernels.gpu.products.plain_product import DenseGemm
 from pillion.kernels.gpu.products.quantized_product import QuantizedGemm
 
 GpuMatrix = torch.Tensor | PackedMatrix | Fp8Matrix
@@ -247,7 +247,7 @@ class GpuModel:
             return self._quantized(rows, weight, bias, out)
         if isinstance(weight, Fp8Matrix):
             return self._fp8(rows, weight, bias, out)
-        if self.invariant or len(rows) <= self._plain.most_rows(weight):
+        if self.invariant or len(rows) <= self._plain.max_rows(weight):
             return self._plain(rows, weight, bias, out)
         if bias is None:
             return torch.mm(rows, weight.T, out=out)
@@ -310,7 +310,7 @@ class GpuModel:
         for weight, bias in self._plain_matrices():
             if (weight.shape, bias is None) not in compiled:
                 compiled.add((weight.shape, bias is None))
-                max_rows = self.max_tokens if self.invariant else self._plain.most_rows(weight)
+                max_rows = self.max_tokens if self.invariant else self._plain.max_rows(weight)
                 self._plain.compile(weight, bias, min(max_rows, self.max_tokens))
 
     def _plain_matrices(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:

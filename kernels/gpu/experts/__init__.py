@@ -2,10 +2,10 @@
 
     expert_routing.py    the router's product, scores and the best experts of each row, in one launch
     pair_sorting.py      pairs of a row and one of its experts, sorted by expert, and cut into tiles
-    expert_adapters.py   what adapters of the rows add to these products (LoRA)
+    expert_adapters.py   contributions of the rows' adapters (LoRA) to the experts' products
     grouped_product.py   products of rows by their experts' matrices, with the activation between the two
     expert_sums.py       each row's sum over its experts' results
 
-Grids follow the number of rows alone, so that a CUDA graph runs any step of its size. Rows that pad a step, and pairs
-of another process, have expert -1, which no kernel reads.
+Grids depend on the number of rows alone, so that a CUDA graph serves any step of its size. Padding rows, and pairs of
+experts of other processes, have expert -1, which kernels skip.
 """

@@ -1,8 +1,8 @@
-"""Sums of the experts' results of a row: out[t] = sum of scores[t, i] * found[t * k + i], in the order of choices.
+"""Sums of the results of a row's experts: out[t] = sum of scores[t, i] * found[t * k + i], in the order of choices.
 
 Sums are in float32, with the router's scores, and the result is rounded once. transformers rounds each score and each
-product to the rows' type, and mostly each sum: so results differ from it by some units of that type, and are nearer to
-exact ones. A choice with expert -1 is not read, and adds nothing: a row that pads a step is zeros.
+product to the rows' type, and mostly each sum, so its results differ by some units of that type and are less exact. A
+choice with expert -1 is not read and adds nothing: padding rows are zeros.
 
 The MLP of all rows beside their experts (shared experts) may be the last summand, with the score of an additional
 choice.
@@ -23,8 +23,14 @@ from pillion.kernels.gpu.tuned import tuned
 
 
 class PairResults(NamedTuple):
-    """Results of experts [T * k, H], their scores float32 [T, k], and the numbers of the experts int32 [T, k], -1
-    without a result; and rows [T, H] of an MLP beside them, with the last score, or None."""
+    """Inputs of the sums over each row's experts.
+
+    Attributes:
+        found: results of experts, [T * k, H].
+        scores: float32 [T, k].
+        chosen: expert ids, int32 [T, k]; -1 without a result.
+        beside: result of the shared experts' MLP, [T, H], whose score is the last one; or None.
+    """
 
     found: torch.Tensor
     scores: torch.Tensor
@@ -33,11 +39,11 @@ class PairResults(NamedTuple):
 
     @property
     def pointers(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that kernels read; without rows beside, any pointer."""
+        """Tensor arguments of kernels. ``beside`` is not read if it is None, so any pointer will do."""
         return self.found, self.scores, self.chosen, self.found if self.beside is None else self.beside
 
     def check(self, tokens: int, hidden: int, like: torch.Tensor) -> None:
-        """Raise Internal unless these are results of rows [tokens, hidden], of the type of ``like``."""
+        """Raise Internal unless these are results for rows [tokens, hidden], with the type and device of ``like``."""
         check_tensor("scores", self.scores, (tokens, None), torch.float32, like.device)
         check_tensor("chosen", self.chosen, tuple(self.scores.shape), torch.int32, like.device)
         check_tensor("found", self.found, (self.scores.numel(), hidden), like.dtype, like.device)
@@ -49,7 +55,8 @@ class PairResults(NamedTuple):
 def weighed(
     found, scores, chosen, beside, row, column, inside, hidden, PER_TOKEN: tl.constexpr, BESIDE: tl.constexpr
 ):  # fmt: skip
-    """Return the float32 sums of columns of rows, both int64, where ``inside``. All rows are read."""
+    """Return float32 weighted sums of the results for ``row`` and ``column``, both int64; 0 unless ``inside``. All rows
+    must exist, since ids and scores are loaded without a mask."""
     total = tl.zeros(inside.shape, tl.float32)
     for choice in tl.static_range(PER_TOKEN - BESIDE):
         pair = row * PER_TOKEN + choice
@@ -67,6 +74,7 @@ def _add_up(
     found, scores, chosen, beside, out, hidden, parts,
     PER_TOKEN: tl.constexpr, BESIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Write one of the ``parts`` blocks of columns of one row's sum."""
     row = (tl.program_id(0) // parts).to(tl.int64)
     columns = tl.program_id(0) % parts * BLOCK + tl.arange(0, BLOCK)
     inside = columns < hidden
@@ -75,8 +83,8 @@ def _add_up(
 
 
 def add_up(results: PairResults, out: torch.Tensor) -> None:
-    """Write into ``out`` [T, H] the sums of each row's results, weighted by their scores. It may be the memory of the
-    rows beside. Raises Internal for misshapen tensors."""
+    """Write the sums of each row's results, weighted by their scores, into ``out`` [T, H], which may be
+    ``results.beside``. Raises Internal for misshapen tensors."""
     check_tensor("out", out, (None, None), (torch.bfloat16, torch.float16, torch.float32))
     tokens, hidden = out.shape
     check(tokens > 0 and hidden > 0, "no rows to add up")

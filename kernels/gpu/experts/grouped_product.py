@@ -3,17 +3,17 @@
     tiles (expert, first place, rows) --> rows of a tile: rows[order[first + i] // choices]
                                           --dot with the expert's matrix--> [bias, activation] --> out
 
-A tile has rows of one expert. There are as many programs as the device runs at once, and each iterates over its share
-of tiles and blocks of outputs; the number of tiles is read on the device, so that the grid follows the device and the
-shapes alone, and a CUDA graph serves any routing. Blocks are numbered so that concurrent programs read the same rows
-and, if an expert has several tiles, the same weights, which are then in the cache.
+A tile has rows of one expert. The kernel is persistent: the grid fills the device once, and each program iterates over
+its share of tiles and blocks of outputs. The number of tiles is read on the device, so that the grid depends on the
+device and the shapes alone, and a CUDA graph serves any routing. Blocks are ordered so that concurrent programs read
+the same rows and, if an expert has several tiles, the same weights, which are then in the cache.
 
-If N contains gates and then values to be gated, a block of outputs has both, so that the activation needs no separate
-launch and no memory in between.
+If the outputs are all gates and then all up values, a block of outputs has both, so that the activation needs no
+separate launch and no memory in between.
 
 A row's bits do not depend on its tile: the matrix is the left operand of the products of tiles, as in
-products/quantized_product.py, and an output is one chain of additions over the inputs in order, whatever the number of
-rows of a tile. The part of rows' adapters (:mod:`pillion.kernels.gpu.experts.expert_adapters`) is added last.
+products/quantized_product.py, and an output is one chain of additions over the inputs in order, for any number of rows
+per tile. Contributions of adapters (:mod:`pillion.kernels.gpu.experts.expert_adapters`) are added last.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from pillion.kernels.gpu.rows.gated import NAMED, _activated
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.torch.quantized_matrix import CODINGS
 
-# A clamped SwiGLU (gpt-oss) is given as its alpha and its limit.
+# Name of an activation, or alpha and limit of a clamped SwiGLU (gpt-oss).
 Activation = str | tuple[float, float]
 _CLAMPED = "clamped"
 # int32 words of a tile: its expert, the place of its first row, and its number of rows.
 TILE_WORDS = 3
-# Gates and values alternate in blocks of this many outputs: a thread that has one of the sums of a product of tiles
-# also has the one 8 outputs further.
-_TURN = tl.constexpr(8)
-# Placeholders for the constants of packed matrices.
+# Gate and up outputs alternate in blocks of 8: in a tensor-core accumulator, the thread with output n also has output
+# n + 8.
+_INTERLEAVE = tl.constexpr(8)
+# Constexprs of packed matrices, for plain ones.
 _PLAIN: dict[str, Any] = {
     "CODING": "", "BIAS": 0.0, "GROUP": 0, "SCALE": "float32", "SHIFT": "none", "EXACT": False, "DEPTH": 1,
     "PLACES": 1, "PER_WORD": 1, "TAIL": 0, "ORDERED": False, "NATIVE_FP8": False,
@@ -62,27 +62,27 @@ def _plain_part(
     rows, weights, token, output, inputs,
     RAGGED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Sum the products of all inputs: float32 [outputs, tokens]."""
+    """Return the products of rows ``token`` with outputs ``output`` of a plain matrix: float32 [outputs, tokens]."""
     columns = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     # 32-bit offsets suffice, because no matrix has 2**31 weights.
-    cells = weights + output[:, None] * inputs + columns[None, :]
-    row = rows + token.to(tl.int64)[None, :] * inputs + columns[:, None]
-    for begin in range(0, inputs, BLOCK_K):
+    weight_ptrs = weights + output[:, None] * inputs + columns[None, :]
+    row_ptrs = rows + token.to(tl.int64)[None, :] * inputs + columns[:, None]
+    for k in range(0, inputs, BLOCK_K):
         if RAGGED:
-            here = begin + columns < inputs
-            left = tl.load(cells + begin, mask=here[None, :], other=0.0)
-            right = tl.load(row + begin, mask=here[:, None], other=0.0)
+            k_mask = k + columns < inputs
+            left = tl.load(weight_ptrs + k, mask=k_mask[None, :], other=0.0)
+            right = tl.load(row_ptrs + k, mask=k_mask[:, None], other=0.0)
         else:
-            left = tl.load(cells + begin)
-            right = tl.load(row + begin)
+            left = tl.load(weight_ptrs + k)
+            right = tl.load(row_ptrs + k)
         acc = dot(left, right, acc)
     return acc
 
 
 @triton.jit
 def _gated_by(gate, up, alpha, limit, ACTIVATION: tl.constexpr, DTYPE: tl.constexpr):
-    """Return act(gate) * up of float32 values, with the roundings of transformers: every result is rounded."""
+    """Return act(gate) * up of float32 values. As in transformers, every intermediate result is rounded to DTYPE."""
     gate = gate.to(DTYPE).to(tl.float32)
     up = up.to(DTYPE).to(tl.float32)
     if ACTIVATION == "clamped":
@@ -105,41 +105,41 @@ def _grouped(
     CODING: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr,
     EXACT: tl.constexpr, DEPTH: tl.constexpr, PLACES: tl.constexpr, PER_WORD: tl.constexpr, TAIL: tl.constexpr,
     RAGGED: tl.constexpr, ORDERED: tl.constexpr, NATIVE_FP8: tl.constexpr, GATHERED: tl.constexpr,
-    SCATTERED: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, ADDED: tl.constexpr,
+    SCATTERED: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
     RANK: tl.constexpr, SLICES: tl.constexpr, BLOCK_RANKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP_T: tl.constexpr, DEPENDENT: tl.constexpr,
 ):
     # fmt: on
-    """Compute blocks of outputs of tiles of rows: number ``program_id`` and every ``num_programs``-th after it.
-    ``width`` is the number of columns of ``out``."""
-    MADE: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    wide = tl.cdiv(width, MADE)
+    """Compute every ``num_programs``-th block of outputs of a tile, from block ``program_id`` on. ``width`` is the
+    number of columns of ``out``."""
+    BLOCK_OUT: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    blocks_n = tl.cdiv(width, BLOCK_OUT)
     # No prefetch of weights: the previous kernel may still be choosing the experts.
     wait_for_earlier(DEPENDENT)
-    many = tl.load(count)
-    for item in range(tl.program_id(0), many * wide, tl.num_programs(0)):
-        t, n = tl.swizzle2d(item // wide, item % wide, many, wide, GROUP_T)
+    tile_count = tl.load(count)
+    for item in range(tl.program_id(0), tile_count * blocks_n, tl.num_programs(0)):
+        t, n = tl.swizzle2d(item // blocks_n, item % blocks_n, tile_count, blocks_n, GROUP_T)
         expert = tl.load(tiles + t * 3).to(tl.int64)
         begin = tl.load(tiles + t * 3 + 1)
-        held = tl.load(tiles + t * 3 + 2)
-        number = tl.arange(0, BLOCK_T)
-        inside = number < held
-        place = begin + tl.minimum(number, held - 1)
+        tile_rows = tl.load(tiles + t * 3 + 2)
+        index = tl.arange(0, BLOCK_T)
+        inside = index < tile_rows
+        place = begin + tl.minimum(index, tile_rows - 1)
         pair = tl.load(order + place) if GATHERED or SCATTERED or RANK > 0 else place
         token = pair // choices if GATHERED else place
-        made = n * MADE + tl.arange(0, MADE)
+        column = n * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
         output = n * BLOCK_N + tl.arange(0, BLOCK_N)
         if GATED:
-            turn = tl.arange(0, BLOCK_N)
-            output = n * MADE + turn // (2 * _TURN) * _TURN + turn % _TURN
-            output += turn // _TURN % 2 * width
+            offset = tl.arange(0, BLOCK_N)
+            output = n * BLOCK_OUT + offset // (2 * _INTERLEAVE) * _INTERLEAVE + offset % _INTERLEAVE
+            output += offset // _INTERLEAVE % 2 * width
         output = tl.minimum(output, outputs - 1)
         if CODING == "":
             total = _plain_part(
                 rows, words + expert * word_stride, token, output, inputs, RAGGED, BLOCK_N, BLOCK_T, BLOCK_K
             )
         else:
-            # There are as many offsets as scales; those of signed numbers are half as large.
+            # There are as many offsets as scales, which take half the words of "two_halves" scales.
             offset_stride = scale_stride // 2 if SCALE == "two_halves" else scale_stride
             total = packed_part(
                 rows, words + expert * word_stride, scales + expert * scale_stride, offsets + expert * offset_stride,
@@ -148,35 +148,35 @@ def _grouped(
                 BLOCK_N, BLOCK_T,
             )  # fmt: skip
         if RANK > 0:
-            slot, least, most = slots_of(row_slots, pair, inside, per_token)
+            slot, lowest, highest = slots_of(row_slots, pair, inside, per_token)
             total = expanded(
-                total, shrunk, b, slot, least, most, expert, place, output, outputs, first_end, slot_values,
+                total, shrunk, b, slot, lowest, highest, expert, place, output, outputs, first_end, slot_values,
                 RANK, SLICES, BLOCK_RANKS,
             )  # fmt: skip
-        if ADDED:
+        if HAS_BIAS:
             total += tl.load(bias + expert * outputs + output).to(tl.float32)[:, None]
         if GATED:
-            apart = tl.permute(tl.reshape(total, (MADE // _TURN, 2, _TURN, BLOCK_T)), (0, 2, 3, 1))
-            gate, up = tl.split(apart)
+            gate_up = tl.permute(tl.reshape(total, (BLOCK_OUT // _INTERLEAVE, 2, _INTERLEAVE, BLOCK_T)), (0, 2, 3, 1))
+            gate, up = tl.split(gate_up)
             total = _gated_by(gate, up, alpha, limit, ACTIVATION, out.dtype.element_ty)
-            total = tl.reshape(total, (MADE, BLOCK_T))
+            total = tl.reshape(total, (BLOCK_OUT, BLOCK_T))
         elif ACTIVATION != "":
             total = _activated(total.to(out.dtype.element_ty).to(tl.float32), ACTIVATION)
         target = (pair if SCATTERED else place).to(tl.int64)
-        kept = inside[None, :] & (made < width)[:, None]
-        tl.store(out + target[None, :] * width + made[:, None], total.to(out.dtype.element_ty), mask=kept)
+        mask = inside[None, :] & (column < width)[:, None]
+        tl.store(out + target[None, :] * width + column[:, None], total.to(out.dtype.element_ty), mask=mask)
 
 
 @cache
 def most_rows(kind: PackedKind | None, dtype: torch.dtype, arch: int) -> int:
-    """Return the max rows of a tile, for packed matrices of a kind or plain ones (None): with more, each warp would
-    compute all weights of the tile."""
+    """Return the max rows per tile for packed matrices of a kind, or plain ones (None). With more rows, each warp would
+    dequantize all weights of the tile."""
     return _tuned(kind, ROW_TILES[-1], dtype, arch).get("most_rows", ROW_TILES[-1])
 
 
 class GroupedGemm:
-    """Product of rows with stacks of experts' matrices: plain tensors [E, N, K], and packed ones whose parts are
-    stacked along a first dimension. One for a model.
+    """Grouped GEMM of rows with their experts' matrices: plain tensors [E, N, K], or packed matrices, whose tensors
+    have a first dimension of experts. One per model.
 
     A call neither allocates nor synchronizes, so that it can be captured in a CUDA graph.
     """
@@ -208,16 +208,17 @@ class GroupedGemm:
 
         Args:
             order: int32 [P]: place i has row ``order[i] // choices``. None if place i has row i.
+            choices: pairs per row.
             tiles: int32 [C, 3]: expert, first place, and number of rows, at most ``tile_rows``.
-            count: int32 [1]: the number of tiles; those after them are not read.
+            count: int32 [1]: number of tiles; later ones are not read.
             bias: [E, N] of the rows' type, added before the activation, or None.
             activation: one of NAMED, (alpha, limit) of a clamped SwiGLU, or None.
-            gated: whether outputs are gates and then values, of which act(gate) * value is written.
-            out: of the rows' type, [..., N], or [..., N / 2] if gated. Rows of no tile are unchanged.
-            scatter: whether the result of place i goes to row ``order[i]`` of ``out``, not to row i.
+            gated: the outputs are all gates, then all up values; act(gate) * up is written.
+            out: of the rows' type, [..., N], or [..., N / 2] if gated. Rows in no tile are not written.
+            scatter: write the result of place i to row ``order[i]`` of ``out`` instead of row i.
             tile_rows: one of ROW_TILES.
-            gathered: whether rows are read by ``order``, if there is one; else place i has row i.
-            adapters: the rows' adapters, whose part is added before bias and activation; needs an ``order``.
+            gathered: read rows by ``order``, if there is one. False: place i has row i.
+            adapters: the rows' adapters, which are applied before bias and activation; they need an ``order``.
 
         Raises Internal for misshapen tensors and unknown activations.
         """
@@ -237,8 +238,8 @@ class GroupedGemm:
         kind, ordered = (inputs, False) if packed is None else (packed.kind, packed.order is not None)
         constants, programs = _constants(kind, ordered, activation, gated, tile_rows, rows.dtype, self._arch)
         constants |= expand_constants(None if adapters is None else adapters.layer)
-        made = constants["BLOCK_N"] // (2 if gated else 1)
-        items = len(tiles) * cdiv(width, made)
+        block_out = constants["BLOCK_N"] // (2 if gated else 1)
+        items = len(tiles) * cdiv(width, block_out)
         alpha, limit = activation if isinstance(activation, tuple) else (0.0, 0.0)
         scales = weights if packed is None else packed.scales
         parts = {} if packed is None else packed.parts
@@ -248,7 +249,7 @@ class GroupedGemm:
             out, *((count, rows, rows) if adapters is None else adapters.pointers), choices, inputs, outputs, width,
             0 if packed is None else packed.kind.padded, 0 if packed is None else packed.kind.units, weights.stride(0),
             scales.stride(0), alpha, limit, *((0, 0, 0) if adapters is None else adapters.numbers),
-            GATHERED=order is not None and gathered, SCATTERED=scatter, ADDED=bias is not None, **constants,
+            GATHERED=order is not None and gathered, SCATTERED=scatter, HAS_BIAS=bias is not None, **constants,
         )  # fmt: skip
         return out
 
@@ -261,23 +262,23 @@ def _check_tiles(
     scatter: bool,
     tile_rows: int,
 ) -> None:
-    """Raise Internal for misshapen descriptions of tiles."""
+    """Raise Internal if the order, the tiles or their count are misshapen or inconsistent."""
     check_tensor("tiles", tiles, (None, TILE_WORDS), torch.int32, rows.device)
     check_tensor("count", count, (1,), torch.int32, rows.device)
-    check(order is not None or not scatter, "a result is scattered by an order, and there is none")
+    check(order is not None or not scatter, "results cannot be scattered without an order")
     if order is not None:
         check_tensor("order", order, (None,), torch.int32, rows.device)
     check(tile_rows in ROW_TILES, "a tile has one of {} rows, not {}", ROW_TILES, tile_rows)
 
 
 def _sizes(matrix: torch.Tensor | PackedMatrix, gated: bool) -> tuple[int, int]:
-    """Return inputs and columns of the result of a stack of matrices. Raises Internal for an inconsistent stack."""
+    """Return a stack's number of inputs, and the columns of its result. Raises Internal for a misshapen stack."""
     if isinstance(matrix, PackedMatrix):
         outputs, inputs = matrix.kind.outputs, matrix.kind.inputs
     else:
         check_tensor("matrix", matrix, (None, None, None), FLOAT_DTYPES)
         _, outputs, inputs = matrix.shape
-    check(not gated or outputs % 2 == 0, "{} outputs are not gates and as many values", outputs)
+    check(not gated or outputs % 2 == 0, "{} outputs cannot be gates and as many up values", outputs)
     return inputs, outputs // 2 if gated else outputs
 
 
@@ -290,18 +291,18 @@ def _constants(
     dtype: torch.dtype,
     arch: int,
 ) -> tuple[dict[str, Any], int]:
-    """Return the constants of the kernel, and its programs per processor at a time. ``kind`` is that of packed
-    matrices, or the number of inputs of plain ones; ``ordered``: the former have an order of inputs."""
+    """Return the constexprs and launch options of :func:`_grouped`, and its programs per multiprocessor. ``kind``: kind
+    of packed matrices, or number of inputs of plain ones. ``ordered``: packed inputs are permuted."""
     name = _CLAMPED if isinstance(activation, tuple) else activation or ""
     check(name in ("", _CLAMPED, *NAMED), "activation {!r} is not known", activation)
     check(bool(name) or not gated, "gates need an activation")
     check(gated or name != _CLAMPED, "a clamped SwiGLU needs gates")
     use = _tuned(kind if isinstance(kind, PackedKind) else None, tile_rows, dtype, arch)
     if isinstance(kind, PackedKind):
-        made = tile_constants(kind, dtype, arch, ordered=ordered)
+        constants = tile_constants(kind, dtype, arch, ordered=ordered)
     else:
-        made = _PLAIN | {"RAGGED": kind % use["depth"] != 0}
-    constants = made | {
+        constants = _PLAIN | {"RAGGED": kind % use["depth"] != 0}
+    constants |= {
         "ACTIVATION": name,
         "GATED": gated,
         "BLOCK_N": use["outputs"],
@@ -316,7 +317,7 @@ def _constants(
 
 
 def _tuned(kind: PackedKind | None, tile_rows: int, dtype: torch.dtype, arch: int) -> dict[str, int]:
-    """Return the tuned constants for packed matrices of a kind, or for plain ones (None)."""
+    """Return the tuning file's constants for packed matrices of a kind, or for plain ones (None)."""
     bits, coding, scale = (BITS[kind.coding], kind.coding, kind.scale) if kind else (8 * dtype.itemsize, "", "")
     more: dict[str, int | str] = {"bits": bits, "coding": coding, "scale": scale, "bytes": dtype.itemsize}
     return tuned("grouped_product", arch, rows=tile_rows, **more)

@@ -7,10 +7,10 @@ A row's scale is its largest magnitude over 448, so that no row depends on the o
 matrix has a scale for each output, a row has one for all of its inputs; if it has one for each block of 128 x 128
 (DeepSeek-V3, arXiv 2412.19437, section 3.3), a row has one for each 128 inputs.
 
-Many rows go to cuBLASLt (``torch._scaled_mm``). Few rows wait for the matrix: they go to a kernel here, whose programs
-share the inputs like those of :mod:`pillion.kernels.gpu.products.quantized_product`. It adds up 128 inputs on the
-tensor cores, whose own sums have 14 bits, and these in float32. It also serves the many rows that cuBLASLt refuses.
-Both read the codes in place, in rows of K bytes.
+Many rows go to cuBLASLt (``torch._scaled_mm``). Few rows are bound by the load of the matrix: they go to a kernel here,
+with split-K as in :mod:`pillion.kernels.gpu.products.quantized_product`. It adds up 128 inputs on the tensor cores,
+whose accumulators have 14 bits for FP8, and these sums in float32. It also serves many rows if cuBLASLt refuses the
+matrix. Both read the codes in place, in rows of K bytes.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ BLOCK = 128
 _BLOCK = tl.constexpr(BLOCK)
 # cuBLASLt requires matrices whose sides are multiples of this, and scales of blocks in rows of a multiple of SCALE_ROW.
 SIDES, SCALE_ROW = 16, 4
-# Rows of a tile. More rows than SHARED_ROWS go to cuBLASLt.
+# Rows per tile. More rows than SPLIT_K_MAX_ROWS go to cuBLASLt.
 ROW_TILES = (16, 32, 64, 128)
-SHARED_ROWS = 64
-# Target number of parts of the inputs: two programs for each of an H200's 132 multiprocessors.
+SPLIT_K_MAX_ROWS = 64
+# Target number of programs, two for each of an H200's 132 multiprocessors; max splits, and min blocks per split.
 _PROGRAMS, _MAX_SPLITS, _MIN_BLOCKS = 264, 16, 2
 
 
@@ -122,74 +122,74 @@ def _numbers(codes, NATIVE: tl.constexpr):
 @triton.jit(do_not_specialize=["tokens"])
 def _product(
     codes, row_scales, matrix, scales, bias, out, tokens, inputs, outputs, scale_row, depth,
-    IN_BLOCKS: tl.constexpr, ADDED: tl.constexpr, SHARED: tl.constexpr, NATIVE: tl.constexpr, BLOCK_N: tl.constexpr,
+    IN_BLOCKS: tl.constexpr, HAS_BIAS: tl.constexpr, SPLIT_K: tl.constexpr, NATIVE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr, GROUP_N: tl.constexpr,
 ):
     # fmt: on
-    """Compute one tile of outputs and rows; with SHARED one part of it, of ``depth`` inputs, into ``out`` [parts, T,
+    """Compute one tile of outputs and rows; with SPLIT_K one split of it, of ``depth`` inputs, into ``out`` [splits, T,
     N]."""
-    wide, long = tl.cdiv(outputs, BLOCK_N), tl.cdiv(tokens, BLOCK_T)
-    n, t = tl.swizzle2d(tl.program_id(0) // long, tl.program_id(0) % long, wide, long, GROUP_N)
+    tiles_n, tiles_t = tl.cdiv(outputs, BLOCK_N), tl.cdiv(tokens, BLOCK_T)
+    n, t = tl.swizzle2d(tl.program_id(0) // tiles_t, tl.program_id(0) % tiles_t, tiles_n, tiles_t, GROUP_N)
     output, token = n * BLOCK_N + tl.arange(0, BLOCK_N), t * BLOCK_T + tl.arange(0, BLOCK_T)
-    # Indices after the last output or row compute that one again, and store nothing.
+    # Outputs and rows past the end repeat the last one and are not stored.
     output_read, token_read = tl.minimum(output, outputs - 1), tl.minimum(token, tokens - 1)
     column = tl.arange(0, _BLOCK)
     left = matrix + output_read.to(tl.int64)[:, None] * inputs + column[None, :]
     right = codes + token_read.to(tl.int64)[None, :] * inputs + column[:, None]
     begin = tl.program_id(1) * depth
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-    none = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    zeros = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     for first in range(begin, tl.minimum(begin + depth, inputs), _BLOCK):
         inside = first + column < inputs
         weights = _numbers(tl.load(left + first, mask=inside[None, :], other=0), NATIVE)
-        found = dot(weights, _numbers(tl.load(right + first, mask=inside[:, None], other=0), NATIVE), none)
+        sums = dot(weights, _numbers(tl.load(right + first, mask=inside[:, None], other=0), NATIVE), zeros)
         if IN_BLOCKS:
-            of_matrix = tl.load(scales + output_read // _BLOCK * scale_row + first // _BLOCK)
-            found *= of_matrix[:, None] * tl.load(row_scales + first // _BLOCK * tokens + token_read)[None, :]
-        acc += found
+            matrix_scales = tl.load(scales + output_read // _BLOCK * scale_row + first // _BLOCK)
+            sums *= matrix_scales[:, None] * tl.load(row_scales + first // _BLOCK * tokens + token_read)[None, :]
+        acc += sums
     if not IN_BLOCKS:
         acc *= tl.load(scales + output_read)[:, None] * tl.load(row_scales + token_read)[None, :]
-    if ADDED:
+    if HAS_BIAS:
         acc += tl.load(bias + output_read).to(tl.float32)[:, None]
-    place = (tl.program_id(1) * tokens + token).to(tl.int64) if SHARED else token.to(tl.int64)
-    kept = (output < outputs)[:, None] & (token < tokens)[None, :]
-    tl.store(out + place[None, :] * outputs + output[:, None], acc.to(out.dtype.element_ty), mask=kept)
+    place = (tl.program_id(1) * tokens + token).to(tl.int64) if SPLIT_K else token.to(tl.int64)
+    mask = (output < outputs)[:, None] & (token < tokens)[None, :]
+    tl.store(out + place[None, :] * outputs + output[:, None], acc.to(out.dtype.element_ty), mask=mask)
 
 
 def splits_of(outputs: int, inputs: int) -> int:
-    """Return the number of parts of the inputs for few rows."""
+    """Return the number of splits of the inputs for few rows."""
     blocks, tiles = -(-inputs // BLOCK), -(-outputs // BLOCK)
-    wanted = max(1, min(_PROGRAMS // tiles, blocks // _MIN_BLOCKS, _MAX_SPLITS))
-    return -(-blocks // -(-blocks // wanted))
+    target = max(1, min(_PROGRAMS // tiles, blocks // _MIN_BLOCKS, _MAX_SPLITS))
+    return -(-blocks // -(-blocks // target))
 
 
 class Fp8Gemm:
-    """Product of rows with matrices in FP8. Owns the workspace: rows' codes and scales, and the sums of parts."""
+    """GEMM of rows with FP8 matrices. Owns the workspace: the rows' codes and scales, and partial sums of splits."""
 
     def __init__(
         self, matrices: Iterable[Fp8Matrix], max_rows: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Reserve the workspace for products of rows [max_rows, K] of ``dtype`` with these matrices."""
+        """Allocate the workspace for products of rows [max_rows, K] of ``dtype`` with these matrices."""
         shapes = [tuple(matrix.codes.shape) for matrix in matrices]
         inputs = max((each for _, each in shapes), default=0)
-        few = min(max_rows, SHARED_ROWS)
+        few = min(max_rows, SPLIT_K_MAX_ROWS)
         parts = max((splits_of(*shape) * few * shape[0] for shape in shapes), default=0)
         self._codes = torch.zeros(max_rows * inputs, dtype=torch.uint8, device=device)
         self._scales = torch.zeros(max_rows * -(-inputs // BLOCK), dtype=torch.float32, device=device)
         self._partials = torch.zeros(parts, dtype=torch.float32, device=device)
         self._max_rows, self._dtype, self._arch = max_rows, dtype, arch_of(device)
-        # Matrices that cuBLASLt refuses, by shape and whether they have blocks.
+        # (outputs, inputs, in_blocks) of matrices that cuBLASLt refuses.
         self._refused: set[tuple[int, int, bool]] = set()
 
     def compile(self, matrix: Fp8Matrix, bias: torch.Tensor | None) -> None:
-        """Compile every kernel that products with a matrix need, and find out whether cuBLASLt supports it."""
+        """Compile all kernels for products with ``matrix``, and find out whether cuBLASLt supports it."""
         outputs, inputs = matrix.codes.shape
         for count in sorted({min(tile, self._max_rows) for tile in ROW_TILES}):
             rows = matrix.scales.new_zeros(count, inputs, dtype=self._dtype)
             try:
                 self(rows, matrix, bias, rows.new_empty(count, outputs))
             except (RuntimeError, ValueError):
-                if count <= SHARED_ROWS:
+                if count <= SPLIT_K_MAX_ROWS:
                     raise
                 self._refused.add((outputs, inputs, matrix.in_blocks))
                 self(rows, matrix, bias, rows.new_empty(count, outputs))
@@ -197,29 +197,30 @@ class Fp8Gemm:
     def __call__(
         self, rows: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None, out: torch.Tensor
     ) -> torch.Tensor:
-        """Multiply rows [T, K], at most ``max_rows``, into ``out`` [T, N], of the rows' type; return it.
+        """Multiply up to ``max_rows`` rows [T, K] by ``matrix`` into ``out`` [T, N], of the rows' type; return it.
 
         bias: [N] of that type, or None. Raises Internal for misshapen tensors.
         """
         (outputs, inputs), count = matrix.codes.shape, len(rows)
         check_tensor("rows", rows, (None, inputs), self._dtype, matrix.codes.device)
         check_tensor("out", out, (count, outputs), self._dtype, rows.device)
-        check(count > 0 and count * inputs <= len(self._codes), "{} rows of {} are no work that fits", count, inputs)
+        fits = count > 0 and count * inputs <= len(self._codes)
+        check(fits, "the workspace does not fit {} rows of {}", count, inputs)
         if bias is not None:
             check_tensor("bias", bias, (outputs,), self._dtype, rows.device)
         codes, scales = self._round(rows, matrix.in_blocks)
-        if count <= SHARED_ROWS or (outputs, inputs, matrix.in_blocks) in self._refused:
+        if count <= SPLIT_K_MAX_ROWS or (outputs, inputs, matrix.in_blocks) in self._refused:
             return self._multiply(codes, scales, matrix, bias, out)
         kinds = torch.float8_e4m3fn
-        of_matrix = matrix.scales[None]
+        matrix_scales = matrix.scales[None]
         if matrix.in_blocks:
-            of_matrix = matrix.scales[:, : -(-inputs // BLOCK)].t()
+            matrix_scales = matrix.scales[:, : -(-inputs // BLOCK)].t()
         return torch._scaled_mm(
-            codes.view(kinds), matrix.codes.view(kinds).t(), scales, of_matrix, bias, out_dtype=self._dtype, out=out
+            codes.view(kinds), matrix.codes.view(kinds).t(), scales, matrix_scales, bias, out_dtype=self._dtype, out=out
         )
 
     def _round(self, rows: torch.Tensor, in_blocks: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the codes [T, K] of rows, and their scales [T, 1], or [T, ceil(K / 128)], those of a block first."""
+        """Return codes [T, K] of rows, and scales [T, 1], or [T, ceil(K / 128)] stored block by block."""
         count, inputs = rows.shape
         blocks = -(-inputs // BLOCK) if in_blocks else 1
         codes, scales = self._codes[: count * inputs].view(count, inputs), self._scales[: count * blocks]
@@ -238,11 +239,12 @@ class Fp8Gemm:
         bias: torch.Tensor | None,
         out: torch.Tensor,
     ) -> torch.Tensor:
+        """Multiply quantized rows by ``matrix`` into ``out`` with the kernel here; return it."""
         (outputs, inputs), count = matrix.codes.shape, len(codes)
         constants = _constants(count, matrix.in_blocks, self._arch)
-        shared = count <= SHARED_ROWS
-        splits = splits_of(outputs, inputs) if shared else 1
-        shared = splits > 1
+        split_k = count <= SPLIT_K_MAX_ROWS
+        splits = splits_of(outputs, inputs) if split_k else 1
+        split_k = splits > 1
         tiles = cdiv(outputs, constants["BLOCK_N"]) * cdiv(count, constants["BLOCK_T"])
         none = codes if bias is None else bias
         _product[(tiles, splits)](
@@ -251,17 +253,17 @@ class Fp8Gemm:
             matrix.codes,
             matrix.scales,
             none,
-            self._partials if shared else out,
+            self._partials if split_k else out,
             count,
             inputs,
             outputs,
             matrix.scales.stride(0),
             cdiv(cdiv(inputs, BLOCK), splits) * BLOCK,
-            ADDED=bias is not None and not shared,
-            SHARED=shared,
+            HAS_BIAS=bias is not None and not split_k,
+            SPLIT_K=split_k,
             **constants,
         )
-        if shared:
+        if split_k:
             use = tuned("quantized_sum", self._arch)
             _sum[(cdiv(outputs, use["block"]), count)](
                 self._partials,
@@ -270,7 +272,7 @@ class Fp8Gemm:
                 count,
                 outputs,
                 SPLITS=splits,
-                ADDED=bias is not None,
+                HAS_BIAS=bias is not None,
                 BLOCK=use["block"],
                 DEPENDENT=False,
                 num_warps=use["num_warps"],

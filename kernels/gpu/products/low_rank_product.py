@@ -2,9 +2,9 @@
 
     shrink: shrunk = A x for each row that has an adapter      expand: out += B shrunk
 
-Rows of one adapter are in runs of at most 16, a tile of the tensor cores, wherever they are in the batch. The runs are
-in the step's record, padded by runs of no rows, and both grids depend on the padded number alone; matrices keep their
-addresses when another adapter takes a slot. So CUDA graphs replay both kernels for any step.
+Rows of one adapter, wherever they are in the batch, form runs of at most 16, a tensor-core tile. The runs are in the
+step's record, padded with empty runs, and both grids depend on the padded number alone; matrices keep their addresses
+when a slot gets another adapter. So CUDA graphs replay both kernels for any step.
 
 An adapter's matrices of a layer are in its slot's slice of one buffer, at an offset common to all slots:
 
@@ -27,9 +27,9 @@ import triton.language as tl
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.launch import FLOAT_DTYPES, cdiv, check, check_tensor, next_power_of_2
 
-# Rows of a run, the least that tensor cores multiply.
+# Rows per run: the smallest tensor-core tile.
 RUN_ROWS = 16
-# Ranks are padded to a multiple of this, the least that tensor cores multiply.
+# Ranks are padded to a multiple of the smallest tensor-core tile.
 RANK_MULTIPLE = 16
 # int32 words of a run: its adapter slot (-1 for padding), the index of its first row in the list of rows, and its
 # number of rows.
@@ -39,8 +39,7 @@ MAX_SLICES = 4
 
 @triton.jit
 def _run_of(runs, rows, run, RUN_ROWS: tl.constexpr):
-    """Return a run's adapter slot, the numbers of its rows in the batch, and a mask of those of its 16 rows that
-    exist."""
+    """Return a run's adapter slot, the indices of its rows in the batch, padded to 16, and a mask of the real ones."""
     slot = tl.load(runs + run * 3)
     first = tl.load(runs + run * 3 + 1)
     numbers = tl.arange(0, RUN_ROWS)
@@ -187,7 +186,8 @@ def add_low_rank(
         rows.stride()[:2] if layer.heads else (size, 0) for rows, size in ((x, layer.inputs), (out, layer.outputs))
     )
     of_a, of_b = (ranks * layer.inputs, 0) if layer.shares_b else (0, layer.outputs * layer.rank)
-    # Separate pointers for the matrices: offsets may exceed 32 bits, which would need other kernels.
+    # Separate pointers for the matrices, because their offsets may exceed 32 bits, for which Triton would compile other
+    # kernels.
     constants = _shrink_constants()
     _shrink[(len(record.runs), ranks // constants["BLOCK_RANKS"], heads)](
         x, slots[0, layer.a_at :], record.runs, record.rows, shrunk, layer.inputs, width, slot_values,

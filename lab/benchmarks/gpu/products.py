@@ -194,7 +194,7 @@ def fp8_case(bench: Bench, inputs: int, outputs: int, rows: int, *, in_blocks: b
 
 def plain_case(bench: Bench, inputs: int, outputs: int, rows: int) -> tuple[KernelCase, list[Call]]:
     """Make a case of random rows by a plain matrix and by copies of it, and the same calls of cuBLAS."""
-    from pillion.kernels.gpu.products.plain_product import DenseGemm
+    from pillion.kernels.gpu.products.dense_gemm import DenseGemm
 
     size = 2 * inputs * outputs
     copies = [torch.randn(outputs, inputs, device=bench.device).bfloat16() for _ in range(rotations(size, bench.smoke))]

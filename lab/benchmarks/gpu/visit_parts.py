@@ -49,7 +49,7 @@ _FIRST = (
     "test_embedding.py",
     "test_norms.py",
     "test_pair_sorting.py",
-    "test_plain_product.py",
+    "test_dense_gemm.py",
     "test_state_kernels.py",
     "test_gpu_hybrids.py",
     "test_gpu_eagle.py",

@@ -16,8 +16,8 @@ from lab.benchmarks.gpu.model import RandomModel
 from pillion.engine.backends.gpu import gpu_model
 from pillion.errors import Internal
 from pillion.kernels.gpu.launch import arch_of
-from pillion.kernels.gpu.products import plain_product
-from pillion.kernels.gpu.products.plain_product import SHARED_ROWS, DenseGemm, splits_of
+from pillion.kernels.gpu.products import dense_gemm
+from pillion.kernels.gpu.products.dense_gemm import SPLIT_K_MAX_ROWS, DenseGemm, splits_of
 from pillion.kernels.gpu.tuned import tuning_file
 from tests.support.examples import examples
 from tests.support.families import tokens_of
@@ -54,7 +54,7 @@ def check_against_torch(product, inputs, outputs, count, dtype, *, biased, wide,
     seed=st.integers(0, 99),
 )
 @example((512, 128), 1, torch.bfloat16, (False, False), 0)  # Every tile is full, and two programs share the inputs.
-@example((1152, 70), SHARED_ROWS + 1, torch.float16, (True, False), 1)  # A program computes three parts itself.
+@example((1152, 70), SPLIT_K_MAX_ROWS + 1, torch.float16, (True, False), 1)  # A program computes three parts itself.
 @settings(max_examples=examples(12))
 def test_any_shape(shape, count, dtype, flags, seed):
     product = DenseGemm(MAX_ROWS, dtype, DEVICE)
@@ -65,7 +65,7 @@ def test_any_shape(shape, count, dtype, flags, seed):
 def test_a_rows_bits_do_not_depend_on_the_others(monkeypatch):
     """Numbers of rows have different tiles; a program of few rows sums one part of the inputs, of many rows all."""
     add_up_in_one_order(monkeypatch)
-    monkeypatch.setattr(plain_product, "SHARED_ROWS", 64)
+    monkeypatch.setattr(dense_gemm, "SPLIT_K_MAX_ROWS", 64)
     inputs, outputs = 4 * 128 + 40, 40
     assert splits_of(inputs, outputs) > 1
     dtype = torch.bfloat16 if NATIVE else torch.float32
@@ -96,7 +96,7 @@ def test_a_models_products_are_the_same_at_each_launch(inputs, outputs):
 
 @pytest.mark.parametrize("shape", [(4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (40, 7), (10**6, 1)])
 def test_no_part_of_a_matrix_is_empty(shape):
-    splits, units = splits_of(*shape), -(-shape[0] // plain_product.UNIT_INPUTS)
+    splits, units = splits_of(*shape), -(-shape[0] // dense_gemm.UNIT_INPUTS)
     depth = -(-units // splits)
     assert (splits - 1) * depth < units <= splits * depth
 
@@ -104,13 +104,13 @@ def test_no_part_of_a_matrix_is_empty(shape):
 @pytest.mark.parametrize(("arch", "rows"), [(80, 0), (90, 32)])
 def test_the_tuning_file_chooses_the_kernel(monkeypatch, arch, rows):
     """Matrices that cuBLAS reads slowly, and others: a large one, and one of another type."""
-    monkeypatch.setattr(plain_product, "arch_of", lambda device: arch)
+    monkeypatch.setattr(dense_gemm, "arch_of", lambda device: arch)
     product = DenseGemm(16, torch.bfloat16, DEVICE)
     small, large = (torch.empty(size, 4096, dtype=torch.bfloat16, device="meta") for size in (4096, 28672))
-    assert [product.most_rows(each) for each in (small, large, small.float())] == [rows, 0, 0]
+    assert [product.max_rows(each) for each in (small, large, small.float())] == [rows, 0, 0]
     entry = {"when": {"inputs": 4096, "outputs": 28672}, "use": {"rows": 7, "most_mb": 1000}}
     monkeypatch.setitem(tuning_file(arch), "plain_product_rows", [entry, *tuning_file(arch)["plain_product_rows"]])
-    assert DenseGemm(16, torch.bfloat16, DEVICE).most_rows(large) == 7
+    assert DenseGemm(16, torch.bfloat16, DEVICE).max_rows(large) == 7
 
 
 def test_a_model_on_our_products(monkeypatch, prepared):
@@ -150,7 +150,7 @@ def test_misshapen_tensors_are_refused():
     with pytest.raises(Internal):
         product(rows, weight, torch.zeros(7, device=DEVICE), out)
     many, wide, found = (torch.zeros(*size, device=DEVICE) for size in ((200, 512), (4096, 512), (200, 4096)))
-    with pytest.raises(Internal, match="more than the workspace holds"):
+    with pytest.raises(Internal, match="the workspace is too small"):
         product(many, wide, None, found)
 
 
