@@ -23,7 +23,7 @@ from pillion.kernels.state_pieces import CHUNK, PIECE_CHANNELS, PIECE_COLUMNS
 
 # Version of a state's content of a chunk, part of the block namespace of models with states (I2).
 CHUNKS_LAYOUT_VERSION = "chunks-1"
-# The side of a sequence's slots that a state is read from, and the one that it is written to.
+# Second index of ``slots`` [sequences, 2, pages]: slots that the state is read from, and slots that it is written to.
 READS, WRITES = tl.constexpr(0), tl.constexpr(1)
 SIDES = 2
 

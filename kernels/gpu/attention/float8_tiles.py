@@ -19,7 +19,7 @@ from pillion.kernels.gpu.attention.attention_rows import _load, _weighed
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.fp8 import decode_e4m3, decode_pairs
 
-# Max weights in float16.
+# Attention weights are scaled up to at most this in float16, which keeps small ones out of its subnormals.
 _LIFT = tl.constexpr(2.0**14)
 # A float32's exponent bits, those of 2**-100, and the sum of those of a power of two and its inverse.
 _EXPONENT, _LEAST, _INVERSE = map(tl.constexpr, (0x7F800000, 27 << 23, 254 << 23))

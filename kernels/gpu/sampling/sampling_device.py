@@ -24,7 +24,7 @@ REPORT_FIELDS = 3
 MAX_VOCAB_TOKENS = 2**24
 
 GROUP_TOKENS = 128
-# Max logits of a row that reach a first bound and are copied together, to be searched there.
+# Max logits of a row that are copied into one list, to search the cut there: those that reach its lower bound.
 HEAD_TOKENS = 1024
 
 
@@ -32,14 +32,14 @@ class SamplerScratch:
     """Device memory for ``choose`` of up to R rows, at fixed addresses, so that a graph can capture launches.
 
     report: int32 [R, REPORT_FIELDS, slices]. maxima, masses: float32 [R, groups], each group's largest logit and its
-    sum of exp((logit - largest) / temperature). able: int32 [R, groups], the groups that a program lists. heads:
-    float32 [R, HEAD_TOKENS], logits that reach a bound of the cut. cut: float32 [R], the least logit that the last
-    choice allowed a drawn row, -inf for any.
+    sum of exp((logit - largest) / temperature). able: int32 [R, groups], a program's list of groups that may contain
+    the token. heads: float32 [R, HEAD_TOKENS], logits that reach a lower bound of the cut. cut: float32 [R], smallest
+    logit that the last draw of a row could choose; -inf for any.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
         """Allocate scratch memory for a vocabulary. Raises Internal if it is too large."""
-        check(0 < vocab_size <= MAX_VOCAB_TOKENS, "{} tokens are no vocabulary", vocab_size)
+        check(0 < vocab_size <= MAX_VOCAB_TOKENS, "a vocabulary of {} tokens is not supported", vocab_size)
         self.vocab_size = vocab_size
         self.slice_groups = tuned("sample_survey", arch_of(device))["slice_groups"]
         self.num_groups = cdiv(vocab_size, GROUP_TOKENS)
@@ -72,18 +72,18 @@ def noise_key(fields):
 
 @triton.jit
 def slice_tile(source, groups, vocab):
-    """Load the logits of ``groups`` [N] of one row: return tokens [N, 128], float32 values, -inf for NaN and after the
-    vocabulary, and whether there is a NaN (1 or 0)."""
+    """Load the logits of ``groups`` [N] of one row. Return tokens [N, 128], float32 values (-inf for NaN and past the
+    vocabulary), and 1 if there is a NaN, else 0."""
     tokens = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     values = tl.load(source + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
-    broken = values != values
-    odd = tl.max(tl.max(broken.to(tl.int32), axis=1), axis=0)
-    return tokens, tl.where(broken, float("-inf"), values), odd
+    is_nan = values != values
+    has_nan = tl.max(tl.max(is_nan.to(tl.int32), axis=1), axis=0)
+    return tokens, tl.where(is_nan, float("-inf"), values), has_nan
 
 
 @triton.jit
 def listed(able, groups, wanted):
-    """Compact ``groups`` [N] by the mask ``wanted`` into ``able``, ascending. Return their number."""
+    """Store those of ``groups`` [N] that are ``wanted`` in ``able``, in ascending order; return their number."""
     # Barriers: other threads read these stores, and may still be reading the previous values.
     tl.debug_barrier()
     place = tl.cumsum(wanted.to(tl.int32), axis=0) - 1

@@ -25,19 +25,20 @@ from pillion.kernels.gpu.tuned import tuned
 
 @triton.jit(do_not_specialize=["count", "num_rows"])
 def _edit(logits, edits, count, num_rows, vocab, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
-    number = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    record = edits + number.to(tl.int64) * FIELDS
-    inside = number < count
+    """Apply one block of edits."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    record = edits + index.to(tl.int64) * FIELDS
+    inside = index < count
     row = tl.load(record, mask=inside, other=-1)
     token = tl.load(record + 1, mask=inside, other=0)
     bias = tl.load(record + 2, mask=inside, other=0).to(tl.float32, bitcast=True)
     repetition = tl.load(record + 3, mask=inside, other=0).to(tl.float32, bitcast=True)
-    owed = tl.load(record + 4, mask=inside, other=0).to(tl.float32, bitcast=True)
+    subtrahend = tl.load(record + 4, mask=inside, other=0).to(tl.float32, bitcast=True)
     inside = (row >= 0) & (row < num_rows)
     place = logits + row.to(tl.int64) * vocab + token
     value = tl.load(place, mask=inside, other=0.0) + bias
-    value = tl.where(value > 0, tl.div_rn(value, repetition), value * repetition) - owed
-    tl.store(place, tl.where(owed == float("inf"), float("-inf"), value), mask=inside)
+    value = tl.where(value > 0, tl.div_rn(value, repetition), value * repetition) - subtrahend
+    tl.store(place, tl.where(subtrahend == float("inf"), float("-inf"), value), mask=inside)
 
 
 def apply_edits(logits: torch.Tensor, edits: torch.Tensor) -> None:
@@ -61,7 +62,7 @@ def _constants(arch: int) -> dict[str, int]:
 
 
 def keep_raw(logits: torch.Tensor, rows: torch.Tensor, kept: torch.Tensor) -> None:
-    """Copy rows of logits [R, V], before they are edited, into ``kept`` [K, V] float32 on the same device.
+    """Copy logits [R, V] of ``rows``, before edits, into ``kept`` [K, V] float32 on the same device.
 
     rows: int64 [K]. The caller copies them to the host, where log probabilities are computed.
     """

@@ -24,12 +24,13 @@ WORD_TOKENS: tl.constexpr = tl.constexpr(TOKENS_PER_WORD)
 
 @triton.jit(do_not_specialize=["num_rows", "words"])
 def _mask(logits, masks, rows, num_rows, vocab, words, BLOCK: tl.constexpr):
-    place = tl.program_id(0)
-    row = tl.load(rows + place)
+    """Forbid tokens of one block of one mask's row."""
+    index = tl.program_id(0)
+    row = tl.load(rows + index)
     if (row >= 0) & (row < num_rows):
         tokens = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = tokens < vocab
-        word = tl.load(masks + place.to(tl.int64) * words + tokens // WORD_TOKENS, mask=inside, other=-1)
+        word = tl.load(masks + index.to(tl.int64) * words + tokens // WORD_TOKENS, mask=inside, other=-1)
         forbidden = inside & (((word >> (tokens % WORD_TOKENS)) & 1) == 0)
         tl.store(logits + row.to(tl.int64) * vocab + tokens, float("-inf"), mask=forbidden)
 

@@ -19,9 +19,9 @@ import numpy as np
 from pillion.kernels.step import MIN_TEMPERATURE, Int32, RowEdit, SamplingRows
 from pillion.types import SAMPLING_OPTIONS
 
-_OPTIONS = {name: one for name, one in SAMPLING_OPTIONS.items() if one.of_rows}
+_OPTIONS = {name: option for name, option in SAMPLING_OPTIONS.items() if option.of_rows}
 FIELD_OF = {name: place for place, name in enumerate(_OPTIONS)}
-# Place of the seed, an even one: seed and position are written as int64.
+# Index of the seed. Even, because seed and position are written as int64.
 KEY_FIELD = len(_OPTIONS) + len(_OPTIONS) % 2
 RECORD_FIELDS = KEY_FIELD + 4
 EDIT_FIELDS = 5
@@ -67,7 +67,7 @@ def write_rows(table: Int32, rows: SamplingRows | None) -> None:
 
 
 class EditPacker:
-    """Packer of a step's edits, with scratch memory for each id of the vocabulary. Not thread-safe."""
+    """Packs a step's edits. Has scratch memory for each id of the vocabulary. Not thread-safe."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -99,7 +99,7 @@ class EditPacker:
         floats[biased, 2] = edit.bias
         floats[seen, 3] = edit.repetition
         counts = np.bincount(answered, minlength=len(table)).astype(np.float32)
-        owed = np.float32(edit.frequency) * counts + np.float32(edit.presence)
-        floats[:, 4] = np.where(counts > 0, owed, np.float32(0.0))
+        subtrahend = np.float32(edit.frequency) * counts + np.float32(edit.presence)
+        floats[:, 4] = np.where(counts > 0, subtrahend, np.float32(0.0))
         floats[banned_at, 4] = np.inf
         return table

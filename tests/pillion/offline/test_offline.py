@@ -217,7 +217,7 @@ async def test_a_running_event_loop_does_not_matter(llm: LLM) -> None:
         ({"prefill_workers": 2}, TypeError, "no option 'prefill_workers'; it has: .*block_size"),
         ({"max_num_seqs": "many"}, ConfigError, "max_num_seqs 'many' is not of type int"),
         ({"max_num_seqs": 2.5}, ConfigError, "is not of type int"),
-        ({"enable_prefix_caching": "no"}, ConfigError, "is no bool"),
+        ({"enable_prefix_caching": "no"}, ConfigError, "is not of type bool"),
         ({"kv_pool_bytes": "much"}, ConfigError, "'much' is not a size"),
         ({"dtype": "float8"}, ConfigError, "not one of auto, bfloat16, float16"),
     ],
@@ -234,7 +234,7 @@ def test_template_names_and_variables_match_vllm() -> None:
         )
         assert flags.served_model_name == names
         assert flags.default_chat_template_kwargs == '{"enable_thinking": false}'
-    with pytest.raises(ConfigError, match="served_model_name 5 is no tuple"):
+    with pytest.raises(ConfigError, match="served_model_name 5 is not of type tuple"):
         read_options("m", {"served_model_name": 5})
 
 
