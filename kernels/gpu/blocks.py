@@ -20,18 +20,19 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 @triton.jit
 def _move(source, target, pairs, PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, PAIRED: tl.constexpr):
-    """Copy one part of one block. ``pairs``: (source, target) slots, or, by PAIRED, only "source" or "target"."""
+    """Copy one part of one block. ``pairs`` has source and target slots (PAIRED "pairs"), or only the slots of the
+    "source" or "target", while blocks of the other buffer are in order."""
     entry = tl.program_id(0) // PARTS
     at = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
     if PAIRED == "pairs":
-        origin, goal = tl.load(pairs + 2 * entry), tl.load(pairs + 2 * entry + 1)
+        source_slot, target_slot = tl.load(pairs + 2 * entry), tl.load(pairs + 2 * entry + 1)
     elif PAIRED == "source":
-        origin, goal = tl.load(pairs + entry), entry
+        source_slot, target_slot = tl.load(pairs + entry), entry
     else:
-        origin, goal = entry, tl.load(pairs + entry)
-    if (origin >= 0) & (goal >= 0):
-        words = tl.load(source + origin.to(tl.int64) * WORDS + at, mask=at < WORDS)
-        tl.store(target + goal.to(tl.int64) * WORDS + at, words, mask=at < WORDS)
+        source_slot, target_slot = entry, tl.load(pairs + entry)
+    if (source_slot >= 0) & (target_slot >= 0):
+        words = tl.load(source + source_slot.to(tl.int64) * WORDS + at, mask=at < WORDS)
+        tl.store(target + target_slot.to(tl.int64) * WORDS + at, words, mask=at < WORDS)
 
 
 def gather(pool: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:

@@ -33,13 +33,12 @@ def arch_of(device: torch.device) -> int:
 
 
 def cdiv(total: int, size: int) -> int:
-    """Return the number of parts of ``size`` that cover ``total``. Triton's function of this name is for kernels, and
-    takes several microseconds on the host."""
+    """Return ceil(total / size). Triton's function of this name takes several microseconds on the host."""
     return -(-total // size)
 
 
 def next_power_of_2(number: int) -> int:
-    """Return the least power of two that is at least ``number``, which is 1 or more."""
+    """Return the smallest power of two that is at least ``number`` (1 or more)."""
     return 1 << (number - 1).bit_length()
 
 
@@ -50,8 +49,8 @@ def processors_of(device: torch.device) -> int:
 
 
 def check(fits: bool, words: str, *values: object) -> None:
-    """Raise Internal unless ``fits``: a launcher was called wrongly, which is a defect. ``words`` are formatted with
-    ``values`` only then, because this runs some twenty times per launch."""
+    """Raise Internal unless ``fits``, if a launcher is called with wrong arguments. The message ``words`` is formatted
+    with ``values`` only then, because this runs some twenty times per launch."""
     if not fits:
         raise Internal(words.format(*(list(value) if isinstance(value, torch.Size) else value for value in values)))
 
@@ -66,8 +65,8 @@ def check_tensor(
     """Raise Internal unless ``tensor`` is contiguous and has this shape (None: any size), type and device."""
     sizes, dtype = tensor.shape, tensor.dtype
     fits = len(sizes) == len(shape)
-    for want, have in zip(shape, sizes, strict=False):
-        fits = fits and want in (None, have)
+    for expected, actual in zip(shape, sizes, strict=False):
+        fits = fits and expected in (None, actual)
     check(fits, "{} is {}, not {}", name, sizes, list(shape))
     fits = dtype in dtypes if isinstance(dtypes, tuple) else dtype == dtypes
     check(fits, "{} is of {}, not {}", name, dtype, dtypes)
@@ -77,8 +76,8 @@ def check_tensor(
 
 
 def check_pool_device(pool: torch.Tensor, device: torch.device) -> None:
-    """Raise Internal for a pool that kernels on ``device`` cannot use. It may be in another GPU's memory, mapped by its
-    owner for this one; kernels run on the current device, wherever a pool is."""
+    """Raise Internal for a pool that kernels on ``device`` cannot access. It may be in another GPU's memory, mapped for
+    this one: kernels run on the current device, wherever the pool is."""
     check(pool.device.type == device.type, "pool is on {}, not on {}", pool.device, device)
 
 
@@ -88,8 +87,8 @@ def check_pool(
     dtypes: tuple[torch.dtype, ...] | torch.dtype,
     device: torch.device,
 ) -> None:
-    """Raise Internal for a pool [slots, layers, ...] of another shape or type, or inaccessible to ``device``. Slots and
-    layers may have any stride, since a slot may contain layers of other shapes."""
+    """Raise Internal unless a pool [slots, layers, ...] has this shape (None: any size) and type, and is accessible to
+    ``device``. Slots and layers may have any stride, because a slot may contain layers of other shapes."""
     check_pool_device(pool, device)
     sizes, strides, dtype = pool.shape, pool.stride(), pool.dtype
     fits, step = len(sizes) == len(shape), 1

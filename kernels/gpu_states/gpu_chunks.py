@@ -49,17 +49,20 @@ def chunk_of(starts, firsts, sequence, number, CHUNK: tl.constexpr):
 
 @triton.jit
 def chunk_rows(step_rows, kept_rows, origin, begin, end, inside, stride, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    """Load the rows of a chunk that begins at row ``origin``, [CHUNK, columns]: those before ``begin`` from a state,
-    whose rows have ``WIDTH`` values each, and those of the step, whose rows are ``stride`` apart. The pointers are to
-    the columns of row 0, of the chunk and of the step; ``inside`` is the mask of the columns. Later rows are zeros."""
+    """Load the rows of a chunk that begins at row ``origin`` of the step: [CHUNK, columns].
+
+    Rows before ``begin`` come from a state, WIDTH values apart (``kept_rows``: columns of the chunk's first row), rows
+    up to ``end`` from the step, ``stride`` apart (``step_rows``: columns of the step's first row). Later rows are
+    zeros. ``inside``: mask of the columns.
+    """
     place = tl.arange(0, CHUNK)[:, None]
     rows = origin + place
-    mine = (rows >= begin) & (rows < end)
-    found = tl.load(step_rows + rows.to(tl.int64) * stride, mask=mine & inside, other=0.0)
+    in_step = (rows >= begin) & (rows < end)
+    values = tl.load(step_rows + rows.to(tl.int64) * stride, mask=in_step & inside, other=0.0)
     if origin < begin:
         kept = tl.load(kept_rows + place * WIDTH, mask=(rows < begin) & inside, other=0.0)
-        found = tl.where(rows < begin, kept.to(found.dtype), found)
-    return found
+        values = tl.where(rows < begin, kept.to(values.dtype), values)
+    return values
 
 
 @triton.jit
@@ -71,7 +74,7 @@ def across(column, CHUNK: tl.constexpr):
 
 @triton.jit
 def running(column, CHUNK: tl.constexpr):
-    """Return the running sum of a column [CHUNK, 1]. Triton 3.6 cannot compile a scan of a matrix with one column if a
-    thread has room for several."""
+    """Return the running sum of a column [CHUNK, 1]. Not by tl.cumsum: Triton 3.6 cannot compile a scan of a matrix
+    with one column if a thread's layout has several."""
     place, other = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
     return tl.sum(tl.where(place >= other, across(column, CHUNK), 0.0), 1)[:, None]

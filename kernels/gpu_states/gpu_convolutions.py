@@ -32,46 +32,47 @@ def _convolve(
     TAPS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, CHOSEN: tl.constexpr, PAGES: tl.constexpr,
     SLOT_VALUES: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Convolve one block of channels of one row; a sequence's last row also writes its last inputs to the state."""
     row = tl.program_id(0)
     sequence = tl.load(owners + row)
     if sequence >= 0:
         begin = tl.load(starts + sequence)
-        ends = row + 1 == tl.load(starts + sequence + 1)
+        is_last = row + 1 == tl.load(starts + sequence + 1)
         channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         inside = channel < channels
         number = tl.where(inside, channel, 0) // PIECE
-        old, known = piece_of(pool, slots, places, sequence, number, READS, PAGES, SLOT_VALUES)
-        new, there = piece_of(pool, slots, places, sequence, number, WRITES, PAGES, SLOT_VALUES)
+        old, reads = piece_of(pool, slots, places, sequence, number, READS, PAGES, SLOT_VALUES)
+        new, writes = piece_of(pool, slots, places, sequence, number, WRITES, PAGES, SLOT_VALUES)
         within = channel % PIECE
         total = tl.zeros((BLOCK,), tl.float32)
         for tap in tl.static_range(TAPS):
             source = row - (TAPS - 1) + tap
-            mine = inside & (source >= begin)
+            mask = inside & (source >= begin)
             at = x + source.to(tl.int64) * x_stride + channel
-            value = tl.load(at, mask=mine, other=0.0)
+            value = tl.load(at, mask=mask, other=0.0)
             if GATED:
-                gate = tl.load(at + 2 * channels, mask=mine, other=0.0)
+                gate = tl.load(at + 2 * channels, mask=mask, other=0.0)
                 value = (value.to(tl.float32) * gate.to(tl.float32)).to(value.dtype)
             before = tl.load(
-                old + (TAPS - 1 + source - begin) * PIECE + within, mask=inside & known & (source < begin), other=0.0
+                old + (TAPS - 1 + source - begin) * PIECE + within, mask=inside & reads & (source < begin), other=0.0
             )
             value = tl.where(source >= begin, value.to(tl.float32), before)
             total += value * tl.load(taps + channel * TAPS + tap, mask=inside, other=0.0)
             if tap > 0:
-                tl.store(new + (tap - 1) * PIECE + within, value, mask=inside & there & ends)
+                tl.store(new + (tap - 1) * PIECE + within, value, mask=inside & writes & is_last)
         if BIAS:
             total += tl.load(bias + channel, mask=inside, other=0.0)
         kind: tl.constexpr = out.dtype.element_ty
         if GATED:
             after = tl.load(x + row.to(tl.int64) * x_stride + channels + channel, mask=inside, other=0.0)
-            found = (after.to(tl.float32) * total.to(kind).to(tl.float32)).to(kind)
+            result = (after.to(tl.float32) * total.to(kind).to(tl.float32)).to(kind)
         else:
-            found = (total * tl.sigmoid(total)).to(kind)
-        column, wanted = channel, inside
+            result = (total * tl.sigmoid(total)).to(kind)
+        column, stored = channel, inside
         if CHOSEN:
             column = tl.load(columns + channel, mask=inside, other=-1)
-            wanted = column >= 0
-        tl.store(out + row.to(tl.int64) * out_stride + column, found, mask=wanted)
+            stored = column >= 0
+        tl.store(out + row.to(tl.int64) * out_stride + column, result, mask=stored)
 
 
 def convolve(

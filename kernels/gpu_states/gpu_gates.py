@@ -10,7 +10,7 @@ import triton.language as tl
 from pillion.kernels.gpu.launch import FLOAT_DTYPES, arch_of, check, check_tensor, next_power_of_2
 from pillion.kernels.gpu.tuned import tuned
 
-# A program has a whole group in registers, so wider ones are refused.
+# Max values per group, which must fit into a program's registers.
 MAX_GROUP_VALUES = 16384
 
 
@@ -120,11 +120,11 @@ def norm_gated(
 
 def _check_gates(gates: torch.Tensor, x: torch.Tensor) -> None:
     check(gates.shape == x.shape and gates.dtype in FLOAT_DTYPES, "gates are {} {}", gates.dtype, gates.shape)
-    check(gates.stride(1) == 1 and gates.device == x.device, "gates have no contiguous rows, or are elsewhere")
+    check(gates.stride(1) == 1 and gates.device == x.device, "rows of gates are not contiguous, or on another device")
 
 
 def gate_constants(width: int, arch: int) -> dict[str, int]:
-    """Return the constants of the kernel for groups of ``width`` values."""
+    """Return block size and launch options of both kernels for groups of ``width`` values."""
     block = next_power_of_2(width)
     use = tuned("norm_gated", arch, columns=block)
     return {"BLOCK": block, "num_warps": use["num_warps"]}

@@ -28,13 +28,13 @@ from pillion.kernels.gpu_states.state_places import (
 )
 from pillion.kernels.state_pieces import PIECE_COLUMNS
 
-# Max values of a channel's row, and max programs per multiprocessor.
+# Max state values per channel, and max programs per multiprocessor.
 MAX_SCANNED, SCAN_PROGRAMS = 64, 32
 
 
 @dataclass(frozen=True, slots=True)
 class ScanShape:
-    """The channels of a selective scan, and the values of each one's row."""
+    """Sizes of a selective scan: channels, and state values per channel."""
 
     channels: int
     state_dim: int
@@ -51,6 +51,7 @@ def _selective_scan(
     CHANNELS: tl.constexpr, STATE_DIM: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
     PAGES: tl.constexpr, SLOT_VALUES: tl.constexpr,
 ):  # fmt: skip
+    """Scan one piece of each sequence's state over its rows, for every ``num_programs``-th piece."""
     PIECES: tl.constexpr = CHANNELS // PIECE
     place, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, PIECE)[None, :]
     within, held = place * PIECE + column, place < STATE_DIM
@@ -97,7 +98,7 @@ def selective_scan(
     Raises Internal for misshapen tensors.
     """
     tokens, device = len(mixed), mixed.device
-    check(0 < shape.state_dim <= MAX_SCANNED, "{} has too many values in a row", shape)
+    check(0 < shape.state_dim <= MAX_SCANNED, "{} has too many state values", shape)
     for name, rows in (("mixed", mixed), ("steps", steps)):
         check_tensor(name, rows, (tokens, shape.channels), FLOAT_DTYPES, device)
     for name, rows in (("writes", writes), ("reads", reads)):

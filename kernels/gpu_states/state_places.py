@@ -30,7 +30,8 @@ SIDES = 2
 
 @triton.jit
 def piece_of(pool, slots, places, sequence, number, SIDE: tl.constexpr, PAGES: tl.constexpr, SLOT_VALUES: tl.constexpr):
-    """Return the address of the piece ``number`` of a sequence's state, on one side, and whether there is a state."""
+    """Return the address of piece ``number`` of the state that a sequence reads or writes (SIDE), and whether it has
+    one."""
     page = tl.load(places + number * 2)
     slot = tl.load(slots + (sequence * 2 + SIDE) * PAGES + page)
     at = slot.to(tl.int64) * SLOT_VALUES + tl.load(places + number * 2 + 1)
@@ -41,28 +42,29 @@ def piece_of(pool, slots, places, sequence, number, SIDE: tl.constexpr, PAGES: t
 @triton.jit
 def softplus(x):
     """Return log(1 + exp(x)) without cancellation for small exponentials; x itself above 20, as torch does."""
-    grown = tl.exp(tl.minimum(x, 20.0))
-    more = 1.0 + grown
-    rest = tl.where(more == 1.0, 1.0, more - 1.0)
-    found = tl.where(more == 1.0, grown, tl.log(more) * (grown / rest))
-    return tl.where(x > 20.0, x, found)
+    # log1p(u) = log(1 + u) * u / ((1 + u) - 1), in which the rounding error of 1 + u cancels.
+    u = tl.exp(tl.minimum(x, 20.0))
+    sum_ = 1.0 + u
+    difference = tl.where(sum_ == 1.0, 1.0, sum_ - 1.0)
+    log1p = tl.where(sum_ == 1.0, u, tl.log(sum_) * (u / difference))
+    return tl.where(x > 20.0, x, log1p)
 
 
 @dataclass(frozen=True, slots=True)
 class StepOfStates:
-    """Device arrays about a step's sequences, and the pool.
+    """A step's inputs of the state kernels, besides its rows.
 
     Attributes:
         pool: float32 [slots, slot_values].
-        owners: int32 [T or more], the sequence of each row; -1 for a row of padding.
-        starts: int32 [S + 1 or more], sequence s owns rows starts[s] .. starts[s + 1].
+        owners: int32 [T or more], the sequence of each row; -1 for padding.
+        starts: int32 [S + 1 or more], sequence s has rows starts[s] .. starts[s + 1] - 1.
         count: int32 [1], number of sequences.
         firsts: int32 [S or more], the position of each sequence's first row.
-        chunk_starts: int32 [S + 1 or more], the chunks with rows of sequence s are chunk_starts[s] ..
-            chunk_starts[s + 1] of the step's.
+        chunk_starts: int32 [S + 1 or more], sequence s has chunks chunk_starts[s] .. chunk_starts[s + 1] - 1 of the
+            step.
         chunk_owners: int32 [chunks or more], the sequence of each chunk.
-        slots: int32 [S or more, 2, pages]: slots from which each sequence's state is read, and into which it is
-            written; -1 reads the empty state, and writes none.
+        slots: int32 [S or more, 2, pages]: slots that each sequence's state is read from and written to. -1 reads
+            zeros, and writes nothing.
     """
 
     pool: torch.Tensor
@@ -75,7 +77,7 @@ class StepOfStates:
     slots: torch.Tensor
 
     def check(self, tokens: int) -> None:
-        """Raise Internal for misshapen tensors, and for a step of fewer rows than ``tokens``."""
+        """Raise Internal for misshapen tensors, or if the step has fewer rows than ``tokens``."""
         device = self.owners.device
         check_tensor("pool", self.pool, (None, None), torch.float32)
         check(self.pool.device.type == device.type, "pool is on {}, not on {}", self.pool.device, device)
@@ -91,18 +93,18 @@ class StepOfStates:
 
     @property
     def constants(self) -> dict[str, int]:
-        """Constants by which kernels find pieces."""
+        """Constexprs of :func:`piece_of`."""
         return {"PAGES": self.slots.shape[2], "SLOT_VALUES": self.pool.shape[1]}
 
 
 def check_places(places: torch.Tensor, pieces: int, step: StepOfStates) -> None:
-    """Raise Internal unless ``places`` are those of ``pieces`` pieces."""
+    """Raise Internal unless ``places`` is int32 [pieces, 2] on the step's device."""
     check_tensor("places", places, (pieces, 2), torch.int32, step.owners.device)
 
 
 def most_chunks(tokens: int, seqs: int) -> int:
-    """Return the max chunks of a step's rows: a sequence may have partial chunks at its begin and end, and every chunk
-    has a row."""
+    """Return the max chunks of a step: a sequence may have partial chunks at its begin and end, and every chunk has at
+    least one row."""
     return min(tokens, tokens // CHUNK + 2 * seqs)
 
 
@@ -112,12 +114,12 @@ def pieces_of_inputs(channels: int) -> int:
 
 
 def columns_of(values: int) -> int:
-    """Return the pieces of a matrix whose heads have ``values`` values. Raises Internal if that is no whole number."""
-    check(values > 0 and values % PIECE_COLUMNS == 0, "{} values are no pieces of {} columns", values, PIECE_COLUMNS)
+    """Return the number of pieces of a matrix with ``values`` columns. Raises Internal unless pieces divide it."""
+    check(values > 0 and values % PIECE_COLUMNS == 0, "{} columns are not a multiple of {}", values, PIECE_COLUMNS)
     return values // PIECE_COLUMNS
 
 
 def programs_for(items: int, each: int, device: torch.device) -> tuple[int]:
-    """Return the grid of a kernel whose programs draw at most ``items`` items of all sequences: at most ``each``
-    programs per multiprocessor. It never depends on the batch, so that graphs serve any."""
+    """Return the grid of a persistent kernel for up to ``items`` items: at most ``each`` programs per multiprocessor.
+    It does not depend on the batch, so that a CUDA graph serves any."""
     return (min(items, each * processors_of(device)),)

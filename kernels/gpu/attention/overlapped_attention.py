@@ -11,13 +11,13 @@ tile are products). Here the waits are explicit. An iteration of the loop, with 
     wait for both products
 
 So QK of a tile overlaps the softmax of the previous tile (FlashAttention 3: Shah et al., arXiv 2407.08608, section
-3.2); there are no specialized warps, and the two warp groups of a program share its tiles. The other order, PV during
-the next softmax, is useless here: nothing keeps the assembler from waiting for PV before that softmax, and it does. K
-and V are gathered by cp.async, row by row, so slots may have any size.
+3.2). There is no warp specialization; the two warp groups of a program share its tiles. Overlapping PV with the next
+softmax instead does not work: ptxas moves the wait for PV before that softmax. K and V are gathered by cp.async, row by
+row, so slots may have any size.
 
-It computes the same as :mod:`pillion.kernels.gpu.attention.attention_kernel`, from the same record, by the same
-functions for masks, the softmax and partial results. That kernel is the reference. It serves other architectures, pools
-in float8, float32 and other widths of heads.
+It computes the same as its reference, :mod:`pillion.kernels.gpu.attention.attention_kernel`, from the same record, with
+the same functions for masks, the softmax and partial results. The reference also serves other architectures, float8
+pools, float32 and other widths of heads.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _copy(
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, LOADS: tl.constexpr,
 ):
     # fmt: on
-    """Begin to copy the rows of ``tokens`` in ``slots`` into a tile."""
+    """Start asynchronous copies of the K or V rows of ``tokens``, which are in ``slots``, into a tile."""
     rows = slots.to(tl.int64) * slot_stride + offset + (tokens % BLOCK_SIZE) * HEAD_DIM
     cells = pool + (rows[:, None] + gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LOADS))[None, :])
     async_copy.async_copy_global_to_shared(tile, cells)
@@ -60,15 +60,14 @@ def _copy(
 
 # fmt: off
 @gluon.jit
-def _ask(
+def _request_tiles(
     pool, table, start, end, slots, slot_stride, offset, keys, values,
     BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BUFFERS: tl.constexpr,
     V_STEP: tl.constexpr, LOADS: tl.constexpr, FIRST: tl.constexpr,
 ):
     # fmt: on
-    """Request, in one group of copies, the keys from ``start`` on and the values of the tile before them, whose slots
-    are ``slots``. An item's FIRST tile has none before it. Nothing is requested from ``end`` on. Returns the slots of
-    the keys."""
+    """Start copies, in one group, of the key tile from ``start`` on and the value tile before it, whose slots are
+    ``slots``. With FIRST there is no tile before. Tiles from ``end`` on are not copied. Returns the keys' slots."""
     places = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, LOADS))
     tile = start // BLOCK_N
     if not FIRST:  # noqa: SIM102  (decided when the kernel is compiled)
@@ -76,7 +75,7 @@ def _ask(
             tokens = tl.minimum(start - BLOCK_N + places, end - 1)
             into = values.index((tile - 1) % BUFFERS)
             _copy(pool, slots, tokens, slot_stride, offset + V_STEP, into, BLOCK_SIZE, HEAD_DIM, LOADS)
-    # A key after the last one is replaced by that one, whose score is then masked.
+    # Keys past the end repeat the last one; their scores are masked.
     tokens = tl.minimum(start + places, end - 1)
     slots = tl.load(table + tokens // BLOCK_SIZE)
     if start < end:
@@ -93,7 +92,8 @@ def _softmax(
     RESULTS: tl.constexpr,
 ):
     # fmt: on
-    """Return the weights of keys from ``start`` on as a product's left operand, and the rows' state, ready for it."""
+    """Return the weights of a tile's keys, from ``start`` on, as the left operand of PV, the results rescaled to the
+    new maximum, and the new maximum and total."""
     tokens = start + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
     weights, top, total, shrink = _weighed(
         scores, top, total, positions, tokens, score_scale, softcap, WINDOW, SOFTCAP, MASKED
@@ -104,8 +104,8 @@ def _softmax(
 
 
 @gluon.jit
-def _landed(BUFFERS: tl.constexpr):
-    """Wait for all threads' copies of the next tile; afterwards all warps have finished the previous tile."""
+def _wait_for_tile(BUFFERS: tl.constexpr):
+    """Wait until all threads' copies of the next tile are complete, and all warps have finished the previous tile."""
     async_copy.wait_group(BUFFERS - 2)
     tl.debug_barrier()
     fence_async_shared()
@@ -121,11 +121,11 @@ def _fold(
     SCORES: tl.constexpr, RESULTS: tl.constexpr,
 ):
     # fmt: on
-    """Compute the scores of keys ``first`` .. ``behind`` - 1, each time folding the previous tile, given its
-    ``scores``, into the rows' state. ``slots``: those of the keys requested last."""
+    """Compute the scores of keys ``first`` .. ``behind`` - 1, tile by tile, and meanwhile fold the previous tile, whose
+    ``scores`` are passed, into the rows' state. ``slots``: slots of the key tile requested last."""
     for start in range(first, behind, BLOCK_N):
         tile = start // BLOCK_N
-        _landed(BUFFERS)
+        _wait_for_tile(BUFFERS)
         ahead = warpgroup_mma(query, keys.index(tile % BUFFERS).permute([1, 0]), none, use_acc=False, is_async=True)
         weights, acc, top, total = _softmax(
             acc, scores, top, total, start - BLOCK_N, positions, pool, score_scale, softcap,
@@ -133,7 +133,7 @@ def _fold(
         )  # fmt: skip
         acc = warpgroup_mma(weights, values.index((tile - 1) % BUFFERS), acc, is_async=True)
         # Registers are free here. The compiler adds a barrier, because it does not see that these are other buffers.
-        slots = _ask(
+        slots = _request_tiles(
             pool, table, start + (BUFFERS - 1) * BLOCK_N, end, slots, slot_stride, offset, keys, values,
             BLOCK_SIZE, HEAD_DIM, BLOCK_N, BUFFERS, V_STEP, LOADS, False,
         )  # fmt: skip
@@ -174,7 +174,7 @@ def _fold_all(
         acc, scores, top, total, tile * BLOCK_N, positions, pool, score_scale, softcap,
         BLOCK_N, WINDOW, SOFTCAP, True, SCORES, RESULTS,
     )  # fmt: skip
-    _landed(BUFFERS)
+    _wait_for_tile(BUFFERS)
     acc = warpgroup_mma(weights, values.index(tile % BUFFERS), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     return acc, top, total
@@ -221,18 +221,18 @@ def _attend_overlapped(
     values = gl.allocate_shared_memory(pool.dtype.element_ty, [BUFFERS, BLOCK_N, HEAD_DIM], SHARED)
     none = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, SCORES)
     columns = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LOADS))
-    mine = record + starts_at + tl.program_id(0)
-    start, stop = tl.load(mine), tl.load(mine + 1)
+    own_start = record + starts_at + tl.program_id(0)
+    start, stop = tl.load(own_start), tl.load(own_start + 1)
     wait_for_earlier(DEPENDENT)
     # Code hoisted out of this loop fills registers during those over keys.
     for at in tl.range(start, stop, _WORDS, disable_licm=True):
         table, row, rows, shift, head, begin, end, partial = _words(record, at)
         offset = layer_offset + head * (BLOCK_SIZE * HEAD_DIM)
-        # All warps must finish the previous item, whose tiles are overwritten.
+        # Wait until all warps have finished the previous item, because its tiles are overwritten.
         tl.debug_barrier()
         slots = gl.zeros([BLOCK_N], gl.int32, gl.SliceLayout(1, LOADS))
         for ahead in gl.static_range(BUFFERS - 1):
-            slots = _ask(
+            slots = _request_tiles(
                 pool, table, begin + ahead * BLOCK_N, end, slots, slot_stride, offset, keys, values,
                 BLOCK_SIZE, HEAD_DIM, BLOCK_N, BUFFERS, V_STEP, LOADS, ahead == 0,
             )  # fmt: skip
@@ -240,10 +240,10 @@ def _attend_overlapped(
         places = gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, SCORES))
         _, positions, heads = _rows_of(row, rows, shift, head, places, GROUP)
         top, total = _beginning(sinks, heads, partial < 0, SINKS)
-        _landed(BUFFERS)
+        _wait_for_tile(BUFFERS)
         first = begin // BLOCK_N % BUFFERS
         scores = warpgroup_mma(query, keys.index(first).permute([1, 0]), none, use_acc=False, is_async=True)
-        slots = _ask(
+        slots = _request_tiles(
             pool, table, begin + (BUFFERS - 1) * BLOCK_N, end, slots, slot_stride, offset, keys, values,
             BLOCK_SIZE, HEAD_DIM, BLOCK_N, BUFFERS, V_STEP, LOADS, False,
         )  # fmt: skip

@@ -24,7 +24,7 @@ from pillion.kernels.gpu.experts.expert_sums import PairResults, weighed
 from pillion.kernels.gpu.launch import FLOAT_DTYPES, arch_of, cdiv, check, check_tensor, next_power_of_2
 from pillion.kernels.gpu.tuned import tuned
 
-# Max values of a row, which a kernel holds in registers.
+# Max values per row, which must fit into a program's registers.
 MAX_COLUMNS = 16384
 # Tiles have a value for every thread at least, because in an in-place norm no two threads may read the same value.
 _MIN_TILE_COLUMNS = 32
@@ -73,7 +73,7 @@ def _rms_norm(
     # Weights are constant, so they may be read before the values are ready.
     factor = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)
     if BIAS:
-        # Read before the sums: else the compiler for sm_80 puts an address on the stack.
+        # Loaded before the sums, because the compiler for sm_80 would otherwise spill an address.
         shift = tl.load(bias + column, mask=column < columns, other=0.0)
     wait_for_earlier(DEPENDENT)
     loaded = tl.load(values + row * values_stride + column, mask=inside, other=0.0)
@@ -159,8 +159,8 @@ def rms_norm(
     centered: subtract each row's mean, as a LayerNorm. bias: float32 [columns], added at the end.
     """
     rows, columns = _check_rows("values", values)
-    check(out.shape == values.shape and out.dtype == values.dtype, "out is not like values")
-    check(out.stride(1) == 1 and out.device == values.device, "out has no contiguous rows, or is elsewhere")
+    check(out.shape == values.shape and out.dtype == values.dtype, "out differs from values in shape or type")
+    check(out.stride(1) == 1 and out.device == values.device, "rows of out are not contiguous, or on another device")
     _check_weight(weight, values, wide)
     tile = _row_tile(columns, arch_of(values.device))
     grid = (cdiv(rows, tile["ROWS"]),)
@@ -208,7 +208,7 @@ def add_rms_norm(
     if factor is not None:
         check_tensor("factor", factor, (1,), (residual.dtype, torch.float32), residual.device)
     tile = _row_tile(columns, arch_of(residual.device))
-    # The kernel does not read omitted tensors, so any pointer may be passed.
+    # Omitted tensors are not read, so any pointer will do.
     optional = (residual if tensor is None else tensor for tensor in (post_weight, weight, bias, factor, out))
     flags: dict[str, int] = {"POST": post_weight is not None, "NORM": weight is not None, "WIDE": wide}
     flags |= {"CENTERED": centered, "BIAS": bias is not None, "FACTOR": factor is not None}
