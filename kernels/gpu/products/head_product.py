@@ -4,10 +4,10 @@
     rows [T, H, K] --tiles [inputs, tokens]---dot--> sums in registers --> out [T, H, N]
     matrices [H, N, K] --tiles [outputs, inputs]--'
 
-A program computes one tile of tokens and outputs of a head. Tiles have one size, whatever the number of rows, and their
-inputs are added up in order. So it is slower than torch.bmm, which chooses another kernel for each number of rows. All
-strides but those of the inputs of rows, and of the results, are free: attention over latents stores its matrices one
-way for queries, and the other way for values.
+A program computes one tile of tokens and outputs of a head. The tile's size does not depend on the number of rows, and
+inputs are added up in order. So it is slower than torch.bmm, which chooses kernels by the number of rows. Strides are
+free except the innermost ones of rows and results, because attention over latents needs its matrices as they are for
+queries, and transposed for values.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ def _head_product(
 ):
     # fmt: on
     head = tl.program_id(1).to(tl.int64)
-    wide = tl.cdiv(outputs, BLOCK_N)
-    output = tl.program_id(0) % wide * BLOCK_N + tl.arange(0, BLOCK_N)
-    token = (tl.program_id(0) // wide * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    tiles_n = tl.cdiv(outputs, BLOCK_N)
+    output = tl.program_id(0) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = (tl.program_id(0) // tiles_n * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     column = tl.arange(0, BLOCK_K)
-    # Indices after the last output and token compute those again, and are not stored.
+    # Outputs and tokens past the end repeat the last one and are not stored.
     output_read, token_read = tl.minimum(output, outputs - 1), tl.minimum(token, tokens - 1)
     left = matrices + (head * matrix_head + output_read[:, None] * matrix_output + column[None, :] * matrix_input)
     right = rows + (head * row_head + token_read[None, :] * row_stride + column[:, None])
@@ -44,14 +44,14 @@ def _head_product(
         inside = first + column < inputs
         weights = tl.load(left + first * matrix_input, mask=inside[None, :], other=0.0)
         acc = dot(weights, tl.load(right + first, mask=inside[:, None], other=0.0), acc)
-    cells = out + (head * out_head + token[None, :] * out_stride + output[:, None])
-    tl.store(cells, acc.to(out.dtype.element_ty), mask=(output < outputs)[:, None] & (token < tokens)[None, :])
+    pointers = out + (head * out_head + token[None, :] * out_stride + output[:, None])
+    tl.store(pointers, acc.to(out.dtype.element_ty), mask=(output < outputs)[:, None] & (token < tokens)[None, :])
 
 
 def head_product(rows: torch.Tensor, matrices: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Multiply ``rows`` [T, H, K] by ``matrices`` [H, N, K] into ``out`` [T, H, N], all of one type; return it.
 
-    The values of a head are contiguous in rows and results. Raises Internal for misshapen tensors.
+    ``rows`` and ``out`` have stride 1 in their last dimension. Raises Internal for misshapen tensors.
     """
     count, heads, inputs = rows.shape
     outputs = matrices.shape[1]

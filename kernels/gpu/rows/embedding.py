@@ -1,11 +1,10 @@
 """Embedding of a step's tokens, some of which only the device knows yet.
 
-A step may be launched before the host knows the tokens that the previous step chose. Such a token is ``-1 - row`` in
-the batch: it means ``sampled[row]`` on the device, the token of row ``row`` of the previous step's samples, or token 0
-if that row chose none.
+A step may be launched before the host has the tokens that the previous step sampled. Id ``-1 - row`` stands for such a
+token: ``sampled[row]`` on the device, or token 0 if that row sampled none.
 
-A table may have the rows of some tokens only, as on one rank of a worker; rows of the others are then zeros, and the
-sum over the ranks is the embedding. With position embeddings, the rank that has a token adds that of its position.
+On a tensor-parallel rank, a table has the rows of some tokens only. Embeddings of other tokens are then zeros, and the
+sum over the ranks is the embedding. With position embeddings, the rank that has a token also adds its position's.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ def _embed(
     token = tl.load(ids + row)
     wait_for_earlier(DEPENDENT)
     if token < 0:
-        # A row without a finite logit chose -1. Its request fails when the host learns of it; until then any id will
-        # do.
+        # A row without a finite logit has sampled -1. Its request fails once the host receives that; until then any id
+        # will do.
         token = tl.maximum(tl.load(sampled + (-1 - token)), 0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < hidden
@@ -69,11 +68,11 @@ def embed(
     tokens: range | None = None,
     positions: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Write rows of ``table`` into ``out`` [T, hidden], times ``scale``.
+    """Write the embeddings of ``ids``, times ``scale``, into ``out`` [T, hidden].
 
-    positions: int32 [T], rows of a table [positions, hidden] that are added; indices are not checked.
-    ids: int32 [T], tokens or ``-1 - row`` of ``sampled``, int32 [R]; indices are not checked.
-    table: [vocab, hidden], or [len(tokens), hidden] for these tokens only; rows of others become zeros.
+    ids: int32 [T], tokens, or ``-1 - row`` for ``sampled[row]``; not checked. sampled: int32 [R].
+    table: [vocab, hidden], or [len(tokens), hidden] for ``tokens`` only; embeddings of other tokens are zeros.
+    positions: int32 [T], not checked, and a table [positions, hidden] whose rows are added. None: nothing is added.
     Raises Internal for misshapen tensors.
     """
     check_tensor("ids", ids, (None,), torch.int32)

@@ -70,8 +70,8 @@ def _gated(
     wide = gate.to(tl.float32)
     values = (_xielu(wide, above, below) if ACTIVATION == "xielu" else _activated(wide, ACTIVATION)).to(gate.dtype)
     if GATED:
-        other = up + row * up_stride + columns if APART else source + inner
-        factor = tl.load(other, mask=inside, other=0.0)
+        up_ptrs = up + row * up_stride + columns if APART else source + inner
+        factor = tl.load(up_ptrs, mask=inside, other=0.0)
         values = (values.to(tl.float32) * factor.to(tl.float32)).to(gate.dtype)
     tl.store(out + row * inner + columns, values, mask=inside)
 
@@ -84,9 +84,9 @@ def gated(
     *,
     up: torch.Tensor | None = None,
 ) -> None:
-    """Write act(gate) * up of ``gate_up`` [T, 2 * inner], gate first, into ``out`` [T, inner] of the same type. For
-    ``gate_up`` [T, inner] write act(up), or act(gate) * up with separate rows ``up`` [T, inner], which may be columns
-    of wider ones.
+    """Write act(gate) * up of ``gate_up`` [T, 2 * inner], gates first, into ``out`` [T, inner] of the same type. If
+    ``gate_up`` is [T, inner], write its activation, times ``up`` [T, inner] if that is passed. Rows of ``up`` may be
+    strided.
 
     activation: one of ACTIVATIONS. bends: xIELU's factors above and below 0.
     Raises Internal for misshapen tensors and unknown activations.
@@ -99,10 +99,10 @@ def gated(
     check(activation in ACTIVATIONS, "activation {!r} is not known", activation)
     if up is not None:
         fits = up.shape == out.shape and up.dtype == out.dtype and up.device == out.device and up.stride(1) == 1
-        check(fits and not has_gate, "other rows are {} of {}", up.shape, up.dtype)
+        check(fits and not has_gate, "up is {} of {}", up.shape, up.dtype)
     constants = _constants(activation, has_gate or up is not None, arch_of(gate_up.device), apart=up is not None)
-    parts, others = cdiv(inner, constants["BLOCK"]), gate_up if up is None else up
-    _gated[(tokens * parts,)](gate_up, others, out, inner, others.stride(0), parts, *bends, **constants)
+    parts, factors = cdiv(inner, constants["BLOCK"]), gate_up if up is None else up
+    _gated[(tokens * parts,)](gate_up, factors, out, inner, factors.stride(0), parts, *bends, **constants)
 
 
 def _constants(activation: str, has_gate: bool, arch: int, *, apart: bool = False) -> dict[str, Any]:
