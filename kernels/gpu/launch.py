@@ -14,7 +14,7 @@ import torch
 from pillion.errors import Internal
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-INTERPRETED_ARCH = 90
+# Multiprocessors of the interpreter's imaginary device.
 INTERPRETED_PROCESSORS = 4
 
 
@@ -25,9 +25,9 @@ def interpreting() -> bool:
 
 @cache
 def arch_of(device: torch.device) -> int:
-    """Return the compute capability of a CUDA device as one number, such as 90."""
+    """Return the compute capability of a CUDA device as one number, such as 90; 90 for Triton's interpreter."""
     if device.type != "cuda":
-        return INTERPRETED_ARCH
+        return 90
     major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor
 

@@ -40,8 +40,7 @@ TABLE, ROW, ROWS, SHIFT, HEAD, BEGIN, END, PARTIAL = range(8)
 # whose rows are consecutive.
 PARTS = 5
 ITEM_WORDS = 8
-# Max ratio of padded to unpadded block tables for copying them with their padding.
-PADDED_TABLES = 2
+
 # Last words of a window's record: the number of decode merges and their offset in the record, and the same for chunk
 # merges.
 COUNT_WORDS = 4
@@ -366,7 +365,8 @@ class GpuAttentionPlanner:
         blocks = -(-contexts // self._block_size)
         width = int(blocks.max(initial=0))
         used = int(blocks.sum())
-        if width * len(blocks) <= used * PADDED_TABLES:
+        # Copy the tables with their padding if that at most doubles the words.
+        if width * len(blocks) <= 2 * used:
             return [block_tables[:, :width].ravel()], np.arange(len(blocks)) * width
         named = [row[:many] for row, many in zip(block_tables, blocks.tolist(), strict=True)]
         return named, blocks.cumsum() - blocks

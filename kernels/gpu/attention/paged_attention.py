@@ -49,7 +49,6 @@ ALL_ROWS_HEAD_DIM = 128
 # Heads of this width fill all registers in a chunk's tile. With 8-bit KV, or where the softmax overlaps products, this
 # many bytes of values that the loops over keys do not use are spilled.
 WIDE_HEAD_DIM, WIDE_SPILL_BYTES = 256, 80
-HALF_BYTES = 2
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -274,8 +273,8 @@ def _attend_constants(
 
 
 def overlaps(arch: int, head_dim: int, kv: PlainOrFloat8, item_bytes: int) -> bool:
-    """Return whether the kernel whose softmax overlaps products supports these chunks."""
-    return arch == ARCH and head_dim in HEAD_DIMS and kv == "plain" and item_bytes == HALF_BYTES
+    """Return True if the kernel that overlaps softmax and products supports these chunks: of 16-bit values."""
+    return arch == ARCH and head_dim in HEAD_DIMS and kv == "plain" and item_bytes == 2
 
 
 def overlapped_constants(constants: dict[str, int]) -> dict[str, int]:

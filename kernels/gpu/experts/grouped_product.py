@@ -34,6 +34,7 @@ from pillion.kernels.gpu.experts.expert_adapters import (
     shrink_pairs,
     slots_of,
 )
+from pillion.kernels.gpu.experts.pair_sorting import TILE_WORDS
 from pillion.kernels.gpu.launch import FLOAT_DTYPES, arch_of, cdiv, check, check_tensor, processors_of
 from pillion.kernels.gpu.products.gpu_packing import BITS, PackedKind, PackedMatrix
 from pillion.kernels.gpu.products.packed_tiles import packed_part, tile_constants
@@ -45,8 +46,7 @@ from pillion.kernels.torch.quantized_matrix import CODINGS
 # Name of an activation, or alpha and limit of a clamped SwiGLU (gpt-oss).
 Activation = str | tuple[float, float]
 _CLAMPED = "clamped"
-# int32 words of a tile: its expert, the place of its first row, and its number of rows.
-TILE_WORDS = 3
+
 # Gate and up outputs alternate in blocks of 8: in a tensor-core accumulator, the thread with output n also has output
 # n + 8.
 _INTERLEAVE = tl.constexpr(8)
