@@ -129,7 +129,7 @@ RELIED_ON: list[tuple[str, str, Callable[[], Any], tuple[str, ...]]] = [
     [(library, place, find, name) for library, place, find, names in RELIED_ON for name in names],
     ids=lambda part: part if isinstance(part, str) else "",
 )
-def test_what_pillion_relies_on_is_there(library: str, place: str, find: Callable[[], Any], name: str) -> None:
+def test_library_internals_in_use_exist(library: str, place: str, find: Callable[[], Any], name: str) -> None:
     found = find()
     version = "" if library == "python" else importlib.metadata.version(library)
     pins = (ROOT / "constraints.txt").read_text().splitlines()
@@ -163,6 +163,6 @@ def private_names() -> set[str]:
     return doubtful & used - defined
 
 
-def test_no_other_private_name_is_used() -> None:
+def test_no_unlisted_private_name_is_used() -> None:
     known = {name for _, _, _, names in RELIED_ON for name in names}
     assert private_names() - known == set(), f"a public way, or a row in RELIED_ON and in lab/docs/{PAGE.name}"

@@ -97,7 +97,7 @@ def test_a_test_that_cannot_be_interrupted_ends_its_process(runs: dict[str, subp
     assert "in test_hangs" in said or "in room" in said
 
 
-def test_of_several_processes_only_that_one_ends(runs: dict[str, subprocess.Popen[str]]) -> None:
+def test_a_timeout_ends_only_its_own_xdist_worker(runs: dict[str, subprocess.Popen[str]]) -> None:
     one = runs["a test of one of several processes"]
     printed, _ = one.communicate(timeout=200)
     assert one.returncode == 1
@@ -122,7 +122,7 @@ def test_a_run_ends_at_its_limit(runs: dict[str, subprocess.Popen[str]], name: s
     assert "Timeout (0:00:0" in said
 
 
-def test_programs_hear_what_tests_send() -> None:
+def test_programs_receive_signals_that_the_parent_ignores() -> None:
     command = ["sh", "-c", 'trap "" INT TERM; exec "$@"', "sh", sys.executable, "-c", HEARD]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
     assert done.stdout == "False False\nTrue True\n"

@@ -32,11 +32,11 @@ def released() -> FileDescriptorSet:
     return FileDescriptorSet.FromString(DESCRIPTORS.read_bytes())
 
 
-def test_the_protos_keep_what_the_last_release_says() -> None:
+def test_the_protos_are_compatible_with_the_last_release() -> None:
     assert broken_promises(released(), FileDescriptorSet.FromString(descriptors(ROOT / "protos"))) == []
 
 
-def test_the_kept_descriptors_are_those_of_the_last_release(tmp_path: pathlib.Path) -> None:
+def test_the_stored_descriptors_match_the_last_release(tmp_path: pathlib.Path) -> None:
     if missing := take_out(last_release(), tmp_path):
         pytest.skip(missing)
     kept = FileDescriptorSet.FromString(descriptors(tmp_path / "protos"))
@@ -105,7 +105,7 @@ def test_a_removed_method_value_or_message_is_named() -> None:
                 assert any(one.startswith(f"pillion.v1.{service.name}.{rpc.name}(") for one in found)
 
 
-def test_a_reserved_number_is_not_taken_again() -> None:
+def test_a_reused_reserved_number_is_named() -> None:
     old, new = released(), released()
     for files in (old, new):
         (hello,) = (one for file in files.file for one in file.message_type if one.name == "Hello")

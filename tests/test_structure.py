@@ -90,7 +90,7 @@ def test_import_cycles_are_detected() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
 
 
-def test_no_import_circle() -> None:
+def test_there_is_no_import_cycle() -> None:
     """Type-only and lazy imports count: a reader meets them like any other."""
     known = modules(*PRODUCT, "lab")
     graph = {
@@ -100,7 +100,7 @@ def test_no_import_circle() -> None:
     assert circles(graph) == []
 
 
-def test_no_class_name_twice() -> None:
+def test_class_names_are_unique() -> None:
     places = defaultdict(set)
     for path in modules(*ALL).values():
         for name in facts_of(path).classes:
@@ -147,7 +147,7 @@ def sans_io() -> list[pathlib.Path]:
     ]
 
 
-def test_decisions_are_sans_io() -> None:
+def test_sans_io_modules_import_no_io() -> None:
     """What decides sees events and a clock that is handed to it (I9)."""
     wrong = []
     for path in sans_io():
@@ -156,7 +156,7 @@ def test_decisions_are_sans_io() -> None:
     assert wrong == []
 
 
-def test_what_decides_says_that_it_is_sans_io() -> None:
+def test_decision_modules_are_marked_as_sans_io() -> None:
     found = {path.stem for path in sans_io()}
     assert found >= {
         "scheduler",
@@ -205,12 +205,12 @@ def is_defined(file: str, name: str) -> bool:
 
 
 @pytest.mark.parametrize("page", NAMING_PAGES)
-def test_what_a_page_names_is_there(page: str) -> None:
+def test_names_cited_on_a_page_exist(page: str) -> None:
     assert cited(page)
     assert [f"{file} has no {name}" for file, name in cited(page) if not is_defined(file, name)] == []
 
 
-def test_a_name_that_is_not_there_is_found() -> None:
+def test_a_missing_cited_name_is_detected() -> None:
     here = "tests/test_structure.py"
     assert is_defined(here, "PRODUCT")
     assert is_defined(here, "is_defined")
@@ -237,7 +237,7 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-def test_pages_cite_headings_that_are_there() -> None:
+def test_cited_headings_exist() -> None:
     known = {page: anchors(page.read_text()) for page in all_pages()}
     missing = [
         (page.name, link, anchor)
@@ -248,7 +248,7 @@ def test_pages_cite_headings_that_are_there() -> None:
     assert missing == []
 
 
-def test_pages_cite_files_that_are_there() -> None:
+def test_cited_files_exist() -> None:
     pages = all_pages()
     known = tuple(f"{name}/" for name in (*PRODUCT, "lab", "tests", "docs", "deploy", "examples"))
     missing = []

@@ -82,7 +82,7 @@ def test_sizes() -> None:
     assert long == []
 
 
-def test_imports_point_one_way() -> None:
+def test_imports_follow_the_package_layers() -> None:
     wrong = [
         f"{name} imports {target}"
         for name, path in sources(*PACKAGES).items()
@@ -93,7 +93,7 @@ def test_imports_point_one_way() -> None:
     assert wrong == []
 
 
-def test_nobody_imports_tests() -> None:
+def test_the_lab_does_not_import_tests() -> None:
     """The laboratory shares helpers with tests through ``lab.testbed``, which knows nothing else of it."""
     barred = {"lab": r"tests\b", "lab/testbed": r"lab\.(?!testbed)"}
     wrong = [
@@ -106,7 +106,7 @@ def test_nobody_imports_tests() -> None:
     assert wrong == []
 
 
-def test_torch_stays_below_the_edge() -> None:
+def test_only_the_engine_imports_torch() -> None:
     wrong = [
         f"{name} imports {target}"
         for name, path in sources("pillion", "gateway", "kvstore").items()
@@ -116,7 +116,7 @@ def test_torch_stays_below_the_edge() -> None:
     assert wrong == []
 
 
-def test_messages_stop_at_the_wire() -> None:
+def test_only_wire_modules_import_generated_messages() -> None:
     """Only converters, servers and clients import generated modules; others import single messages."""
     at_the_wire = ("rpc", "server", "servicer", "session", "probes", "client", "client_requests", "link")
     wrong = [
@@ -129,7 +129,7 @@ def test_messages_stop_at_the_wire() -> None:
     assert wrong == [], "use pillion.wire"
 
 
-def test_what_a_docstring_lists_is_indented() -> None:
+def test_lists_in_docstrings_are_indented() -> None:
     """What follows "Args:" and the like at the same depth is no part of the list."""
     listed = re.compile(r"^( *)(?:Args|Attributes|Raises):\n(?:\1 +\S.*\n)*\1(?=[a-zA-Z])", re.MULTILINE)
     found = []
@@ -139,7 +139,7 @@ def test_what_a_docstring_lists_is_indented() -> None:
     assert found == []
 
 
-def test_nothing_forbidden() -> None:
+def test_sources_match_no_forbidden_pattern() -> None:
     texts = {name: path.read_text() for name, path in sources(*CHECKED).items() if name != "tests/test_style.py"}
     wrong = [
         f"{name}: {match.group(0)!r}: {why}"

@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def test_one_version() -> None:
+def test_all_version_numbers_agree() -> None:
     chart = yaml.safe_load((ROOT / "deploy/helm/pillion/Chart.yaml").read_text())
     assert {PROJECT["version"], chart["version"], chart["appVersion"]} == {VERSION}
     unreleased, newest, *_ = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
@@ -37,7 +37,7 @@ def test_the_workflow_runs_the_tests_on_each_python() -> None:
     assert re.search(r"^PYTHON \?=", makefile(), re.MULTILINE)
 
 
-def test_hooks_are_the_makefiles_checks() -> None:
+def test_pre_commit_hooks_run_the_makefile_checks() -> None:
     (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     called = [hook["entry"].split()[-1] for hook in local["hooks"]]
     assert called == ["lint", "style"]
@@ -49,7 +49,7 @@ def test_hooks_are_the_makefiles_checks() -> None:
 WITHOUT_FIGURE = {"load_test", "soak", "traces", "mooncake", "replays"}
 
 
-def test_each_benchmark_has_a_claim() -> None:
+def test_each_benchmark_is_on_the_measurements_page() -> None:
     """What is measured stands on the page with its command, date and machine; what does not stand there goes."""
     page = (ROOT / "lab/docs/measurements.md").read_text()
     named = set(re.findall(r"[a-z0-9_]+(?:-[a-z0-9_]+)*", " ".join(re.findall(r"`([^`]+)`", page))))
@@ -70,7 +70,7 @@ def test_each_benchmark_has_a_claim() -> None:
     assert len(rows) >= 40
 
 
-def test_the_page_of_sources_names_what_is_there() -> None:
+def test_files_and_tests_cited_in_seeds_md_exist() -> None:
     for named in re.findall(
         r"`((?:tests|engine|gateway|kvstore|kernels|lab)/[^`]+)`", (ROOT / "lab/docs/seeds.md").read_text()
     ):

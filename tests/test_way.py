@@ -22,7 +22,7 @@ def words(page: str) -> list[str]:
     return sorted(re.split(r"[\s,]+", page))
 
 
-def test_the_walkthrough_has_the_way_of_a_chat() -> None:
+def test_the_walkthrough_matches_the_trace_of_a_chat() -> None:
     with tempfile.TemporaryDirectory(prefix="pil-") as folder:
         found = asyncio.run(trace(pathlib.Path(folder)))
     for way in found:

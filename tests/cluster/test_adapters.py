@@ -95,7 +95,7 @@ def settled(cluster: ServedCluster) -> None:
     wait_for("all parts", lambda: len(cluster.components("decode")) == 2 and bool(cluster.component("prefill")))
 
 
-def test_more_adapters_than_places_beside_the_model_alone(cluster: ServedCluster, expected: Tokens) -> None:
+def test_more_adapters_than_slots_are_served_beside_the_base_model(cluster: ServedCluster, expected: Tokens) -> None:
     settled(cluster)
     tasks = [(model, byte_prompt(seed, 5 + 23 * seed)) for seed in range(6) for model in ("", *NAMES)]
     with Client(cluster.target) as client, concurrent.futures.ThreadPoolExecutor(len(tasks)) as pool:
@@ -126,7 +126,7 @@ def test_parallel_samples_and_prefix_hits_have_the_adapter(cluster: ServedCluste
             settled(cluster)
 
 
-def test_an_answer_of_a_shape_may_have_an_adapter(cluster: ServedCluster) -> None:
+def test_structured_output_works_with_an_adapter(cluster: ServedCluster) -> None:
     shape = StructuredOutputs(regex="[ab]{20}")
     with Client(cluster.target) as client:
         texts = {

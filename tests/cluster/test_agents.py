@@ -205,7 +205,7 @@ async def said(command: str, folder: pathlib.Path, environment: Mapping[str, str
 
 
 @pytest.mark.parametrize("name", AGENTS)
-async def test_an_agent_calls_its_tools_as_the_page_sets_it_up(
+async def test_an_agent_set_up_as_documented_calls_its_tools(
     place: Workplace, name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent, asked = AGENTS[name], list[Sequence[ChatMessage]]()

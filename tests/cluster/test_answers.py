@@ -22,7 +22,7 @@ def ids_of(deltas: list[Delta], index: int = 0) -> list[int]:
     return [one for delta in deltas if delta.index == index for one in delta.token_ids]
 
 
-async def test_each_answer_is_that_of_its_seed(tmp_path: pathlib.Path) -> None:
+async def test_each_answer_matches_its_seed(tmp_path: pathlib.Path) -> None:
     model = {"model": str(save_model(tmp_path / "tiny")), "dtype": "float32", "max_model_len": 512}
     with tempfile.TemporaryDirectory(prefix="pil-") as folder:
         async with running_components(pathlib.Path(folder), model=model, gateway={"chunk_size": 32}) as components:

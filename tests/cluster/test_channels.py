@@ -42,7 +42,7 @@ THINKING = {2 + ord("a") - ord("!"): 5.0, FIRST_MARK + HARMONY_MARKS.index("<|en
 STEPS_BETWEEN_LOOKS = 3
 
 
-async def test_reasoning_calls_and_shapes_in_channels(tmp_path: pathlib.Path) -> None:
+async def test_reasoning_tool_calls_and_structured_output_in_channels(tmp_path: pathlib.Path) -> None:
     tiny = save_model(tmp_path / "tiny", template=TEMPLATE, marks=HARMONY_MARKS)
     end = Tokenizer.from_file(str(tiny / "tokenizer.json")).token_to_id("<|end|>")
     begin = Tokenizer.from_file(str(tiny / "tokenizer.json")).token_to_id("<|channel|>")

@@ -107,7 +107,7 @@ async def test_the_models_default_temperature_applies_to_every_api(components: C
     await components.proven()
 
 
-async def test_models_are_listed_with_their_values(components: Components) -> None:
+async def test_models_are_listed_with_default_sampling_params(components: Components) -> None:
     async with http(components) as api:
         listed = await api.models.retrieve("tiny")
     values = {"temperature": 0.0, "top_p": 1.0, "top_k": 50, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -117,7 +117,7 @@ async def test_models_are_listed_with_their_values(components: Components) -> No
     assert info.sampling == SamplingParams(**values)
 
 
-async def test_a_flag_leaves_the_model_s_values_out(components: Components) -> None:
+async def test_flags_ignore_or_override_the_models_generation_config(components: Components) -> None:
     greedy = await text_of(components.client.chat(CHAT, max_tokens=TOKENS))
     async with components.another_gateway(generation_config="vllm") as client:
         drawn = {await text_of(client.chat(CHAT, max_tokens=TOKENS, seed=seed)) for seed in range(3)}
@@ -127,7 +127,7 @@ async def test_a_flag_leaves_the_model_s_values_out(components: Components) -> N
         assert (last.usage.completion_tokens, last.finish_reason) == (3, FinishReason.LENGTH)  # type: ignore[union-attr]
 
 
-async def test_more_tokens_than_the_context_has_left_are_as_many_as_it_has(components: Components) -> None:
+async def test_max_tokens_is_capped_to_the_remaining_context(components: Components) -> None:
     asked: dict[str, Any] = {"model": "tiny", "max_tokens": 10**6}
     extra = {"extra_body": {"ignore_eos": True}}
     async with http(components) as api:

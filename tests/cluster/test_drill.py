@@ -45,7 +45,7 @@ def pids(cluster: ServedCluster) -> dict[str, set[int]]:
     return {role: {process.pid for process in cluster.components(role)} for role in roles}
 
 
-def test_each_kind_is_struck_once_and_no_stream_is_lost(cluster: ServedCluster, tmp_path: pathlib.Path) -> None:
+def test_a_drill_kills_each_kind_once_and_loses_no_stream(cluster: ServedCluster, tmp_path: pathlib.Path) -> None:
     before, found, metrics = pids(cluster), tmp_path / "found.json", tmp_path / "drill.prom"
     (tmp_path / "contract.toml").write_text("lost_streams = 0\nfull_strength_s = 200\n")
     files = ("--contract", str(tmp_path / "contract.toml"), "--json", str(found), "--metrics-file", str(metrics))
@@ -69,7 +69,7 @@ def test_an_impossible_contract_is_broken(cluster: ServedCluster, tmp_path: path
     assert "longest_pause_ms is" in done.stderr
 
 
-def test_nothing_is_struck_without_consent(cluster: ServedCluster) -> None:
+def test_a_drill_without_consent_kills_nothing(cluster: ServedCluster) -> None:
     before = pids(cluster)
     done = drill(cluster)
     assert done.returncode == 2

@@ -140,7 +140,7 @@ def returned(cluster: ServedCluster, client: Client, component_id: str, salts: I
 @pytest.mark.long
 @needs_kernels
 @pytest.mark.parametrize("cluster", [pytest.param(RANKED, id="two processes each")], indirect=True)
-def test_paused_workers_cost_a_pause_and_come_back(
+def test_streams_move_off_paused_workers_which_rejoin_later(
     cluster: ServedCluster, client: Client, salts: Iterator[str]
 ) -> None:
     """A prefill worker amid a prompt and a decode worker amid an answer, simultaneously: others take over."""
@@ -179,7 +179,7 @@ def test_paused_workers_cost_a_pause_and_come_back(
 @pytest.mark.long
 @needs_kernels
 @pytest.mark.parametrize("cluster", [pytest.param(RANKED, id="two processes each")], indirect=True)
-def test_a_worker_that_loses_a_process_ends_with_all_and_is_started_again(
+def test_a_worker_that_loses_a_process_exits_and_is_restarted(
     cluster: ServedCluster, client: Client, salts: Iterator[str]
 ) -> None:
     """How the others end, and that none outlives the first: tests/engine/ranks/test_rank_processes.py."""
@@ -209,7 +209,7 @@ def test_a_worker_that_loses_a_process_ends_with_all_and_is_started_again(
 
 @pytest.mark.long
 @pytest.mark.parametrize("cluster", [pytest.param((), id="killed when fenced")], indirect=True)
-def test_workers_that_stay_away_are_killed_and_started_again(
+def test_workers_that_stay_paused_are_killed_and_restarted(
     cluster: ServedCluster, client: Client, salts: Iterator[str]
 ) -> None:
     before, victims = processes(cluster), {"decode-1", "prefill-0"}

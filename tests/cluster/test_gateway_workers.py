@@ -179,7 +179,7 @@ def test_both_processes_serve_both_ports(cluster: ServedCluster) -> None:
         channel.close()
 
 
-def test_status_sums_the_requests_of_both(cluster: ServedCluster) -> None:
+def test_status_sums_both_gateway_processes(cluster: ServedCluster) -> None:
     with Client(cluster.target) as client:
         before = client.status().prompt_tokens
         for _ in range(12):
@@ -310,7 +310,7 @@ def test_batches_accept_lines_of_every_api(cluster: ServedCluster) -> None:
                 assert (error["status_code"], error["body"]["error"]["param"]) == (400, "text.format.schema")
 
 
-def test_the_command_line_prints_what_fits_a_schema(cluster: ServedCluster, tmp_path: pathlib.Path) -> None:
+def test_the_cli_prints_output_that_matches_a_schema(cluster: ServedCluster, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "schema.json"
 
     def generate(schema: Any) -> subprocess.CompletedProcess[str]:
@@ -332,7 +332,7 @@ def told_loads(cluster: ServedCluster) -> list[bytes]:
         return list(client.scan_iter(redis_keys.load_key("*")))
 
 
-def test_streams_of_one_that_is_killed_go_on_at_the_other(cluster: ServedCluster) -> None:
+def test_streams_of_a_killed_gateway_process_resume_on_the_other(cluster: ServedCluster) -> None:
     """The SDK resumes them after their last tokens: answers, log probabilities and usage are those of an undisturbed
     run, also of several answers to a prompt."""
     texts, port = [f"Once {n}" for n in range(STREAMS)], int(cluster.target.rpartition(":")[2])
@@ -373,7 +373,7 @@ def test_streams_of_one_that_is_killed_go_on_at_the_other(cluster: ServedCluster
     wait_for("it to return", lambda: both_listen(cluster))
 
 
-def test_one_that_is_killed_costs_its_own_connections_only(cluster: ServedCluster) -> None:
+def test_a_killed_gateway_process_drops_only_its_own_connections(cluster: ServedCluster) -> None:
     before = gateways(cluster)
     before["gateway-0"].send_signal(signal.SIGKILL)
     wait_for("its end", lambda: not alive(before["gateway-0"]))
@@ -434,7 +434,7 @@ def test_a_batch_finishes_once_despite_kills(cluster: ServedCluster, batches: pa
             client.with_options(api_key=KEYS["bound"]).batches.retrieve(batch.id)
 
 
-def test_both_finish_their_streams_on_sigterm(cluster: ServedCluster) -> None:
+def test_both_gateway_processes_finish_their_streams_on_sigterm(cluster: ServedCluster) -> None:
     """All tokens come, over HTTP and over gRPC, and nothing is left behind."""
     body = {"model": "tiny", "prompt": "x", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
     begun = threading.Semaphore(0)

@@ -103,7 +103,7 @@ def cut_in_the_middle(net: HostNetwork, target: str, one: str, other: str, both_
     return found
 
 
-def test_hosts_behind_bad_links_answer_as_ever(folder: pathlib.Path) -> None:
+def test_answers_are_correct_over_bad_links(folder: pathlib.Path) -> None:
     model = save_model(folder / "tiny")
     adapter = make_adapter(model, folder / "red", r=4)
     shared = ("--model", str(model), "--dtype", "float32", "--max-model-len", "2048")

@@ -19,7 +19,7 @@ from tests.support.oracle import Oracle, first_difference
 PROMPTS = [tokens_of(70, 2), tokens_of(70, 2)[:40] + tokens_of(20, 3), tokens_of(33, 4), [3]]
 
 
-async def test_tokens_are_transformers_through_workers_and_from_the_cache(tmp_path: pathlib.Path) -> None:
+async def test_served_and_cached_tokens_match_transformers(tmp_path: pathlib.Path) -> None:
     folder, flags = make_model(tmp_path / "model", FAMILIES["deepseek-v3"])
     layout = kv_layout(prepare(flags), 16)
     # A token has 32 latents and 16 rotated values in each of two layers, once for all heads.

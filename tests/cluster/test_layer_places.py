@@ -21,7 +21,7 @@ PROMPTS = [tokens_of(70, 2), tokens_of(70, 2)[:40] + tokens_of(20, 3), tokens_of
 
 
 @pytest.mark.long
-async def test_tokens_are_transformers_through_workers_and_from_the_cache(tmp_path: pathlib.Path) -> None:
+async def test_served_and_cached_tokens_match_transformers(tmp_path: pathlib.Path) -> None:
     folder, flags = make_model(tmp_path / "model", FAMILIES["gemma4"])
     layout = kv_layout(prepare(flags), 16)
     # Of five layers three have keys and values of their own: two KV heads of 16, 32 and 16 values.

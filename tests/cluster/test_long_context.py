@@ -66,7 +66,7 @@ def distance(delta: Delta, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.timeout(1800)
-async def test_64k_tokens_are_transformers(tmp_path: pathlib.Path) -> None:
+async def test_64k_token_prompts_match_transformers(tmp_path: pathlib.Path) -> None:
     folder = save_model(tmp_path / "tiny", max_position_embeddings=TOKENS, rope_parameters=SCALING, seed=3, **SHAPE)
     config = json.loads((folder / "config.json").read_text())
     assert config["rope_parameters"]["rope_type"] == SCALING["rope_type"]

@@ -158,7 +158,7 @@ async def test_log_probabilities_of_a_prompt(components: Components, scores: Any
     await components.proven()
 
 
-async def test_a_prompt_is_scored_as_lm_eval_asks(components: Components, scores: Any) -> None:
+async def test_prompt_scores_of_lm_eval_requests(components: Components, scores: Any) -> None:
     async with client_of(components) as client:
         # The older form requests no token, the newer one a token that it drops.
         for tokens in (0, 1):
@@ -266,7 +266,7 @@ async def test_sampling_fields_change_the_answer(components: Components) -> None
     await components.proven()
 
 
-async def test_a_conversation_is_continued_alike_everywhere(components: Components) -> None:
+async def test_a_continued_chat_is_the_same_over_http_grpc_and_as_text(components: Components) -> None:
     """A continued chat has one prompt, and so one greedy answer, over HTTP, over gRPC and as plain text."""
     begun: Any = [*MESSAGES, {"role": "assistant", "content": "It is "}]
     asked: Any = {"temperature": 0, "max_tokens": 6}
@@ -306,7 +306,7 @@ async def test_a_conversation_is_continued_alike_everywhere(components: Componen
     await components.proven()
 
 
-async def test_error_classes(components: Components) -> None:
+async def test_errors_raise_the_matching_openai_classes(components: Components) -> None:
     async with client_of(components) as client:
         wrong: list[tuple[type[openai.APIStatusError], str | None, dict[str, Any]]] = [
             (openai.BadRequestError, "temperature", {"temperature": -1}),
@@ -329,7 +329,7 @@ async def test_error_classes(components: Components) -> None:
     await components.proven()
 
 
-async def test_leaving_frees_everything(components: Components) -> None:
+async def test_a_client_that_disconnects_frees_everything(components: Components) -> None:
     async with client_of(components) as client:
         stream = await client.chat.completions.create(
             model="tiny", messages=MESSAGES, stream=True, max_tokens=400, extra_body={"ignore_eos": True}
@@ -352,7 +352,7 @@ class Weather(pydantic.BaseModel):
     degrees: Annotated[int, pydantic.Field(ge=-99, le=99)]
 
 
-async def test_answers_of_a_given_shape(components: Components) -> None:
+async def test_structured_outputs_over_the_openai_api(components: Components) -> None:
     """The model is random, so only the grammar shapes its answers."""
     async with client_of(components) as client:
         parsed = await client.chat.completions.parse(

@@ -186,7 +186,7 @@ def clone() -> Iterator[ServedClone]:
 
 
 @pytest.mark.long
-def test_a_start_is_five_lines_and_two_commands_that_work(clone: ServedClone) -> None:
+def test_startup_prints_five_lines_and_two_working_commands(clone: ServedClone) -> None:
     *facts, curl, chat = clone.lines
     facts = [line for line in facts if not line.startswith("pillion ")]
     assert [line.partition("|")[0].strip() for line in facts] == ["model", "type", "kernels", "memory", "ready"]
@@ -203,7 +203,7 @@ PAGES_OF_CODE = [page for page in OWN_PAGES if any(b.language == "python" for b 
 
 @pytest.mark.long
 @pytest.mark.parametrize("page", PAGES_OF_CODE)
-def test_the_code_of_a_page_runs(clone: ServedClone, page: str) -> None:
+def test_documented_python_code_runs(clone: ServedClone, page: str) -> None:
     code = "\n".join(block.text for block in blocks(page) if block.language == "python")
     if "client.pem" in code and not (clone.folder / "client.pem").exists():
         if shutil.which("openssl") is None:
@@ -220,7 +220,7 @@ def test_the_code_of_a_page_runs(clone: ServedClone, page: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("page", [page for page in OWN_PAGES if any(b.language == "sh" for b in blocks(page))])
-def test_the_commands_of_a_page_run(clone: ServedClone, page: str) -> None:
+def test_documented_commands_run(clone: ServedClone, page: str) -> None:
     for block in blocks(page):
         for command in commands(block) if block.language == "sh" else ():
             words = words_of(command)
@@ -245,7 +245,7 @@ def all_commands() -> Iterator[tuple[PageBlock, str]]:
 
 
 @pytest.mark.parametrize("command", [pytest.param(c, id=f"{b.page}: {c[:50]}") for b, c in all_commands()])
-def test_every_command_and_flag_of_a_block_exists(command: str, tmp_path: pathlib.Path) -> None:
+def test_documented_commands_and_flags_exist(command: str, tmp_path: pathlib.Path) -> None:
     words = words_of(re.sub(r"\$\w+|<[^>]*>", "x", command))
     if words:
         assert words[0] in PROGRAMS or words[0] == "cd", f"an unknown program: {command}"
@@ -257,7 +257,7 @@ def test_every_command_and_flag_of_a_block_exists(command: str, tmp_path: pathli
         json_format.Parse(body, getattr(gateway_pb2, service.methods_by_name[method[2]].input_type.name)())
 
 
-def test_a_command_that_is_not_there_is_noticed() -> None:
+def test_an_unknown_documented_command_is_detected() -> None:
     for wrong in ("pillion serv", "pillion serve --no-such-flag", "pillion bench --rate x", "pillion chat --top-k x"):
         with pytest.raises(click.UsageError):
             check_command(words_of(wrong))
@@ -267,7 +267,7 @@ def test_a_command_that_is_not_there_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("page", OWN_PAGES)
-def test_no_command_hides_from_these_tests(page: str) -> None:
+def test_documented_commands_are_in_checked_blocks(page: str) -> None:
     programs = "|".join(map(re.escape, PROGRAMS))
     hidden = re.findall(rf"^ {{4,}}(?:[A-Z_]+=\S+ )*(?:{programs}) .*$", outside_blocks(page), re.MULTILINE)
     assert hidden == [], "commands stand in ```sh"
@@ -284,7 +284,7 @@ def test_no_command_hides_from_these_tests(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_code_within_sentences_names_what_exists(page: str) -> None:
+def test_inline_code_names_existing_commands_and_flags(page: str) -> None:
     known = flags_of(cli) | flags_of(simulate) | FOREIGN_FLAGS
     for code in inline_code(page):
         if code.startswith("pillion "):

@@ -13,7 +13,7 @@ import pytest
 from tests.cluster.parity import ParityCase, full_matrix, pairwise, run_cases
 
 
-def test_subset_covers_every_pair() -> None:
+def test_the_pairwise_subset_covers_every_pair() -> None:
     def pairs(cases: list[ParityCase]) -> set[object]:
         found: set[object] = set()
         for case in cases:
@@ -27,7 +27,7 @@ def test_subset_covers_every_pair() -> None:
 @pytest.mark.model
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-async def test_greedy_tokens_are_transformers() -> None:
+async def test_greedy_tokens_match_transformers() -> None:
     with tempfile.TemporaryDirectory(prefix="pil-") as folder:
         results = await run_cases(pairwise(), pathlib.Path(folder))
     assert [f"{case}: {wrong}" for case, wrong in results if wrong] == []

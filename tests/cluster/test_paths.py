@@ -80,7 +80,7 @@ def ids_of(deltas: Sequence[Delta], index: int = 0) -> list[int]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_greedy_tokens_are_transformers(path: str, folder: pathlib.Path, oracle: Oracle) -> None:
+async def test_greedy_tokens_match_transformers(path: str, folder: pathlib.Path, oracle: Oracle) -> None:
     decode, gateway = PATHS[path]
     whole = {"enable_chunked_prefill": False, "max_num_batched_prefill_tokens": 512}
     async with components_on(
@@ -104,7 +104,7 @@ async def test_greedy_tokens_are_transformers(path: str, folder: pathlib.Path, o
             await components.proven()
 
 
-async def test_seeded_tokens_do_not_depend_on_the_path(folder: pathlib.Path) -> None:
+async def test_drafts_and_preemption_do_not_change_seeded_tokens(folder: pathlib.Path) -> None:
     """Drafts, preemption and other requests do not change tokens with temperature, nucleus and penalties."""
     options = {"temperature": 0.9, "top_p": 0.95, "presence_penalty": 0.3, "repetition_penalty": 1.1, "max_tokens": 120}
     found = []
@@ -124,9 +124,7 @@ async def test_seeded_tokens_do_not_depend_on_the_path(folder: pathlib.Path) -> 
     assert all(len(tokens) == 120 for tokens in found[0])
 
 
-async def test_penalized_greedy_tokens_and_log_probabilities_are_transformers(
-    folder: pathlib.Path, oracle: Oracle
-) -> None:
+async def test_penalized_greedy_tokens_and_logprobs_match_transformers(folder: pathlib.Path, oracle: Oracle) -> None:
     async with components_on(folder, decode={"speculative_config": speculative(4)}) as components:
         for prompt in PROMPTS:
             deltas = await ask(components.client, prompt, temperature=0.0, repetition_penalty=1.3, logprobs=3)

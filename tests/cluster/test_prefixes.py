@@ -95,7 +95,7 @@ async def test_warm_computes_once_and_generates_nothing(components: Components) 
     await components.proven()
 
 
-async def test_a_pin_outlives_pressure_until_it_is_dropped(components: Components) -> None:
+async def test_a_pin_survives_memory_pressure_until_it_is_dropped(components: Components) -> None:
     client = components.client
     pin = (await client.warm_prefix(PROMPT, pin=True, name="manual", ttl_s=600)).pin
     assert pin is not None
@@ -251,7 +251,7 @@ async def test_cache_control_pins_the_prefix_before_it(components: Components) -
 
 
 @needs_kernels
-async def test_cache_control_leaves_a_state_at_the_first_request(tmp_path: pathlib.Path) -> None:
+async def test_cache_control_stores_a_state_on_the_first_request(tmp_path: pathlib.Path) -> None:
     """A model whose layers carry states goes on only from one, and none stands where nobody has parted yet."""
     folder, _ = make_model(tmp_path / "hybrid", HYBRIDS["qwen3-next"])
     model = {"model": str(folder), "dtype": "float32", "max_model_len": 512, "block_size": BLOCK}
@@ -272,7 +272,7 @@ async def test_cache_control_leaves_a_state_at_the_first_request(tmp_path: pathl
             await components.proven()
 
 
-async def test_a_cache_control_beyond_the_quota_is_no_error(components: Components) -> None:
+async def test_cache_control_beyond_the_quota_is_not_an_error(components: Components) -> None:
     prefix_pins = components.kvnode.pool.ledger.prefix_pins
     refused = prefix_pins.refused_ever
     quota = prefix_pins.max_owner_blocks

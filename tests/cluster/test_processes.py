@@ -351,7 +351,7 @@ def test_a_killed_kv_node_costs_no_kv(cluster: ServedCluster) -> None:
 
 @pytest.mark.long
 @needs_kernels
-def test_answers_over_kv_in_8_bits_are_those_of_one_process_and_survive_kills(model: str) -> None:
+def test_answers_with_8_bit_kv_match_one_process_and_survive_kills(model: str) -> None:
     """Each of several sampled answers is replayed by itself, with its own seed, and none loses or repeats a token (I6).
 
     The test has a cluster of its own, since a supervisor gives up after too many deaths in a short time. Its KV is in
@@ -489,7 +489,7 @@ def check_streams_move(
 
 
 @pytest.mark.parametrize("role", ["decode", "kvnode"])
-def test_a_new_request_waits_for_a_part_that_restarts(cluster: ServedCluster, role: str) -> None:
+def test_a_new_request_waits_for_a_restarting_component(cluster: ServedCluster, role: str) -> None:
     with Client(cluster.target) as client:
         expected = answer(client, byte_prompt(6, 90), 10)
         cluster.kill(role)
@@ -507,7 +507,7 @@ def answered_by_prefill(client: Client) -> bool:
 answered_by_prefill.calls = 0  # type: ignore[attr-defined]
 
 
-def test_emptied_redis_costs_nothing_but_hits_for_a_while(cluster: ServedCluster) -> None:
+def test_flushing_redis_only_loses_cache_hits_for_a_while(cluster: ServedCluster) -> None:
     import redis
 
     ids = byte_prompt(31, 200)

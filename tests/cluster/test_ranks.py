@@ -151,7 +151,7 @@ async def move(registry: ShownWorkers, hanging: WorkerServer) -> None:
     await hanging.stop(0.0)
 
 
-async def test_every_size_feeds_every_size(tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_prefill_and_decode_workers_of_all_sizes_share_blocks(tmp_path_factory: pytest.TempPathFactory) -> None:
     model = save_model(tmp_path_factory.mktemp("model") / "m", num_attention_heads=8, num_key_value_heads=4)
     oracle = Oracle(AutoModelForCausalLM.from_pretrained(model))
     expected, longer = oracle.greedy(PROMPT, 12), oracle.greedy(PROMPT, 200)

@@ -118,7 +118,7 @@ class Loaded:
         self.attachment.close()
 
 
-async def test_stages_write_the_blocks_of_one_process_with_adapters(tmp_path: pathlib.Path) -> None:
+async def test_stages_with_adapters_write_the_blocks_of_one_process(tmp_path: pathlib.Path) -> None:
     """And a stage that is killed ends the worker: the steps under way, and every later one."""
     model = save_model(tmp_path / "m", num_hidden_layers=4)
     with tempfile.TemporaryDirectory(prefix="pil-") as folder:

@@ -97,7 +97,7 @@ def prefilled(last: list[Delta]) -> list[int]:
         pytest.param("kimi-linear", marks=pytest.mark.long),
     ],
 )
-def test_tokens_are_transformers_and_survive_each_kill(tmp_path: pathlib.Path, name: str) -> None:
+def test_tokens_match_transformers_despite_kills(tmp_path: pathlib.Path, name: str) -> None:
     folder = make_model(tmp_path / "model", HYBRIDS[name])[0]
     adapter, flags = red(folder)
     with (
@@ -127,7 +127,7 @@ def test_tokens_are_transformers_and_survive_each_kill(tmp_path: pathlib.Path, n
 
 
 @pytest.mark.long
-def test_a_prompt_in_two_parts_leaves_and_finds_states(tmp_path: pathlib.Path) -> None:
+def test_a_split_prompt_stores_and_finds_states(tmp_path: pathlib.Path) -> None:
     """Other split policies, with kills: test_states_any.py."""
     folder = make_model(tmp_path / "model", HYBRIDS["granite-hybrid"])[0]
     adapter, flags = red(folder)
@@ -181,7 +181,7 @@ def test_draft_tokens_change_no_token(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.long
 @needs_kernels
-def test_ranks_go_on_from_states_of_stages(tmp_path: pathlib.Path) -> None:
+def test_ranks_continue_from_states_of_stages(tmp_path: pathlib.Path) -> None:
     """A prefill worker of two stages and a decode worker of two ranks, with hits, draft tokens, several answers to a
     prompt, and the death of each worker."""
     folder = make_model(tmp_path / "model", HYBRIDS["qwen3-next"])[0]

@@ -17,7 +17,7 @@ def _pairs(cases: list[StructuredCase]) -> set[object]:
     return {pair for case in cases for pair in pairs_of(astuple(case)[1:])}
 
 
-def test_subset_covers_every_pair_and_every_shape() -> None:
+def test_the_subset_covers_every_pair_and_output_constraint() -> None:
     assert _pairs(pairwise()) == _pairs(full_matrix())
     for shape in SHAPES:
         assert len({case.trouble for case in pairwise() if case.shape == shape}) > 1
@@ -26,7 +26,7 @@ def test_subset_covers_every_pair_and_every_shape() -> None:
 @pytest.mark.cluster
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_answers_keep_their_shape_under_every_trouble() -> None:
+def test_structured_answers_stay_valid_in_every_case() -> None:
     results = run_structured(pairwise())
     assert [f"{case}: {wrong}" for case, wrong in results if wrong] == []
     assert len(results) == len(pairwise())

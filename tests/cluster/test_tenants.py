@@ -105,7 +105,7 @@ async def test_two_tenants_never_share_a_block(components: Components, guarded: 
     await components.proven()
 
 
-async def test_a_group_shares_and_a_salt_narrows(components: Components, guarded: str) -> None:
+async def test_a_tenant_group_shares_blocks_and_a_salt_separates_them(components: Components, guarded: str) -> None:
     async with AsyncClient(guarded, api_key=KEYS["left"]) as left, AsyncClient(guarded, api_key=KEYS["right"]) as right:
         await until("the gateway that is left to know the model", left.models)
         assert await cached(left) == 0
@@ -136,7 +136,7 @@ def told_by_workers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     return told
 
 
-async def test_a_lone_request_waits_for_no_answer_of_a_flood(
+async def test_a_lone_request_does_not_wait_for_answers_of_a_flood(
     components: Components, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Answers are counted: there are two places, slots for eighteen, and twenty-four answers of the flood before it."""

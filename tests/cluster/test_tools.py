@@ -126,7 +126,7 @@ async def test_the_clients_and_the_offline_llm_agree(components: Components, tin
     await components.proven()
 
 
-async def test_the_other_apis_carry_the_call(components: Components) -> None:
+async def test_the_other_apis_return_the_tool_call(components: Components) -> None:
     address = f"http://{components.gateway.http_address}"
     to_message: Any = {"model": "tiny", "max_tokens": 300, "messages": ASKED["messages"]}
     tool: Any = {"name": "Forecast", "input_schema": SCHEMA, "strict": True}
@@ -175,7 +175,7 @@ async def test_reasoning_comes_before_the_call(components: Components, tiny: pat
     await components.proven()
 
 
-async def test_the_code_of_the_page_runs(components: Components) -> None:
+async def test_the_code_in_the_tools_documentation_runs(components: Components) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tools.md").read_text(), re.DOTALL)
     for said, here in (("http://127.0.0.1:8000/v1", url_of(components)), ('model="demo"', 'model="tiny"')):
         assert said in code
@@ -190,7 +190,7 @@ async def test_the_code_of_the_page_runs(components: Components) -> None:
 
 @pytest.mark.long
 @pytest.mark.skipif(not CLIENTS.is_dir(), reason="`make setup-clients` makes the environment of these clients")
-async def test_langchain_reads_the_calls(components: Components) -> None:
+async def test_langchain_parses_the_tool_calls(components: Components) -> None:
     """Other clients call tools in test_agents.py."""
     path = ROOT / "tests" / "clients" / "langchain_calls.py"
     process = await asyncio.create_subprocess_exec(

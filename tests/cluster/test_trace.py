@@ -35,7 +35,7 @@ def by_name(spans: list[ReadableSpan], name: str) -> list[ReadableSpan]:
     return sorted((span for span in spans if span.name == name), key=lambda span: span.start_time or 0)
 
 
-async def test_one_connected_trace(exporter: InMemorySpanExporter, tmp_path: pathlib.Path) -> None:
+async def test_spans_of_all_processes_form_one_trace(exporter: InMemorySpanExporter, tmp_path: pathlib.Path) -> None:
     model = {"model": str(save_model(tmp_path / "tiny")), "dtype": "float32", "max_model_len": 1024}
     with tempfile.TemporaryDirectory(prefix="pil-") as folder:
         async with running_components(pathlib.Path(folder), model=model, gateway={"chunk_size": 32}) as components:

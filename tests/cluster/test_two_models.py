@@ -87,7 +87,7 @@ def test_each_name_reaches_its_own_model(two: TwoModels) -> None:
             assert (reply["model"], reply["choices"][0]["text"]) == (name, "".join(one.text for one in deltas))
 
 
-def test_a_namespace_keeps_their_blocks_apart(two: TwoModels) -> None:
+def test_models_do_not_share_blocks(two: TwoModels) -> None:
     """The same tokens under the same salt are two chains: a model never finds the other one's blocks."""
 
     def cached(client: Client, name: str) -> int:
@@ -104,7 +104,7 @@ def test_a_namespace_keeps_their_blocks_apart(two: TwoModels) -> None:
     assert [two.running.node_status(node).fetched_blocks for node in NODES.values()] == [0, 0]
 
 
-def test_a_model_that_no_flag_names(two: TwoModels) -> None:
+def test_an_unknown_model_is_not_found(two: TwoModels) -> None:
     body = {"model": "gamma", "prompt": "x", "max_tokens": 1}
     refused = [two.ask("/v1/completions", body), two.ask("/v1/models/gamma")]
     for reply in refused:

@@ -57,7 +57,7 @@ def all_idle(cluster: Hosts, *nodes: str) -> None:
 @pytest.mark.long
 @pytest.mark.cluster
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_blocks_move_and_answers_stay(folder: pathlib.Path, transport: str) -> None:
+def test_moving_blocks_between_nodes_does_not_change_answers(folder: pathlib.Path, transport: str) -> None:
     # A block has half a MiB, as in small models.
     shape = {"hidden_size": 256, "num_hidden_layers": 8, "num_key_value_heads": 8, "head_dim": 64}
     model = str(save_model(folder / "tiny", num_attention_heads=8, **shape))
@@ -126,7 +126,7 @@ def check_a_node_killed_in_mid_transfer(cluster: Hosts, target: str, board: Faul
 
 @pytest.mark.long
 @pytest.mark.cluster
-def test_second_turns_hit_where_a_drained_node_has_handed_over(folder: pathlib.Path) -> None:
+def test_second_turns_hit_blocks_handed_over_by_a_drained_node(folder: pathlib.Path) -> None:
     model = str(save_model(folder / "tiny"))
     flags = ("--kv-pool-bytes", "64MiB")
     leaving = ("--hand-over-timeout-s", "60")

@@ -56,7 +56,7 @@ async def components(browser: Browser, tmp_path_factory: pytest.TempPathFactory)
             yield running
 
 
-async def test_chat_by_keyboard_alone(browser: Browser, components: Components) -> None:
+async def test_chat_works_by_keyboard_only(browser: Browser, components: Components) -> None:
     """A wrong key is refused in words; the answer is the API's, and every token of its prompt is accounted for."""
     address = components.gateway.http_address
     async with seen_page(browser, address) as seen:
@@ -161,7 +161,7 @@ async def test_operators_see_the_cluster(browser: Browser, components: Component
         assert await page.get_by_role("button", name="Pause").get_attribute("aria-pressed") == "false"
 
 
-async def test_a_worker_whose_record_expires_stays(browser: Browser, components: Components) -> None:
+async def test_a_worker_with_an_expired_record_stays_listed(browser: Browser, components: Components) -> None:
     """It goes from the workers to those that a KV node alone knows, where nobody tells its load, and back."""
     expired = {"role": "", "node_id": "kv-0", "state": "fenced", "steps": None}
 
@@ -213,7 +213,7 @@ async def test_stop_and_send_are_side_by_side_on_a_phone(browser: Browser, optio
         assert stop["height"] == send["height"]
 
 
-async def test_the_time_of_a_recorded_request_is_drawn(browser: Browser, tmp_path: pathlib.Path) -> None:
+async def test_the_timeline_of_a_recorded_request_is_drawn(browser: Browser, tmp_path: pathlib.Path) -> None:
     async with (
         running_fake_cluster(ui=True, record_path=str(tmp_path), record_share=1.0) as fakes,
         seen_page(browser, fakes.gateway.http_address, **NARROW) as seen,
@@ -239,7 +239,7 @@ async def test_the_time_of_a_recorded_request_is_drawn(browser: Browser, tmp_pat
 
 
 @pytest.mark.long
-async def test_narrow_dark_and_still(browser: Browser, components: Components) -> None:
+async def test_the_page_adapts_to_narrow_dark_and_reduced_motion(browser: Browser, components: Components) -> None:
     """320 pixels are also what 400 % zoom leaves of 1,280 (WCAG 1.4.10)."""
     options = {**NARROW, "color_scheme": "dark", "reduced_motion": "reduce"}
     async with seen_page(browser, components.gateway.http_address, **options) as seen:
@@ -406,7 +406,7 @@ async def test_nothing_in_an_answer_runs_or_loads(browser: Browser) -> None:
             await page.locator(".answer").nth(1).wait_for()
 
 
-async def test_copy_retry_and_edit(browser: Browser) -> None:
+async def test_answers_can_be_copied_and_retried_and_questions_edited(browser: Browser) -> None:
     async with running_fake_cluster(ui=True) as fakes, seen_page(browser, fakes.gateway.http_address) as seen:
         page, address = seen.page, fakes.gateway.http_address
         await page.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=f"http://{address}")
@@ -604,7 +604,7 @@ async def test_connected_is_shown_only_while_the_gateway_responds(browser: Brows
         await words.get_by_text("Connected", exact=True).wait_for()
 
 
-async def test_a_chat_that_is_left_does_not_come_back(browser: Browser, tmp_path: pathlib.Path) -> None:
+async def test_an_abandoned_answer_does_not_appear_in_a_later_chat(browser: Browser, tmp_path: pathlib.Path) -> None:
     """Remains of an answer are in no later chat, which may be under another key."""
     keys = "".join(f'[[key]]\ntenant = "{name}"\nhash = "{hash_of(key)}"\n' for name, key in KEYS.items())
     (tmp_path / "keys.toml").write_text("[tenant.ops]\n[tenant.acme]\n" + keys)

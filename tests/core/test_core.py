@@ -60,7 +60,7 @@ def post(port: int, path: str, **body: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("length", [1, 40, 300], ids=["one token", "one chunk", "several chunks"])
-def test_answers_are_those_of_transformers(cluster: ServedCluster, folder: pathlib.Path, length: int) -> None:
+def test_answers_match_transformers(cluster: ServedCluster, folder: pathlib.Path, length: int) -> None:
     ids = byte_prompt(7, length)
     oracle = Oracle(AutoModelForCausalLM.from_pretrained(folder, dtype="float32"))
     with Client(cluster.target) as client:
@@ -68,7 +68,7 @@ def test_answers_are_those_of_transformers(cluster: ServedCluster, folder: pathl
     assert first_difference(oracle.greedy(ids, TOKENS), got, TIE) == ""
 
 
-def test_both_apis_say_the_same(cluster: ServedCluster, port: int) -> None:
+def test_both_apis_return_the_same_text(cluster: ServedCluster, port: int) -> None:
     messages = [{"role": "user", "content": "What is a pillion?"}]
     with Client(cluster.target) as client:
         said = client.chat(messages, temperature=0.0, max_tokens=TOKENS)

@@ -58,7 +58,7 @@ async def test_a_stream_returns_the_models_answer() -> None:
         await workers.quiet()
 
 
-async def test_the_worker_says_when_it_holds_the_ticket() -> None:
+async def test_an_empty_delta_confirms_the_adopted_ticket() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         workers.decode_backend.gate.clear()
         ticket = await workers.ticket(prompt(1, 9))
@@ -73,7 +73,7 @@ async def test_the_worker_says_when_it_holds_the_ticket() -> None:
 
 
 @pytest.mark.parametrize("defect", [RuntimeError("a defect"), asyncio.CancelledError()], ids=["error", "stray cancel"])
-async def test_a_defect_after_an_adopted_ticket_releases_it(
+async def test_an_exception_after_adopting_a_ticket_releases_it(
     monkeypatch: pytest.MonkeyPatch, defect: BaseException
 ) -> None:
     prompt = list(range(21))
@@ -99,7 +99,7 @@ async def test_a_defect_after_an_adopted_ticket_releases_it(
             await workers.quiet()
 
 
-async def test_a_defect_amid_an_answer_ends_its_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_exception_during_an_answer_ends_only_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later ones in the same outcome, and its own reader, would wait forever."""
     write = stream_session.finish_to_pb
 
@@ -149,7 +149,7 @@ async def test_many_streams_over_two_connections_share_steps() -> None:
         await workers.quiet()
 
 
-async def test_a_pool_too_small_for_all_preempts_and_says_the_same() -> None:
+async def test_preemption_in_a_small_pool_does_not_change_answers() -> None:
     async with running_workers(slots=40, decode={"max_num_seqs": 8}) as workers, connected(workers) as connection:
 
         async def one(key: int) -> Answer:
@@ -176,9 +176,7 @@ async def test_a_pool_too_small_for_all_preempts_and_says_the_same() -> None:
 
 @pytest.mark.parametrize("backend", [FakeBackend, AheadBackend])
 @pytest.mark.parametrize("draft_tokens", [0, 4])
-async def test_logits_that_are_no_numbers_fail_their_stream_alone(
-    backend: type[FakeBackend], draft_tokens: int
-) -> None:
+async def test_nan_logits_fail_only_their_stream(backend: type[FakeBackend], draft_tokens: int) -> None:
     """Also if the failed token is in flight already, or follows an accepted draft token."""
     flags = {"speculative_config": speculative(draft_tokens)}
     async with running_workers(backend=backend, decode=flags) as workers, connected(workers) as connection:
@@ -222,7 +220,7 @@ async def test_drafted_tokens_change_no_answer() -> None:
 
 
 @pytest.mark.parametrize("backend", [FakeBackend, AheadBackend])
-async def test_another_tenants_stream_waits_for_no_answer_of_a_flood(backend: type[FakeBackend]) -> None:
+async def test_another_tenants_stream_does_not_wait_for_a_flood(backend: type[FakeBackend]) -> None:
     """The flood has all slots and a queue. The other one comes last and ends first; all answers are complete."""
     flags, texts = {"max_num_seqs": 2}, [prompt(seed, 9) for seed in range(6)]
     async with running_workers(slots=1024, backend=backend, decode=flags) as workers, connected(workers) as connection:
@@ -326,7 +324,7 @@ async def refusal(connection: Connection, key: int, ticket: OpenTicketReply, tok
     return answer.last.error.code
 
 
-async def test_tickets_that_do_not_fit_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tickets_that_do_not_match_the_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_workers() as workers, connected(workers) as connection:
         tokens = prompt(1, 30)
         await over(await start(workers, connection, 1, tokens))
@@ -349,7 +347,7 @@ async def test_tickets_that_do_not_fit_the_tokens(monkeypatch: pytest.MonkeyPatc
         await workers.quiet()
 
 
-async def test_time_out_and_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_queued_streams_time_out_and_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.decode_service.assemble.MAX_WAITING_SEQS", 1)
     async with running_workers(decode={"max_num_seqs": 1}) as workers, connected(workers) as connection:
         workers.decode_backend.gate.clear()
@@ -369,7 +367,7 @@ async def test_time_out_and_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
         await workers.quiet()
 
 
-async def test_a_failing_step_fails_its_streams_and_the_loop_lives_on() -> None:
+async def test_a_failed_step_fails_its_streams_and_the_loop_continues() -> None:
     def fail(batch: StepBatch) -> None:
         workers.decode_backend.before_step = lambda batch: None
         raise RuntimeError("the arithmetic broke")
@@ -404,7 +402,7 @@ async def test_a_key_in_use_ends_the_connection() -> None:
         await workers.quiet()
 
 
-async def test_a_stream_that_begins_says_so_before_its_step_has_ended() -> None:
+async def test_a_stream_reports_its_start_before_its_step_ends() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         tokens = prompt(1, 20)
         ticket = await workers.ticket(tokens)

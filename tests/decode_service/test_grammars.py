@@ -58,7 +58,7 @@ async def begin(
     return answer
 
 
-async def test_answers_are_the_oracles_and_valid(folder: str) -> None:
+async def test_grammar_answers_match_the_oracle_and_the_schema(folder: str) -> None:
     oracle = GrammarOracle(folder)
     async with running_workers(tokenizer=folder) as workers, connected(workers) as connection:
         prompts = [prompt(seed, 9 + seed) for seed in range(6)]
@@ -71,7 +71,7 @@ async def test_answers_are_the_oracles_and_valid(folder: str) -> None:
         await workers.quiet()
 
 
-async def test_a_replayed_answer_goes_on_as_it_began(folder: str) -> None:
+async def test_a_replayed_answer_continues_its_grammar(folder: str) -> None:
     """From each of its tokens on, also within a forced run; a complete one ends at once."""
     async with running_workers(tokenizer=folder) as workers, connected(workers) as connection:
         whole = await begin(workers, connection, 1, prompt(1, 9), 200)
@@ -101,7 +101,7 @@ async def test_max_tokens_cuts_an_answer(folder: str) -> None:
         await workers.quiet()
 
 
-async def test_each_further_answer_follows_the_grammar_from_its_begin(folder: str) -> None:
+async def test_each_parallel_sample_follows_the_grammar_from_its_start(folder: str) -> None:
     oracle = GrammarOracle(folder)
     async with running_workers(tokenizer=folder) as workers, connected(workers) as connection:
         ticket = await workers.ticket(prompt(2, 10))
@@ -136,7 +136,7 @@ async def test_a_grammar_that_does_not_compile_fails_its_request(folder: str, gr
         await workers.quiet()
 
 
-async def test_tokens_that_the_grammar_refuses_fail_their_request(folder: str) -> None:
+async def test_tokens_rejected_by_the_grammar_fail_their_request(folder: str) -> None:
     async with running_workers(tokenizer=folder) as workers, connected(workers) as connection:
         answer = await begin(workers, connection, 1, [*prompt(1, 9), 5, 6], 40, prompt_tokens=9)
         assert answer.last is not None
@@ -146,7 +146,7 @@ async def test_tokens_that_the_grammar_refuses_fail_their_request(folder: str) -
         await workers.quiet()
 
 
-async def test_a_limit_that_is_met_in_an_answer_fails_it(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reaching_a_grammar_limit_fails_the_answer(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not end as if complete, nor does a later answer."""
     text = "start: %json " + json.dumps({"type": "string", "minLength": 900, "maxLength": 1000})
     monkeypatch.setitem(PARSER_LIMITS, "max_lexer_states", 400)

@@ -48,7 +48,7 @@ async def end_of(answer: Answer) -> int:
     return answer.last.error.code if answer.last.error else 0
 
 
-async def test_the_nodes_notice_is_the_hand_off() -> None:
+async def test_a_stream_starts_when_the_node_reports_its_chain() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         answer, ticket = await awaiting(workers, connection)
         assert connection.batches == 0
@@ -62,7 +62,7 @@ async def test_the_nodes_notice_is_the_hand_off() -> None:
         await workers.quiet()
 
 
-async def test_a_chain_that_is_there_already_is_not_waited_for() -> None:
+async def test_a_stream_does_not_wait_for_a_complete_chain() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         ticket = await workers.ticket(TOKENS)
         await run_prefill(workers, ticket)
@@ -86,7 +86,7 @@ async def test_a_cancelled_stream_stops_waiting(how: str) -> None:
         await workers.quiet()
 
 
-async def test_a_cancel_right_behind_the_submit_leaves_nobody_waiting() -> None:
+async def test_a_cancel_right_after_the_submit_leaves_no_chain_wait() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         ticket = await workers.ticket(TOKENS)
         for key in range(20):
@@ -97,7 +97,7 @@ async def test_a_cancel_right_behind_the_submit_leaves_nobody_waiting() -> None:
         assert workers.kvnode.pool.chain_waits == 0
 
 
-async def test_a_chain_that_stands_still_is_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stalled_chain_ends_the_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tickets, "CHAIN_STALL_TIMEOUT_S", 0.1)
     async with running_workers() as workers, connected(workers) as connection:
         answer, ticket = await awaiting(workers, connection)
@@ -106,7 +106,7 @@ async def test_a_chain_that_stands_still_is_planned_again(monkeypatch: pytest.Mo
         await workers.quiet()
 
 
-async def test_a_stream_takes_its_place_when_its_chain_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_is_queued_once_its_chain_is_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.decode_service.assemble.MAX_WAITING_SEQS", 0)
     async with (
         running_workers(decode={"max_num_seqs": 1}) as workers,
@@ -127,7 +127,7 @@ async def test_a_stream_takes_its_place_when_its_chain_is_there(monkeypatch: pyt
         await workers.quiet()
 
 
-async def test_waits_are_bounded_and_end_with_their_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_chain_waits_are_limited_and_end_with_their_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "MAX_CHAIN_WAITS", 1)
     async with running_workers() as workers, connected(workers) as connection:
         _, first = await awaiting(workers, connection)

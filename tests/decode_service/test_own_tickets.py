@@ -82,7 +82,7 @@ async def test_a_ticket_is_opened_and_adopted_in_one_call() -> None:
         await workers.quiet()
 
 
-async def test_with_less_than_was_expected_nothing_is_held() -> None:
+async def test_a_shorter_hit_than_expected_allocates_nothing() -> None:
     """No block is evicted for slots that the stream does not use."""
     async with running_workers(slots=SLOTS) as workers, connected(workers) as connection:
         assert await end_of(await alone(connection, 1)) == 0
@@ -97,7 +97,7 @@ async def test_with_less_than_was_expected_nothing_is_held() -> None:
         await workers.quiet()
 
 
-async def test_a_stream_waits_for_memory_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_reports_that_it_waits_for_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_epoch, "QUEUE_HEARTBEAT_MS", 20)
     async with running_workers(slots=SLOTS) as workers, connected(workers) as connection:
         full = await fill(workers)
@@ -111,7 +111,7 @@ async def test_a_stream_waits_for_memory_and_says_so(monkeypatch: pytest.MonkeyP
         await workers.quiet()
 
 
-async def test_a_tenant_that_holds_nothing_waits_for_no_other_ones_line() -> None:
+async def test_a_tenant_without_memory_does_not_queue_behind_another() -> None:
     """The stream of the tenant that holds memory came first, and gets memory last."""
     flood, lone = common_pb2.Flow(key=b"flood"), common_pb2.Flow(key=b"lone", weight=0.5)
     half = (SLOTS // 2 - 1) * BLOCK
@@ -153,7 +153,7 @@ async def test_a_cancelled_stream_leaves_the_queue(how: str) -> None:
         await until("no ticket in use", lambda: not worker.epoch.tickets._in_use)
 
 
-async def test_a_cancel_right_behind_the_submit_holds_nothing() -> None:
+async def test_a_cancel_right_after_the_submit_leaks_nothing() -> None:
     async with running_workers(slots=SLOTS) as workers, connected(workers) as connection:
         for key in range(20):
             await alone(connection, key + 1, prompt(key, 40))
@@ -191,7 +191,7 @@ async def test_a_failed_wait_for_memory_is_reported(monkeypatch: pytest.MonkeyPa
         await workers.quiet()
 
 
-async def test_a_stream_takes_its_place_when_it_has_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_is_queued_once_its_memory_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.decode_service.assemble.MAX_WAITING_SEQS", 0)
     async with running_workers(slots=SLOTS, decode={"max_num_seqs": 1}) as workers, connected(workers) as connection:
         full = await fill(workers)
@@ -204,7 +204,7 @@ async def test_a_stream_takes_its_place_when_it_has_its_memory(monkeypatch: pyte
         await workers.quiet()
 
 
-async def test_a_stream_without_a_place_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_beyond_the_queue_limit_allocates_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its slots could be those of blocks still in use."""
     monkeypatch.setattr("pillion.decode_service.assemble.MAX_WAITING_SEQS", 0)
     async with (
@@ -222,7 +222,7 @@ async def test_a_stream_without_a_place_takes_no_memory(monkeypatch: pytest.Monk
         await workers.quiet()
 
 
-async def test_an_opening_whose_outcome_is_unknown_ends_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_ticket_request_with_unknown_outcome_ends_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slots of a granted ticket are recovered even if its call is cancelled and its release unanswered."""
     async with running_workers(slots=SLOTS) as workers, connected(workers) as connection:
         worker = workers.decode.worker
@@ -253,7 +253,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("how", BAD)
-async def test_what_makes_no_sense_is_refused(how: str) -> None:
+async def test_contradictory_submits_are_refused(how: str) -> None:
     async with running_workers() as workers, connected(workers) as connection:
         assert await end_of(await alone(connection, 1, **BAD[how])) == INVALID  # type: ignore[arg-type]
         assert not workers.decode.worker.failed

@@ -60,7 +60,7 @@ async def test_each_answer_equals_a_single_request_with_its_seed() -> None:
         await workers.quiet()
 
 
-async def test_answers_to_a_prompt_whose_logits_are_no_numbers_fail_together() -> None:
+async def test_nan_logits_of_a_prompt_fail_all_its_samples() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         workers.decode_backend.broken = PROMPT[-1]
         first, *_ = await ask(workers, connection, [Sibling(key=5, seed=12), Sibling(key=6, seed=13)])
@@ -84,7 +84,7 @@ async def test_each_token_comes_with_its_log_probability() -> None:
         await workers.quiet()
 
 
-async def test_a_submit_that_fails_speaks_for_its_parallel_samples() -> None:
+async def test_a_failed_submit_also_stands_for_its_parallel_samples() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         connection.answers[5] = Answer()
         ticket = await workers.ticket(PROMPT)
@@ -99,7 +99,7 @@ async def test_a_submit_that_fails_speaks_for_its_parallel_samples() -> None:
 
 
 @pytest.mark.parametrize("before_the_first_token", [True, False])
-async def test_a_cancelled_parallel_sample_leaves_the_others_alone(before_the_first_token: bool) -> None:
+async def test_a_cancelled_parallel_sample_does_not_affect_the_others(before_the_first_token: bool) -> None:
     async with running_workers() as workers, connected(workers) as connection:
         if before_the_first_token:
             workers.decode_backend.gate.clear()
@@ -144,7 +144,7 @@ async def test_parallel_samples_in_a_pool_too_small_for_all() -> None:
         await workers.quiet()
 
 
-async def test_an_answer_that_has_begun_starts_no_parallel_sample() -> None:
+async def test_parallel_samples_of_a_resumed_answer_are_refused() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         ticket = await workers.ticket(PROMPT)
         first = await connection.submit(
@@ -159,7 +159,7 @@ async def test_an_answer_that_has_begun_starts_no_parallel_sample() -> None:
         await workers.quiet()
 
 
-async def test_a_stream_ends_where_the_pool_does() -> None:
+async def test_a_stream_ends_when_it_fills_the_pool() -> None:
     async with running_workers(slots=10) as workers, connected(workers) as connection:
         greedily = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, seed=1)
         (answer,) = await ask(workers, connection, [], max_tokens=500, sampling=greedily)
@@ -182,7 +182,7 @@ async def test_a_prompt_larger_than_the_pool_is_refused_for_good() -> None:
         await workers.quiet()
 
 
-async def test_a_worker_that_dies_tells_every_stream() -> None:
+async def test_a_failed_worker_ends_every_stream_with_an_error() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         workers.decode_backend.gate.clear()
         tickets = [await workers.ticket(PROMPT), await workers.ticket(PROMPT)]
@@ -195,7 +195,7 @@ async def test_a_worker_that_dies_tells_every_stream() -> None:
         await workers.release(*tickets)
 
 
-async def test_streams_are_bounded_with_their_parallel_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_parallel_samples_count_towards_the_stream_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.decode_service.assemble.MAX_WAITING_SEQS", 4)
     async with running_workers(decode={"max_num_seqs": 4}) as workers, connected(workers) as connection:
         workers.decode_backend.gate.clear()
@@ -215,7 +215,7 @@ async def test_streams_are_bounded_with_their_parallel_samples(monkeypatch: pyte
         await workers.quiet()
 
 
-async def test_a_cancel_right_after_the_order_to_resume_opens_no_ticket(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancel_right_after_a_resume_opens_no_ticket(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_workers() as workers:
         worker, asked = workers.decode.worker, []
 

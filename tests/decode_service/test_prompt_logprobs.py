@@ -79,7 +79,7 @@ async def test_every_token_of_the_prompt_is_scored_once(backend: type[FakeBacken
         await workers.quiet()
 
 
-async def test_a_cached_prefix_of_a_scored_prompt_is_refused_and_harms_nobody() -> None:
+async def test_a_scored_prompt_with_a_cached_prefix_is_refused() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         await score(workers, connection, 1)
         refused = await score(workers, connection, 2, hits=True)
@@ -91,13 +91,13 @@ async def test_a_cached_prefix_of_a_scored_prompt_is_refused_and_harms_nobody() 
         await workers.quiet()
 
 
-async def test_an_attempt_scores_what_the_gateway_lacks() -> None:
+async def test_a_retry_scores_only_the_missing_tokens() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         check((await score(workers, connection, 1, scored_tokens=13)).prompt_logprobs, expected(PROMPT)[13:])
         await workers.quiet()
 
 
-async def test_a_prompt_alone_is_scored_without_a_token() -> None:
+async def test_a_prompt_is_scored_without_generating_a_token() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         answer = await score(workers, connection, 1, max_tokens=0, siblings=(Sibling(key=5, seed=1),))
         check(answer.prompt_logprobs, expected(PROMPT))
@@ -132,7 +132,7 @@ async def test_scored_rows_of_a_step_are_bounded(monkeypatch: pytest.MonkeyPatch
         await workers.quiet()
 
 
-async def test_a_scored_prompt_whose_logits_are_no_numbers_fails_alone() -> None:
+async def test_nan_logits_fail_only_their_scored_prompt() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         workers.decode_backend.broken = PROMPT[20]
         answer = await score(workers, connection, 1, max_tokens=0)

@@ -47,7 +47,7 @@ def fields_of(flow: bytes = b"", **options: Any) -> list[str]:
         {"logit_bias": {0: 100.0, 96: -100.0}, "min_tokens": 5, "logprobs": 20, "n": 128, "best_of": 128},
     ],
 )
-def test_good(options: dict[str, Any]) -> None:
+def test_valid_sampling_options_are_accepted(options: dict[str, Any]) -> None:
     assert fields_of(**options) == []
 
 
@@ -72,11 +72,11 @@ def test_good(options: dict[str, Any]) -> None:
     ],
     ids=repr,
 )
-def test_bad(options: dict[str, Any]) -> None:
+def test_invalid_sampling_options_are_named(options: dict[str, Any]) -> None:
     assert fields_of(**options) == [f"sampling.{name}" for name in options]
 
 
-def test_bias_of_what_is_no_token() -> None:
+def test_invalid_logit_bias_entries_are_named() -> None:
     assert sorted(fields_of(logit_bias={97: 1.0, -1: 1.0, 3: math.nan})) == [
         "sampling.logit_bias[-1]",
         "sampling.logit_bias[3]",
@@ -84,11 +84,11 @@ def test_bias_of_what_is_no_token() -> None:
     ]
 
 
-def test_the_key_of_a_flow_is_bounded() -> None:
+def test_the_length_of_a_flow_key_is_limited() -> None:
     assert fields_of(flow=b"x" * 32) == []
     assert fields_of(flow=b"x" * 33) == ["flow.key"]
 
 
-def test_what_must_be_resolved() -> None:
+def test_unresolved_sampling_options_are_refused() -> None:
     for name in ("temperature", "top_p", "top_k", "seed"):
         assert fields_of(**{name: None}) == ["sampling"]

@@ -14,7 +14,7 @@ from tests.support.text_streams import PROMPT, VectorBackend, ask, read, vector_
 from tests.support.workers import GREEDY, connected, running_workers, submit_of
 
 
-async def test_a_text_in_chunks_and_one_that_is_cached_have_their_vector() -> None:
+async def test_vectors_of_chunked_and_cached_texts() -> None:
     async with (
         running_workers(decode={"max_num_batched_tokens": 16, "max_num_seqs": 4}, backend=VectorBackend) as workers,
         connected(workers) as connection,
@@ -56,7 +56,7 @@ async def test_the_mean_of_some_rows_whole_and_in_chunks(rows: tuple[int, int]) 
     assert len(bits) == 1
 
 
-async def test_texts_beside_streams_in_one_step_have_their_own_vectors() -> None:
+async def test_texts_share_steps_with_streams_and_get_their_own_vectors() -> None:
     async with running_workers(backend=VectorBackend) as workers, connected(workers) as connection:
         texts = [PROMPT[:count] for count in (5, 9, 12)]
         streams = [await connection.submit(submit_of(1, await workers.ticket(PROMPT), PROMPT, max_tokens=6))]
@@ -72,7 +72,7 @@ async def test_texts_beside_streams_in_one_step_have_their_own_vectors() -> None
         assert streams[0].last.vector == b""
 
 
-async def test_a_vector_that_is_no_number_fails_its_text_alone() -> None:
+async def test_a_nan_vector_fails_only_its_text() -> None:
     class NoNumber(VectorBackend):
         broken_at = 8
 
@@ -93,7 +93,7 @@ class LogitBackend(VectorBackend):
         return super()._read_vectors(batch)
 
 
-async def test_logits_of_tokens_come_in_a_vectors_place() -> None:
+async def test_requested_token_logits_replace_the_vector() -> None:
     async with running_workers(backend=LogitBackend) as workers, connected(workers) as connection:
         (after,) = greedy(PROMPT, 1)
         others = [one for one in (5, 6) if one != after]
@@ -118,7 +118,7 @@ async def test_logits_of_tokens_come_in_a_vectors_place() -> None:
     ],
     ids=["tokens", "parallel_samples", "scores", "mean"],
 )
-async def test_what_a_text_cannot_ask_for_is_refused(fields: dict[str, object]) -> None:
+async def test_texts_with_generation_options_are_refused(fields: dict[str, object]) -> None:
     async with running_workers(backend=VectorBackend) as workers, connected(workers) as connection:
         answer = await ask(workers, connection, 1, PROMPT, **fields)
         assert answer.last is not None
@@ -126,7 +126,7 @@ async def test_what_a_text_cannot_ask_for_is_refused(fields: dict[str, object]) 
         assert "pooled: a stream that ends with a vector generates nothing" in answer.last.error.message
 
 
-async def test_rows_that_a_text_does_not_have_are_refused() -> None:
+async def test_rows_outside_the_text_are_refused() -> None:
     async with running_workers(backend=VectorBackend) as workers, connected(workers) as connection:
         answer = await ask(workers, connection, 1, PROMPT, pooled=False, pooled_first=40, pooled_rows=2)
         assert answer.last is not None
@@ -134,7 +134,7 @@ async def test_rows_that_a_text_does_not_have_are_refused() -> None:
         assert "pooled_rows: rows up to 42 of 41 tokens" in answer.last.error.message
 
 
-async def test_a_worker_whose_steps_give_no_vectors_says_so() -> None:
+async def test_texts_at_a_backend_without_vectors_fail_for_good() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         answer = await ask(workers, connection, 1, PROMPT)
         assert answer.last is not None

@@ -60,11 +60,11 @@ def folder() -> Iterator[pathlib.Path]:
         yield pathlib.Path(name)
 
 
-def test_schema() -> None:
+def test_the_compose_file_matches_its_schema() -> None:
     check_schema()
 
 
-def test_schema_is_really_asked(tmp_path: pathlib.Path) -> None:
+def test_the_compose_schema_check_finds_a_wrong_field(tmp_path: pathlib.Path) -> None:
     wrong = tmp_path / "docker-compose.yml"
     wrong.write_text(COMPOSE_FILE.read_text().replace("stop_grace_period", "stop_grace"))
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(wrong)]
@@ -75,12 +75,12 @@ def test_schema_is_really_asked(tmp_path: pathlib.Path) -> None:
 OLD_HEALTH = {"test", "interval", "timeout", "retries", "start_period", "disable"}
 
 
-def test_health_checks_are_such_as_docker_compose_1_takes() -> None:
+def test_health_checks_are_valid_for_docker_compose_1() -> None:
     for name, service in yaml.safe_load(COMPOSE_FILE.read_text())["services"].items():
         assert service.get("healthcheck", {}).keys() <= OLD_HEALTH, name
 
 
-async def test_a_health_check_starts_nothing_but_a_shell_and_tells_who_serves() -> None:
+async def test_a_health_check_needs_only_a_shell() -> None:
     port = free_port()
     checks = {
         service.health.test for name, service in read_services({}).items() if name in COMPONENTS and service.health
@@ -107,7 +107,7 @@ async def test_a_health_check_starts_nothing_but_a_shell_and_tells_who_serves() 
         await asyncio.to_thread(exports.close)
 
 
-def test_services() -> None:
+def test_services_and_their_dependencies_are_complete() -> None:
     services = read_services({})
     assert services.keys() == COMPONENTS | HELPERS | {"redis", "otel-collector", "jaeger", "prometheus", "grafana"}
     assert {name for name, service in services.items() if service.own} == COMPONENTS | HELPERS
@@ -129,7 +129,7 @@ def test_services() -> None:
 
 
 @pytest.mark.parametrize("name", ["QUANTIZATION", "QUANTIZATION_GROUP_SIZE", "KV_CACHE_DTYPE"])
-def test_all_that_must_agree_about_quantized_weights_are_told_the_same(name: str) -> None:
+def test_services_share_their_quantization_settings(name: str) -> None:
     services = read_services({name: "x"})
     for component in COMPONENTS | {"prepare"}:
         assert services[component].environment[f"PILLION_{name}"] == "x", component
@@ -150,7 +150,7 @@ def test_prefill_workers_alone_have_stages() -> None:
     }
 
 
-def test_adapters_reach_the_parts_that_need_them() -> None:
+def test_adapters_reach_the_services_that_need_them() -> None:
     told = {"ENABLE_LORA": "true", "MAX_LORAS": "4", "LORA_MODULES": "sql=/adapters/sql", "ADAPTERS": "/srv/adapters"}
     services = read_services(told)
     for name in COMPONENTS:
@@ -188,7 +188,7 @@ def test_every_container_is_hardened() -> None:
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ())), name
 
 
-def test_image_is_nobodys() -> None:
+def test_the_image_runs_as_an_unprivileged_user() -> None:
     image = read_image()
     assert (image.entrypoint, image.user) == (("pillion",), "10001:10001")
     written = set(read_services({})["gateway"].mounts) - {"/models", "/adapters"}
@@ -214,7 +214,7 @@ def test_mounted_files_exist() -> None:
 
 
 @pytest.mark.parametrize(("text", "expected_s"), [("5s", 5.0), ("1m30s", 90.0), ("250ms", 0.25)])
-def test_durations(text: str, expected_s: float) -> None:
+def test_durations_of_the_compose_file_are_parsed(text: str, expected_s: float) -> None:
     assert seconds(text) == expected_s
 
 
@@ -224,7 +224,7 @@ def sleeper(name: str, program: str, needs: dict[str, str], test: tuple[str, ...
     return ComposeService(name, "pillion:x", (program,), {}, needs, health, {}, (), 1, 5.0)
 
 
-async def test_order_and_failure(tmp_path: pathlib.Path) -> None:
+async def test_services_start_in_dependency_order_and_failures_are_reported(tmp_path: pathlib.Path) -> None:
     services = {
         "last": sleeper("last", "version", {"middle": "service_completed_successfully"}),
         "middle": sleeper("middle", "version", {"first": "service_completed_successfully"}),

@@ -106,12 +106,12 @@ def legend_labels(text: str) -> set[str]:
     return set(re.findall(r"\{\{\s*(?:\$labels\.)?([a-z_]+)\s*\}\}", text))
 
 
-def test_dashboards_are_what_the_code_makes() -> None:
+def test_dashboards_are_up_to_date() -> None:
     assert {path.name: path.read_text() for path in DASHBOARDS.values()} == make.render(), "run make dashboards"
 
 
 @pytest.mark.parametrize("name", DASHBOARDS)
-def test_queries_of_dashboards(name: str) -> None:
+def test_dashboard_queries_use_known_labels(name: str) -> None:
     found = json.loads(DASHBOARDS[name].read_text())
     choices = {variable["name"] for variable in found["templating"]["list"]}
     for panel in panels(found):
@@ -130,7 +130,7 @@ def test_queries_of_dashboards(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DASHBOARDS)
-def test_panels_of_dashboards(name: str) -> None:
+def test_dashboard_panels_do_not_overlap(name: str) -> None:
     found = json.loads(DASHBOARDS[name].read_text())
     assert found["uid"] == name
     assert len({panel["id"] for panel in found["panels"]}) == len(found["panels"])
@@ -151,7 +151,7 @@ def test_panels_of_dashboards(name: str) -> None:
     assert len(set(titles)) == len(titles)
 
 
-def test_every_metric_is_looked_at() -> None:
+def test_every_metric_is_on_a_dashboard_or_in_an_alert() -> None:
     """Each metric is on a dashboard or in an alert."""
     queries = " ".join(path.read_text() for path in DASHBOARDS.values()) + str(ALERTS)
     unseen = {metric.name for metric in names.CATALOG if prometheus_name(metric) not in queries}
@@ -181,7 +181,7 @@ def test_the_docs_have_every_metric() -> None:
     assert all(f"`{alias.name}" in text for alias in ALIASES)
 
 
-def test_queries_of_autoscalers() -> None:
+def test_autoscaler_queries_are_valid() -> None:
     charts = pytest.importorskip("tests.support.charts", reason="Helm's library has no wheel for this machine")
     scaled = {"autoscaling": {"enabled": True, "itlP99Ms": 100, "busyPercent": 50, "queuedTokensPerPod": 8192}}
     rendered = charts.render({"pools": {"prefill": scaled, "decode": scaled}})
@@ -214,6 +214,6 @@ def test_queries_of_autoscalers() -> None:
         ("sum(rate(pillion_steps_total))", "expected type matrix"),
     ],
 )
-def test_the_check_sees(query: str, words: str) -> None:
+def test_the_query_check_finds_errors(query: str, words: str) -> None:
     with pytest.raises(QueryError, match=re.escape(words)):
         labels_of(query, SAMPLES)

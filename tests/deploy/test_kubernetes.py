@@ -72,18 +72,18 @@ def pods(manifests: list[Manifest]) -> Iterator[Manifest]:
             yield pod_of(manifest)
 
 
-def test_lint() -> None:
+def test_the_chart_passes_helm_lint() -> None:
     assert lint() == ()
 
 
-def test_schemas(manifests: list[Manifest]) -> None:
+def test_manifests_match_their_schemas(manifests: list[Manifest]) -> None:
     for manifest in manifests:
         check_schema(manifest)
     names = [(manifest["kind"], manifest["metadata"]["name"]) for manifest in manifests]
     assert len(names) == len(set(names))
 
 
-def test_the_chart_takes_what_the_flags_take() -> None:
+def test_the_charts_choices_match_those_of_the_flags() -> None:
     flags = {field.name: field.metadata["choices"] for cls in ALL_FLAGS for field in fields(cls)}
     schema = json.loads((ROOT / "deploy" / "helm" / "pillion" / "values.schema.json").read_text())
     compared = 0
@@ -95,7 +95,7 @@ def test_the_chart_takes_what_the_flags_take() -> None:
     assert compared == 6
 
 
-def test_schemas_are_really_asked() -> None:
+def test_the_manifest_schema_check_finds_a_wrong_field() -> None:
     manifests = render(WATCHED)
     deployment = of_kind(manifests, "Deployment", "gateway")
     deployment["spec"]["template"]["spec"]["terminationGracePeriodSecond"] = 1
@@ -113,7 +113,7 @@ def test_pods_are_restricted(manifests: list[Manifest]) -> None:
         check_restricted(pod)
 
 
-def test_ids_are_values_and_left_to_openshift(tmp_path: pathlib.Path) -> None:
+def test_user_ids_are_configurable_and_omitted_on_openshift(tmp_path: pathlib.Path) -> None:
     """Helm's library renders without a cluster, so in a copy of the chart a group of APIs that each cluster has stands
     for OpenShift's."""
     ids = {"runAsUser", "runAsGroup", "fsGroup"}
@@ -139,7 +139,7 @@ def test_ids_are_values_and_left_to_openshift(tmp_path: pathlib.Path) -> None:
             assert found == (of_redis if pod["containers"][0]["name"] == "redis" else expected)
 
 
-def test_parts_listen_at_both_families(manifests: list[Manifest]) -> None:
+def test_components_listen_on_ipv4_and_ipv6(manifests: list[Manifest]) -> None:
     found = [
         (name, value)
         for pod in pods(manifests)
@@ -152,7 +152,7 @@ def test_parts_listen_at_both_families(manifests: list[Manifest]) -> None:
     assert "0.0.0.0" not in json.dumps(manifests)
 
 
-def test_every_word_is_a_flag(manifests: list[Manifest]) -> None:
+def test_every_environment_variable_is_a_flag(manifests: list[Manifest]) -> None:
     flags = {env_name(name) for name in known_names()}
     for container in [container for pod in pods(manifests) for container in containers(pod)]:
         assert {name for name in environment(container) if name.startswith("PILLION_")} <= flags, container["name"]
@@ -160,7 +160,7 @@ def test_every_word_is_a_flag(manifests: list[Manifest]) -> None:
         assert {name for name in service.environment if name.startswith("PILLION_")} <= flags, service.name
 
 
-def test_ports(manifests: list[Manifest]) -> None:
+def test_ports_are_unique_and_opened_by_policies(manifests: list[Manifest]) -> None:
     """Ports are unique in a pod, and the policies open exactly these, to the right pods."""
     policies = {one["metadata"]["name"]: one for one in manifests if one["kind"] == "NetworkPolicy"}
     for manifest in manifests:
@@ -204,7 +204,7 @@ def test_upgrades_keep_streams(manifests: list[Manifest]) -> None:
             assert {"startupProbe", "readinessProbe", "livenessProbe"} <= container.keys()
 
 
-def test_the_node_lives_longer_than_its_workers(manifests: list[Manifest]) -> None:
+def test_the_node_stops_after_its_workers(manifests: list[Manifest]) -> None:
     for pod in pods(manifests):
         first = {one["name"]: one for one in pod.get("initContainers", ())}
         if "kvnode" not in first:
@@ -230,7 +230,7 @@ def test_the_node_lives_longer_than_its_workers(manifests: list[Manifest]) -> No
         assert [one["args"] for one in pod["containers"]] == [[one["name"].split("-")[0]] for one in pod["containers"]]
 
 
-def test_kinds_of_pods() -> None:
+def test_a_pool_renders_its_containers() -> None:
     pod = pod_of(of_kind(render({"pools": BOTH}), "Deployment", "both"))
     assert [one["name"] for one in pod["containers"]] == ["decode-0", "decode-1", "prefill-0", "prefill-1"]
     split = render()
@@ -257,7 +257,7 @@ def test_prefill_workers_alone_have_stages() -> None:
     assert told == {"prefill-0": "2"}
 
 
-def test_all_containers_are_told_the_same_of_quantized_weights() -> None:
+def test_containers_share_their_quantization_settings() -> None:
     told = {"quantization": "int4", "quantizationGroupSize": 128, "kvCacheDtype": "int8"}
     wanted = {
         "PILLION_QUANTIZATION": "int4",
@@ -284,7 +284,7 @@ def asked(container: dict[str, Any]) -> None:
         assert (page["path"], ports[page["port"]]) == (path, int(environment(container)["PILLION_METRICS_PORT"]))
 
 
-def test_secrets_are_files() -> None:
+def test_secrets_are_mounted_as_files() -> None:
     manifests = render(SECURED)
     assert not any(one["kind"] in ("StatefulSet", "Secret") for one in manifests), "Redis is somebody else's"
     for pod in pods(manifests):
@@ -306,7 +306,7 @@ def test_secrets_are_files() -> None:
         asked(edge["containers"][0])
 
 
-def test_adapters_are_mounted_in_gateways_and_told_to_all() -> None:
+def test_adapters_are_mounted_in_gateways_and_enabled_everywhere() -> None:
     modules, volume = ["sql=/adapters/sql", "b=/adapters/b"], {"persistentVolumeClaim": {"claimName": "mine"}}
     values = {"enabled": True, "maxLoras": 4, "modules": modules, "volume": volume}
     assert "PILLION_LORA_PATH" not in str(render({"adapters": values})), "a gateway refuses it without runtimeUpdating"
@@ -326,7 +326,7 @@ def test_adapters_are_mounted_in_gateways_and_told_to_all() -> None:
     assert "LORA" not in str(render())
 
 
-def test_batches_are_kept_in_a_claim() -> None:
+def test_batches_are_stored_on_a_volume_claim() -> None:
     def gateway(values: dict[str, Any]) -> Any:
         return pod_of(of_kind(render(values), "Deployment", "gateway"))
 
@@ -338,7 +338,7 @@ def test_batches_are_kept_in_a_claim() -> None:
     assert "PILLION_BATCH_PATH" not in str(gateway({}))
 
 
-def test_gateways_sign_the_bundles_in_redis_by_one_key() -> None:
+def test_gateways_share_the_key_that_signs_bundles_in_redis() -> None:
     pod = pod_of(of_kind(render({"gateway": {"records": {"existingSecret": "mine"}}}), "Deployment", "gateway"))
     (container,) = pod["containers"]
     told = environment(container)
@@ -349,7 +349,7 @@ def test_gateways_sign_the_bundles_in_redis_by_one_key() -> None:
     assert "RECORD" not in str(render())
 
 
-def test_scaling() -> None:
+def test_autoscalers_target_their_deployments() -> None:
     manifests = render(WATCHED)
     gateway = of_kind(manifests, "HorizontalPodAutoscaler")
     assert gateway["spec"]["scaleTargetRef"]["name"] == "rel-gateway"

@@ -50,7 +50,7 @@ def test_a_fault_costs_a_pause(runner: FaultRunner, fault: DrawnFault) -> None:
 
 @pytest.mark.long
 @pytest.mark.cluster
-def test_requests_wait_for_the_workers_of_a_node_that_is_back(runner: FaultRunner) -> None:
+def test_requests_wait_for_the_workers_after_a_node_restart(runner: FaultRunner) -> None:
     """The node is killed again and again amid a step that takes long, and gives no ticket before that has ended."""
     step = DrawnFault(BY_NAME["decode, before a launch"], 20, None, "", 6.0)
     kills = tuple(ChainedKill("kvnode", after_s) for after_s in (0.3, 2.0))
@@ -65,7 +65,7 @@ def _right(runner: FaultRunner, plan: FaultPlan) -> None:
     assert record.outcome == "right"
 
 
-def test_seeds_draw_chains() -> None:
+def test_seeds_draw_chained_faults() -> None:
     """Long steps, workers and Redis that stand still, and kills in succession: each is drawn again and again."""
     plans = [draw(seed, "wide") for seed in range(200)]
     chains = [plan for plan in plans if plan.chain]
@@ -89,7 +89,7 @@ def test_timeouts_of_a_run_are_below_pytests(request: pytest.FixtureRequest) -> 
     assert READY_TIMEOUT_S + run_s < float(request.config.getini("timeout"))
 
 
-def test_every_point_is_a_seam_of_the_product() -> None:
+def test_every_fault_point_names_an_existing_function() -> None:
     for point in POINTS:
         module, _, name = point.seam.partition(":")
         found = importlib.import_module(module)

@@ -90,7 +90,7 @@ def test_unready_components_are_found() -> None:
         assert leftovers.of_processes(nobody, ["gateway-a"]) == ["0 of gateway serve, not 1"]
 
 
-def test_files_that_a_process_keeps_open_are_found() -> None:
+def test_leaked_open_files_are_found() -> None:
     growth, own = leftovers.ProcessGrowth(), {os.getpid(): "test"}
     assert growth.look(own) == []
     with tempfile.TemporaryDirectory() as folder:

@@ -34,7 +34,7 @@ from tests.support.redis_nodes import patient
         ("pillion", "torch transformers numpy tokenizers starlette redis"),
     ],
 )
-def test_imported_modules(module: str, unwanted: str) -> None:
+def test_heavy_modules_are_not_imported_at_start(module: str, unwanted: str) -> None:
     """Modules imported before a model is loaded: heavy ones are imported lazily."""
     code = f"import sys, {module}; print(*sorted(set({unwanted.split()!r}) & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

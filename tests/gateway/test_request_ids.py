@@ -72,7 +72,7 @@ async def test_a_refusal_has_the_id_and_its_details(monkeypatch: pytest.MonkeyPa
         assert (await ask(fakes, {"text": "x"}, ("x-request-id", "c")))[1:] == (grpc.StatusCode.UNAVAILABLE, ["c"])
 
 
-async def test_concurrent_requests_with_one_id() -> None:
+async def test_concurrent_requests_may_share_an_id() -> None:
     """On both ports; cancelling one of them ends no other."""
     async with running_fake_cluster("A longer answer than that.") as fakes:
         fakes.decode.gate.clear()

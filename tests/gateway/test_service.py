@@ -209,7 +209,7 @@ async def test_chat_is_rendered_by_the_models_own_template() -> None:
 
 
 @pytest.mark.parametrize("per_delta", [1, 3, 50])
-async def test_stop_strings_end_text_and_work(per_delta: int) -> None:
+async def test_stop_strings_end_the_text_and_cancel_the_worker(per_delta: int) -> None:
     async with running_fake_cluster("one two three four") as fakes:
         fakes.decode.per_delta = per_delta
         # The worker's script exceeds the stop, and it pauses there until cancelled.
@@ -230,7 +230,7 @@ async def test_a_single_stop_string_is_not_split_into_letters() -> None:
         await fakes.settled()
 
 
-async def test_limits_and_stop_ids() -> None:
+async def test_max_tokens_and_stop_ids_end_an_answer() -> None:
     async with running_fake_cluster("one. two.") as fakes:
         deltas = await read(fakes.client.generate(PROMPT, max_tokens=3))
         assert (text_of(deltas), deltas[-1].finish_reason) == ("one", FinishReason.LENGTH)
@@ -348,7 +348,7 @@ async def test_http_pages() -> None:
         )
 
 
-async def test_one_trace_from_the_client_through_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_trace_spans_the_client_and_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr("pillion.observability.telemetry.tracer", lambda: provider.get_tracer("test"))

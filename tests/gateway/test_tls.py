@@ -109,7 +109,7 @@ async def let_in(address: str, ca: pathlib.Path, own: TlsFiles | None) -> bool:
         return False
 
 
-async def test_both_public_ports(sets: tuple[pathlib.Path, pathlib.Path]) -> None:
+async def test_both_public_ports_use_tls(sets: tuple[pathlib.Path, pathlib.Path]) -> None:
     one, two = sets
     async with running_fake_cluster("abc") as fakes, edge(fakes, **edge_flags(one)) as component:
         async with AsyncClient(f"grpcs://{component.grpc_address}", ca=one / "ca.pem") as client:
@@ -149,7 +149,7 @@ async def test_client_certificates_can_be_required(
         await until("the probe to say that requests are served", lambda: is_serving(probe))
 
 
-async def test_new_certificates_without_a_restart(
+async def test_certificates_are_reloaded_without_a_restart(
     sets: tuple[pathlib.Path, pathlib.Path],
     tmp_path: pathlib.Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -88,7 +88,7 @@ def gathered(deltas: list[Delta]) -> tuple[str, str, dict[int, tuple[str, str, s
     return "".join(delta.text for delta in deltas), "".join(delta.reasoning for delta in deltas), calls
 
 
-async def test_a_complete_answer_with_tools(fakes: FakeCluster) -> None:
+async def test_a_complete_answer_has_content_reasoning_and_calls(fakes: FakeCluster) -> None:
     async with client_of(fakes) as client:
         whole = await client.chat.completions.create(**ASKED)
     (choice,) = whole.choices
@@ -156,7 +156,7 @@ async def test_ids_differ_even_if_the_clients_id_repeats(fakes: FakeCluster) -> 
     await fakes.settled()
 
 
-async def test_a_stream_of_several_answers(fakes: FakeCluster) -> None:
+async def test_several_streamed_answers_have_their_own_calls(fakes: FakeCluster) -> None:
     async with client_of(fakes) as client:
         asked = {**ASKED, "n": 2, "logprobs": True}
         stream = await client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
@@ -187,7 +187,7 @@ async def test_a_stream_of_several_answers(fakes: FakeCluster) -> None:
     await fakes.settled()
 
 
-async def test_calls_of_custom_tools_bring_their_input(fakes: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_custom_tool_calls_contain_their_input(fakes: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     text = 'a "b"\n\\ 🙂'
     made_of = f'<tool_call>\n{{"name": "patch", "arguments": {{"input": {json.dumps(text)}}}}}\n</tool_call>'
     monkeypatch.setattr(fakes.decode, "script", script_of(f"{THOUGHT}{made_of}\n{CALL % ARGUMENTS}"))
@@ -218,7 +218,7 @@ async def test_an_unsupported_tool_grammar_is_refused_by_name(fakes: FakeCluster
     await fakes.settled()
 
 
-async def test_the_clients_own_stream_gathers_calls(fakes: FakeCluster) -> None:
+async def test_the_openai_sdks_stream_collects_calls(fakes: FakeCluster) -> None:
     async with client_of(fakes) as client, client.chat.completions.stream(**ASKED) as stream:
         whole = await stream.get_final_completion()
     (message,) = [choice.message for choice in whole.choices]
@@ -226,7 +226,7 @@ async def test_the_clients_own_stream_gathers_calls(fakes: FakeCluster) -> None:
     assert message.content == "One moment."
 
 
-async def test_the_rendered_prompt(fakes: FakeCluster) -> None:
+async def test_tools_and_calls_are_rendered_into_the_prompt(fakes: FakeCluster) -> None:
     history = [
         {"role": "user", "content": "hi"},
         {
@@ -270,7 +270,7 @@ async def test_a_long_call_id_is_accepted(fakes: FakeCluster) -> None:
     assert (await call(fakes.gateway.http_address, "/v1/chat/completions", body)).status == 200
 
 
-async def test_an_answer_that_must_not_reason(fakes: FakeCluster) -> None:
+async def test_think_tags_are_content_if_thinking_is_disabled(fakes: FakeCluster) -> None:
     body = {**ASKED, "chat_template_kwargs": {"enable_thinking": False}, "tools": None}
     (choice,) = (await call(fakes.gateway.http_address, "/v1/chat/completions", body)).json["choices"]
     assert choice["message"]["content"].startswith("<think>")
@@ -280,7 +280,7 @@ async def test_an_answer_that_must_not_reason(fakes: FakeCluster) -> None:
 
 
 @pytest.mark.parametrize("stop", ["oment", "I look", "weather"])
-async def test_stop_strings_apply_to_content_alone(fakes: FakeCluster, stop: str) -> None:
+async def test_stop_strings_apply_only_to_content(fakes: FakeCluster, stop: str) -> None:
     reply = await call(fakes.gateway.http_address, "/v1/chat/completions", {**ASKED, "stop": stop})
     (choice,) = reply.json["choices"]
     stopped = stop == "oment"
@@ -351,7 +351,7 @@ async def test_calls_before_a_stop_string_finish_with_tool_calls() -> None:
     assert len(choice["message"]["tool_calls"]) == 1
 
 
-async def test_over_grpc(fakes: FakeCluster) -> None:
+async def test_calls_are_streamed_over_grpc(fakes: FakeCluster) -> None:
     deltas, _ = await streamed(fakes, REQUEST)
     text, reasoning, calls = gathered(deltas)
     assert (text, reasoning) == ("One moment.", "I look.")

@@ -99,7 +99,7 @@ WIDE = ("gpt2", "helium", "olmoe", "opt", "phi3-longrope-short")
         *(pytest.param(one, marks=pytest.mark.long) for one in SAME_AT_ANY_LENGTH if one not in ("opt", *OF_INDEXERS)),
     ],
 )
-def test_every_family(family, tmp_path):
+def test_logits_of_every_family_match_transformers(family, tmp_path):
     """A chunk, and then a decode beside another chunk, each of a number of rows that is padded."""
     # Tiles of weights are slow in the interpreter.
     sizes = {} if family in WIDE else {"hidden_size": 32, "intermediate_size": 32}
@@ -146,7 +146,7 @@ def rows_of(positions, *, logprobs=-1, edits=(), masks=None, **params):
         {"logprobs": 3, "edits": (RowEdit(row=1, banned=np.arange(200)),)},
     ],
 )
-def test_tokens_are_those_of_the_hosts_sampler(prepared, overrides):
+def test_tokens_match_the_host_sampler(prepared, overrides):
     driver = GpuDriver(prepared)
     a, b = driver.sequences.add(2)
     batch = driver.sequences.step([(a, tokens_of(3, 0)), (b, tokens_of(5, 1))])

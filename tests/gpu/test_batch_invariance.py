@@ -154,7 +154,7 @@ def test_a_row_has_the_same_attention_in_every_step(case, monkeypatch):
                 assert torch.equal(found, wanted[text][begin:end]), (seed, parts, text)
 
 
-def test_parts_change_nothing_but_roundings(monkeypatch):
+def test_fixed_parts_change_only_rounding(monkeypatch):
     """Rows are those of kernels that cut a text anywhere."""
     add_up_in_one_order(monkeypatch)
     parts = [(0, 139, 140), (1, 0, 30), (2, 4, 5)]
@@ -164,7 +164,7 @@ def test_parts_change_nothing_but_roundings(monkeypatch):
             torch.testing.assert_close(one, other, **rounded(torch.float32, 8))
 
 
-def test_units_are_cut_and_whole():
+def test_a_lone_text_is_split_and_batched_ones_are_not():
     """A long text alone is cut at every part; one of many is not, and its program joins its parts."""
     texts = AttendedTexts.paged()
     alone = texts.items((0, 139, 140))
@@ -175,7 +175,7 @@ def test_units_are_cut_and_whole():
     assert {(begin, end) for begin, end in beside[:, [BEGIN, END]].tolist()} == {(0, 140)}
 
 
-def test_a_merge_joins_parts_as_a_program_does(monkeypatch):
+def test_merging_parts_matches_a_single_program(monkeypatch):
     """Three parts of a text alone, joined by a merge, and of the text among many, joined by their programs."""
     add_up_in_one_order(monkeypatch)
     for texts in (AttendedTexts.paged(sinks=True), AttendedTexts.latents()):
@@ -185,7 +185,7 @@ def test_a_merge_joins_parts_as_a_program_does(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_by_heads(dtype, monkeypatch):
+def test_products_by_heads_are_batch_invariant(dtype, monkeypatch):
     """Products are torch's, and a row's bits are the same alone and among others."""
     add_up_in_one_order(monkeypatch)
     rows, matrices = torch.randn(70, 3, 50).to(dtype).to(DEVICE), torch.randn(3, 50, 40).to(dtype).to(DEVICE)

@@ -71,7 +71,7 @@ def device() -> CudaDevice:
     return CudaDriver(fake_cuda.library()).device(0)
 
 
-def test_layouts_and_numbers_are_those_of_cuda_h(tmp_path: pathlib.Path) -> None:
+def test_layouts_and_constants_match_cuda_h(tmp_path: pathlib.Path) -> None:
     structures = {"CUmemLocation": Location, "CUmemAllocationProp": AllocationProp, "CUmemAccessDesc": AccessDesc}
     structures["CUDA_MEMCPY2D"] = PitchedCopy
     offsets = {
@@ -111,7 +111,7 @@ def test_layouts_and_numbers_are_those_of_cuda_h(tmp_path: pathlib.Path) -> None
     assert dict(zip(offsets, map(int, output), strict=True)) == offsets
 
 
-def test_symbols_are_those_that_cuda_h_declares() -> None:
+def test_symbols_match_the_declarations_of_cuda_h() -> None:
     """What the header calls by a plain name and exports with a version is asked for with that version."""
     header = (fake_cuda.header_folder() / "cuda.h").read_text()
     for name in cuda_driver.SIGNATURES:
@@ -151,7 +151,7 @@ def test_memory_is_what_was_written(device: CudaDevice) -> None:
     device.close()
 
 
-def test_others_see_it_as_bytes(device: CudaDevice) -> None:
+def test_device_memory_is_exposed_as_bytes(device: CudaDevice) -> None:
     """Under CUDA a tensor is a view of it; elsewhere the description is all that can be looked at."""
     segment = DeviceSegment(device, MIB)
     DeviceBytes(segment.mapping).write(5, b"hello")
@@ -167,7 +167,7 @@ def test_others_see_it_as_bytes(device: CudaDevice) -> None:
     segment.close()
 
 
-def test_memory_goes_back_with_its_last_user(device: CudaDevice) -> None:
+def test_device_memory_is_freed_with_its_last_user(device: CudaDevice) -> None:
     free, total = device.memory_info()
     assert 0 < free <= total
     segment = DeviceSegment(device, 64 * MIB)
@@ -179,7 +179,7 @@ def test_memory_goes_back_with_its_last_user(device: CudaDevice) -> None:
     assert device.memory_info()[0] > free - 32 * MIB
 
 
-def test_what_is_held_stays_mapped(device: CudaDevice) -> None:
+def test_held_memory_stays_mapped(device: CudaDevice) -> None:
     segment = DeviceSegment(device, MIB)
     hold = segment.mapping.hold()
     bytes_ = DeviceBytes(segment.mapping)
@@ -220,7 +220,7 @@ def test_the_host_cannot_follow_a_device_address() -> None:
     assert done.returncode == -signal.SIGSEGV
 
 
-def test_what_cannot_be_is_refused_in_one_line(device: CudaDevice) -> None:
+def test_impossible_segments_are_refused_in_one_line(device: CudaDevice) -> None:
     with pytest.raises(ConfigError, match="is empty"):
         DeviceSegment(device, 0)
     with pytest.raises(ConfigError, match="of whose") as caught:
@@ -255,7 +255,7 @@ def test_misuse_is_an_error(device: CudaDevice, tmp_path: pathlib.Path) -> None:
     stream.close()
 
 
-def test_no_driver_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_driver_or_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="no usable CUDA driver") as caught:
         CudaDriver("libcuda-that-is-nowhere.so.1")
     assert "\n" not in caught.value.message

@@ -56,7 +56,7 @@ def check_against_torch(product, inputs, outputs, count, dtype, *, biased, wide,
 @example((512, 128), 1, torch.bfloat16, (False, False), 0)  # Every tile is full, and two programs share the inputs.
 @example((1152, 70), SPLIT_K_MAX_ROWS + 1, torch.float16, (True, False), 1)  # A program computes three parts itself.
 @settings(max_examples=examples(12))
-def test_any_shape(shape, count, dtype, flags, seed):
+def test_products_of_any_shape_match_torch(shape, count, dtype, flags, seed):
     product = DenseGemm(MAX_ROWS, dtype, DEVICE)
     for turn in range(2):
         check_against_torch(product, *shape, count, dtype, biased=flags[0], wide=flags[1], seed=seed + turn)

@@ -97,7 +97,7 @@ def test_one_process_writes_the_same_blocks_over_any_number_of_shards(prepared, 
             )
 
 
-def test_another_gpus_memory_is_used_under_the_name_of_the_own_one(prepared):
+def test_another_gpus_memory_is_a_tensor_on_the_own_device(prepared):
     """torch would create a context on the other one."""
     pool = torch.arange(10, dtype=torch.uint8)
     memory = FakeDevicePool(0)

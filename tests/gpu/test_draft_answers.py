@@ -59,7 +59,7 @@ def eagle_head(main, folder):
         (HYBRIDS["lfm2"], "eagle3", eagle_head),
     ],
 )
-def test_no_answer_changes(model, method, make, tmp_path):
+def test_drafting_does_not_change_answers(model, method, make, tmp_path):
     main, _ = make_model(tmp_path / "main", model)
     about = {"method": method, "model": str(make(main, tmp_path / "draft")), "num_speculative_tokens": 3}
     plain, found = answers(main), answers(main, speculative_config=about)

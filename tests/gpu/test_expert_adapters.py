@@ -245,7 +245,7 @@ def test_a_tokens_bits_are_equal_in_any_batch(monkeypatch):
         for family in ("gpt-oss", "deepseek-v3", "qwen3-moe-some-dense", "qwen2-moe", "llama4", "afmoe", "gemma4-moe")
     ],
 )
-def test_mixed_steps_are_those_of_torch(family, tmp_path):
+def test_mixed_adapter_steps_match_torch(family, tmp_path):
     """Experts, routers and gates beside them; the adapters' ranks differ, and one skips some layers."""
     prepared, text = prepare(make_model(tmp_path / "model", FAMILIES[family])[1]), tokens_of(18, 3)
     driver = with_adapters(GpuDriver(prepared, backend=gpu_backend(prepared, join=False)), experts=True)

@@ -73,7 +73,7 @@ def experts_of(how: RouteOptions):
 
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 0.125), (torch.float16, 37 / 512)])
 @pytest.mark.parametrize("name", CASES)
-def test_experts_are_those_of_the_decoder(name, dtype, factor, monkeypatch):
+def test_experts_match_the_decoder(name, dtype, factor, monkeypatch):
     """In float16 the products have more digits than it, so that rounding in the right places shows."""
     monkeypatch.setattr(torch.Tensor, "topk", stable_topk)
     how = CASES[name]
@@ -113,7 +113,7 @@ def test_the_best_of_a_group_may_be_slabs_apart():
     assert chosen.tolist() == [[0, 128, 1, 2]]
 
 
-def test_a_rows_bits_depend_on_nothing_else(monkeypatch):
+def test_routing_of_a_row_is_batch_invariant(monkeypatch):
     """On neither other rows nor the place, nor on whether programs share the parts of its product."""
     add_up_in_one_order(monkeypatch)
     torch.manual_seed(1)
@@ -131,7 +131,7 @@ def test_a_rows_bits_depend_on_nothing_else(monkeypatch):
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("name", "shared"), [("softmax", 2), ("sigmoid", 1), ("normalized", 3)])
-def test_experts_that_every_row_has(name, shared, gated, monkeypatch):
+def test_shared_experts_follow_the_routed_ones(name, shared, gated, monkeypatch):
     """They follow those of the router, whose scores do not change; the gate's bits are those of any batch."""
     add_up_in_one_order(monkeypatch)
     how = replace(CASES[name], always=shared)
@@ -190,7 +190,7 @@ def test_few_pairs_are_sorted_by_the_last_program(tokens, per_token, own):
     assert tiles.margins_are_whole()
 
 
-def test_experts_of_rows_that_are_no_numbers_are_in_range():
+def test_experts_of_nan_rows_are_in_range():
     for how in CASES.values():
         rows, router = made(how, 3, 32, torch.float32)
         rows[1] = torch.nan

@@ -49,7 +49,7 @@ def random_matrix(outputs: int, inputs: int, *, in_blocks: bool) -> QuantizedMat
     ("in_blocks", "outputs", "inputs", "count"),
     [(True, 48, 80, 40), *((in_blocks, 160, 400, count) for in_blocks in (False, True) for count in (1, 40, 150))],
 )
-def test_products(in_blocks, outputs, inputs, count):
+def test_fp8_products_match_the_reference(in_blocks, outputs, inputs, count):
     """Of few rows, whose programs share the inputs, and of many."""
     torch.manual_seed(0)
     matrix = random_matrix(outputs, inputs, in_blocks=in_blocks)
@@ -152,7 +152,7 @@ def test_a_worker_loads_fp8_if_producer_and_device_use_it(
 
 @pytest.mark.long
 @pytest.mark.usefixtures("own_cache")
-def test_logits_are_those_of_the_producers_arithmetic(tmp_path):
+def test_logits_match_the_producers_arithmetic(tmp_path):
     """A model in blocks: close to transformers with rounded inputs, and less close to it without."""
     plain = save_model(tmp_path / "plain", hidden_size=256, intermediate_size=256, num_hidden_layers=1, head_dim=64)
     folder, wide = quantize_folder(plain, tmp_path, fp8((BLOCK, BLOCK)))

@@ -66,7 +66,7 @@ def test_the_activation_is_rounded_before_it_multiplies(activation):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", NAMED)
-def test_the_reference_is_what_the_decoder_does(activation, dtype):
+def test_the_reference_matches_the_decoder(activation, dtype):
     torch.manual_seed(2)
     gate_up = torch.randn(3, 48).to(dtype)
     if activation in GATED:
@@ -74,7 +74,7 @@ def test_the_reference_is_what_the_decoder_does(activation, dtype):
     assert torch.equal(reference.activated(gate_up, activation), DECODERS[activation](gate_up))
 
 
-def test_the_reference_of_xielu_is_what_the_decoder_does():
+def test_the_xielu_reference_matches_the_decoder():
     values, bends = torch.linspace(-20, 20, 1001), torch.tensor([0.3, -0.7])
     factors = xielu_factors(bends)
     found = reference.activated(values, "xielu", tuple(factors.tolist()))

@@ -133,7 +133,7 @@ def states_of(model, text, layers):
 
 
 @pytest.mark.parametrize("kind", HEADS)
-def test_draft_tokens_are_the_reference_s(kind, main, tmp_path):
+def test_draft_tokens_match_the_reference(kind, main, tmp_path):
     folder = save_head(tmp_path / "head", main, **HEADS[kind])
     backend, shape, drafts = load(main, folder)
     bind(backend, drafts)
@@ -190,7 +190,7 @@ SAMPLINGS = [
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_draft_tokens_are_torch_s(dtype, main, tmp_path):
+def test_draft_tokens_match_torch(dtype, main, tmp_path):
     """Also sampled ones, from the same states: three streams, which draft 3 tokens, 1 and 2."""
     folder = save_head(tmp_path / "head", main, aux_hidden_state_layers=(0, 2, 4))
     backend, shape, drafts = load(main, folder, dtype=dtype)
@@ -230,7 +230,7 @@ def test_a_pass_is_launched_before_the_tokens_of_the_one_before_are_known(main, 
 
 
 @pytest.mark.parametrize("family", ["gemma4", pytest.param("mixtral", marks=pytest.mark.long)])
-def test_states_are_kept_where_nothing_more_is_computed(family, tmp_path, monkeypatch):
+def test_layer_inputs_are_kept_even_if_nothing_is_sampled(family, tmp_path, monkeypatch):
     """The last layers of a model, which write no keys and values, run only for their inputs if nothing is sampled."""
     monkeypatch.setattr(StepGraphs, "_pads_without_graph", False)
     folder, flags = make_family(tmp_path / "model", family, hidden_size=32, intermediate_size=32)
@@ -248,7 +248,7 @@ def test_states_are_kept_where_nothing_more_is_computed(family, tmp_path, monkey
     np.testing.assert_allclose(*found, rtol=1e-4, atol=1e-4)
 
 
-def test_what_a_head_takes_is_told(main, tmp_path):
+def test_the_memory_of_a_head_is_estimated(main, tmp_path):
     backend, _, drafts = load(main, save_head(tmp_path / "head", main, aux_hidden_state_layers=(0, 2, 4)))
     model = drafts.backend.model
     owned = [one for one in (*vars(model).values(), backend.model.states) if isinstance(one, torch.Tensor)]

@@ -135,7 +135,7 @@ def expected(how: Experts, layer: SimpleNamespace, rows: torch.Tensor) -> torch.
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_a_layer_is_the_decoders(name, monkeypatch):
+def test_an_expert_layer_matches_the_decoder(name, monkeypatch):
     """All rows at once, and in parts."""
     experts, how, layer = made(OPERATIONS[name], biases=name == "clamped")
     rows = torch.randn(ROWS, HIDDEN).to(DEVICE)
@@ -204,7 +204,7 @@ def test_every_kernel_is_compiled_ahead(monkeypatch):
     assert seen == ahead
 
 
-def test_sums_of_a_layer_are_the_decoders(tmp_path, monkeypatch):
+def test_sums_of_an_expert_layer_match_the_decoder(tmp_path, monkeypatch):
     """Of experts and the MLP beside them in both orders, each normed before or not, and fused into one mixture."""
     family = families.FAMILIES["afmoe"]
 

@@ -68,7 +68,7 @@ def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
         if NATIVE or name not in LEFT_TO_GPUS
     ],
 )
-def test_logits_are_those_of_transformers(tmp_path, name):
+def test_logits_match_transformers(tmp_path, name):
     folder, flags = make_model(tmp_path / "model", HYBRIDS[name])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     text, other = tokens_of(LENGTH, 2), tokens_of(LENGTH, 3)
@@ -130,7 +130,7 @@ def greedy(position: int) -> SamplingRows:
 
 
 @LONG_INTERPRETED
-def test_states_lie_in_blocks_of_eight_bit_keys(attends_last):
+def test_states_fit_into_blocks_of_8_bit_keys(attends_last):
     """Pieces fit into blocks of more tokens, because 8-bit keys and values are small; states stay float32."""
     text, found = tokens_of(20, 5), []
     for fp8 in (False, True):

@@ -133,7 +133,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "dtype", "activation", "gated", "biased", "ordered", "scatter"), CASES)
 @pytest.mark.parametrize("inputs", [96, pytest.param(296, marks=[] if NATIVE else pytest.mark.long)])
-def test_against_torch(name, dtype, activation, gated, biased, ordered, scatter, inputs):
+def test_grouped_products_match_torch(name, dtype, activation, gated, biased, ordered, scatter, inputs):
     """An expert with several tiles, one with none, and inputs and outputs that are no multiples of tiles."""
     width = 40
     outputs = 2 * width if gated else width

@@ -191,7 +191,7 @@ def test_pools_of_more_than_two_billion_bytes():
 
 
 @pytest.mark.parametrize("head_dim", [64, 80])
-def test_the_reference_is_what_the_decoder_does(head_dim):
+def test_the_reference_matches_the_decoder(head_dim):
     torch.manual_seed(1)
     heads, kv_heads, tokens = 4, 2, 7
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim)

@@ -67,7 +67,7 @@ def run(x, out, slots, layer, row_slots, padding=0):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", LAYERS)
-def test_rows_of_many_adapters(name, dtype):
+def test_rows_with_different_adapters_share_a_batch(name, dtype):
     layer, row_slots = LAYERS[name], [1, -1, 0, 1, -1] + [1] * 17 + [0]
     generator = torch.Generator().manual_seed(2)
     x, out = (
@@ -107,7 +107,7 @@ def test_wrong_calls_are_refused():
 
 
 @pytest.mark.long
-def test_mixed_steps_are_those_of_torch(tmp_path):
+def test_mixed_adapter_steps_match_torch(tmp_path):
     """Slots may change between launches."""
     _, flags = make_model(tmp_path / "model", FAMILIES["llama-gqa-tied"])
     prepared, text = prepare(flags), tokens_of(20, 3)

@@ -183,7 +183,7 @@ def test_the_longest_rows():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("wide", [False, True])
-def test_the_reference_is_what_the_decoder_does(wide, dtype):
+def test_the_reference_matches_the_decoder(wide, dtype):
     torch.manual_seed(5)
     hidden, found = (torch.randn(3, 48).to(dtype) for _ in range(2))
     weight, post_weight = (made_weight(48, dtype, wide).cpu() for _ in range(2))

@@ -51,7 +51,7 @@ def tiles(head_dim: int, buffers: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("shape", "buffers"), SHAPES.values(), ids=SHAPES)
-def test_overlapped_chunks_are_what_the_other_kernel_computes(shape, buffers):
+def test_overlapped_chunks_match_the_other_kernel(shape, buffers):
     case = PagedCase.of(shape, PARTS)
     found = []
     for overlap in (0, 1):

@@ -60,7 +60,7 @@ def load(folder, memory, dtype="float32"):
     return load_gpu_weights(folder, config, fingerprint="f" * 64, dtype=dtype, shard=shard, memory=memory)
 
 
-def test_matrices_that_are_quantized_are_not_widened(made):
+def test_quantized_matrices_are_not_dequantized(made):
     name, folder, _ = made
     weights = load(folder, own_memory(DEVICE), "bfloat16")
     for part, coding in {f"layers.0.{part}": coding for part, coding in PACKED[name].items()}.items():
@@ -97,7 +97,7 @@ def test_a_second_worker_reads_no_weights(made):
 
 
 @pytest.mark.long
-def test_logits_are_those_of_the_widened_model(made):
+def test_logits_match_the_dequantized_model(made):
     _, folder, plain = made
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
     text, other = tokens_of(40, 2), tokens_of(21, 3)

@@ -85,7 +85,7 @@ EACH = list(zip(itertools.cycle(sorted(CODINGS)), GROUPS, strict=False))
         for pair in itertools.product(sorted(CODINGS), GROUPS)
     ],
 )
-def test_every_coding_and_group(coding, group):
+def test_products_of_every_coding_and_group_size_match_torch(coding, group):
     """Inputs that fill whole units and that do not."""
     for inputs, offsets in ((512, False), (328, True)):
         check_against_torch(random_matrix(coding, 19, inputs, group, offsets=offsets), 3, torch.float32)
@@ -109,7 +109,7 @@ def test_groups_in_bfloat16(group, count):
 )
 @example("fp8_e4m3", (1, 1), 16, 1, torch.float16, [False, False, True, False], 0)  # Little but the bias is summed.
 @settings(max_examples=examples(25))
-def test_any_shape(coding, shape, group, count, dtype, flags, seed):
+def test_products_of_any_shape_match_torch(coding, shape, group, count, dtype, flags, seed):
     offsets, ordered, biased, wide = flags
     matrix = random_matrix(coding, *shape, group, offsets=offsets, ordered=ordered, seed=seed)
     check_against_torch(matrix, count, dtype, biased=biased, wide=wide)
@@ -239,7 +239,7 @@ def test_scales_in_words_with_zeros(coding, scale, zeros):
         check_against_torch(small, 3, torch.bfloat16)
 
 
-def test_weights_of_scales_of_float16_have_the_bits_of_plain_torch():
+def test_weights_with_float16_scales_match_torch_bit_by_bit():
     """All codes, zeros and scales that have more bits than bfloat16's, by rows of a unit matrix."""
     codes = torch.arange(16, dtype=torch.uint8).repeat(48, 4)
     scales = torch.randn(48, 2).half().float()
@@ -292,7 +292,7 @@ def test_numbers_that_do_not_fit_sign_and_seven_bits_stay_integers():
         QuantizedGemm([packed], 1, torch.float32, DEVICE)(rows, packed, None, out)
 
 
-def test_a_matrix_of_zeros_is_packed_as_the_others_are():
+def test_a_zero_matrix_is_packed_like_any_other():
     """An expert that is never chosen may be 0, and a matrix of only zeros would have bfloat16 scales."""
     for offsets in (True, False):
         matrix = random_matrix("uint4", 20, 320, 32, offsets=offsets)

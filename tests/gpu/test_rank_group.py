@@ -36,7 +36,7 @@ def rendezvous() -> Iterator[int]:
     os.close(descriptor)
 
 
-def test_a_meeting_ends_when_a_rank_has_ended(rendezvous, monkeypatch):
+def test_joining_fails_when_another_rank_has_exited(rendezvous, monkeypatch):
     """Rank 0 waits for a rank that never comes; it detects its end, or times out."""
     looks, let_go = iter([False, False]), threading.Event()
     with monkeypatch.context() as patch:
@@ -180,7 +180,7 @@ def by_nccl(rank: int, size: int, path: str) -> None:
 
 @pytest.mark.skipif(not NATIVE, reason="NCCL needs a GPU")
 @pytest.mark.parametrize("size", [1, 2])
-def test_calls_by_nccl(rendezvous, size):
+def test_collectives_run_over_nccl(rendezvous, size):
     if torch.cuda.device_count() < size:
         pytest.skip(f"NCCL needs {size} GPUs for {size} ranks")
     context = torch.multiprocessing.get_context("spawn")

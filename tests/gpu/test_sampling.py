@@ -65,7 +65,7 @@ def check(logits: torch.Tensor, batch: list[RowParameters]) -> None:
     spread=st.sampled_from([0.0, 0.3, 2.0, 8.0, 1e4]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
 )
-def test_tokens_are_those_of_the_cpu(batch, seed, size, spread, dtype):
+def test_tokens_match_the_cpu(batch, seed, size, spread, dtype):
     check(random_logits(len(batch), size, seed=seed, spread=spread).to(dtype), batch)
 
 
@@ -80,7 +80,7 @@ def test_tokens_are_those_of_the_cpu(batch, seed, size, spread, dtype):
     ],
     ids=repr,
 )
-def test_tokens_of_several_slices_are_those_of_the_cpu(params, spread):
+def test_tokens_of_several_slices_match_the_cpu(params, spread):
     """The vocabulary's last slice is one partial group; the nucleus is larger than the head."""
     check(random_logits(1, 8195, spread=spread), [params])
 
@@ -94,7 +94,7 @@ def test_tokens_of_several_slices_are_those_of_the_cpu(params, spread):
     answered=st.lists(st.integers(0, 299), max_size=30),
     banned=st.lists(st.sampled_from([0, 7, 299, 300, 9000]), max_size=3),
 )
-def test_edited_rows_are_those_of_the_cpu(batch, seed, bias, seen, answered, banned):
+def test_edited_rows_match_the_cpu(batch, seed, bias, seen, answered, banned):
     params = RowParameters(
         bias=bias, seen=seen, repetition=1.3, answered=answered, presence=0.5, frequency=-0.3, banned=banned
     )
@@ -111,7 +111,7 @@ ODD = [-torch.inf, torch.inf, torch.nan, 0.0, -0.0, 1.0, 3e38, -3e38]
 
 @settings(max_examples=examples(EXAMPLES * 2))
 @given(values=st.lists(st.sampled_from(ODD), min_size=1, max_size=200), params=all_params)
-def test_logits_that_are_no_numbers(values, params):
+def test_nan_and_infinite_logits_match_the_cpu(values, params):
     logits = torch.tensor([values, [0.0] * len(values)])
     greedy = replace(params, temperature=0.0)
     check(logits, [params, greedy])
@@ -119,7 +119,7 @@ def test_logits_that_are_no_numbers(values, params):
     assert chosen_on_device(logits[:1], [greedy]) == on_cpu(logits[:1], [greedy])
 
 
-def test_of_equal_logits_the_lowest_id_is_taken():
+def test_ties_go_to_the_lowest_token_id():
     """Equal logits in one group, in one slice and in two."""
     logits = torch.zeros(3, 4300)
     for row, equals in enumerate(([9, 40, 127], [130, 4000], [4095, 4096, 4299])):

@@ -36,7 +36,7 @@ edits = st.builds(
 
 @settings(max_examples=examples(200 if NATIVE else 60))
 @given(batch=st.lists(edits, min_size=1, max_size=4), seed=st.integers(0, 1000), odd=st.lists(st.integers(0, 299)))
-def test_edited_logits_are_those_of_the_cpu_bit_by_bit(batch, seed, odd):
+def test_edited_logits_match_the_cpu_bit_by_bit(batch, seed, odd):
     logits = torch.randn(len(batch), VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
     logits[0, odd[:3]], logits[-1, odd[3:6]], logits[-1, odd[6:]] = torch.nan, torch.inf, -torch.inf
     rows, packer = rows_of(batch), EditPacker(VOCAB)
@@ -51,7 +51,7 @@ def test_edited_logits_are_those_of_the_cpu_bit_by_bit(batch, seed, odd):
         assert np.array_equal(table.cpu().numpy(), logits.numpy(), equal_nan=True)
 
 
-def test_no_edits_and_misshapen_ones():
+def test_empty_edits_change_nothing_and_misshapen_ones_are_refused():
     logits, packer = torch.randn(2, VOCAB, device=DEVICE), EditPacker(VOCAB)
     before = logits.clone()
     none = torch.from_numpy(packer.pack(())).to(DEVICE)

@@ -40,7 +40,7 @@ def words_of(allowed: np.ndarray) -> torch.Tensor:
     rows=st.lists(st.integers(0, 5), unique=True, max_size=6),
     odd=st.lists(st.integers(0, 299), min_size=3, max_size=3),
 )
-def test_masked_logits_are_those_of_plain_torch_bit_by_bit(vocab, seed, density, rows, odd):
+def test_masked_logits_match_torch_bit_by_bit(vocab, seed, density, rows, odd):
     draw = np.random.default_rng(seed)
     logits = torch.from_numpy(draw.normal(0, 3, (6, vocab)).astype(np.float32))
     logits[:, odd[0]], logits[:, odd[1]], logits[:, odd[2]] = torch.nan, torch.inf, -torch.inf
@@ -52,7 +52,7 @@ def test_masked_logits_are_those_of_plain_torch_bit_by_bit(vocab, seed, density,
     torch.testing.assert_close(found.cpu(), masked(logits, masks, numbers), rtol=0, atol=0, equal_nan=True)
 
 
-def test_rows_that_are_not_there_and_misshapen_masks():
+def test_masks_of_absent_rows_are_ignored_and_misshapen_ones_refused():
     logits = torch.randn(2, 300, device=DEVICE)
     before, masks = logits.clone(), torch.zeros(2, 10, dtype=torch.int32, device=DEVICE)
     rows = torch.tensor([-1, 2], dtype=torch.int32, device=DEVICE)

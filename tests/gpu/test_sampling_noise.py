@@ -71,7 +71,7 @@ def test_philox_known_answers(counter, key, wanted):
     first=st.sampled_from([0, 3, 128_250, 2**24 - COUNT]),
     stream=st.sampled_from([0, 1]),
 )
-def test_random_words_are_those_of_the_cpu_bit_by_bit(seed, position, first, stream):
+def test_random_words_match_the_cpu_bit_by_bit(seed, position, first, stream):
     out = torch.zeros(COUNT, dtype=torch.uint32, device=DEVICE)
     key = words_of(seed & WORD, seed >> 32, position & WORD, position >> 32)
     _words[(1,)](key, first, out, stream, COUNT)

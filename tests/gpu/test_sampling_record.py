@@ -22,6 +22,6 @@ def record(**changed: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", OF_ROWS)
-def test_no_option_of_rows_is_left_out(name):
+def test_every_row_option_is_in_the_record(name):
     """A GPU would ignore it."""
     assert not np.array_equal(record(**{name: 3 if OF_ROWS[name].whole else OF_ROWS[name].allowed.high}), record())

@@ -272,7 +272,7 @@ def test_rows_pass_from_each_stage_to_the_next(pipeline):
         assert all(torch.equal(found, wanted) for found in rows)
 
 
-def test_the_end_of_a_stage_ends_the_waits_of_the_others(pipeline):
+def test_a_stage_that_exits_ends_the_waits_of_the_others(pipeline):
     """The first stage waits for the second one to receive its rows, the third one for rows."""
     rows = torch.zeros(3, 8)
     waits = [pipeline.begin(0, "send", rows), pipeline.begin(2, "receive", rows.clone())]

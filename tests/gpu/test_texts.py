@@ -80,7 +80,7 @@ def check(driver, wanted):
     close(found.pooled[2], logits[8][[7]])
 
 
-def test_rows_of_texts_are_those_of_transformers(folder, wanted):
+def test_rows_of_texts_match_transformers(folder, wanted):
     driver = GpuDriver(prepare(ModelFlags(model=str(folder), dtype="float32")), num_slots=24)
     check(driver, wanted)
     driver.backend.close()

@@ -61,7 +61,7 @@ def both() -> Any:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_operations_take_the_same_sides(both, options):
+def test_operators_accept_the_same_operands(both, options):
     wanted, found = both("binary_op_type_checking_impl")
     sides = [*NUMBERS, *(tensor(kind, shape) for kind in TYPES for shape in ((), (4,)))]
     for one, other in itertools.product(sides, sides):

@@ -48,7 +48,7 @@ def load(folder, config, memory, dtype="float32"):
     return load_gpu_weights(folder, config, fingerprint="f" * 64, dtype=dtype, shard=whole(config), memory=memory)
 
 
-def test_tensors_are_those_of_the_loader(folder):
+def test_tensors_match_the_loader(folder):
     config = load_config(folder)
     weights = load(folder, config, own_memory(DEVICE))
     oracle = load_weights(folder, config, torch.float32)
@@ -68,7 +68,7 @@ def test_tensors_are_those_of_the_loader(folder):
     assert (weights.head.data_ptr() == weights["embedding"].data_ptr()) == config.tie_word_embeddings
 
 
-def test_a_second_worker_reads_nothing_and_has_the_same(folder):
+def test_a_second_worker_reads_no_files_and_gets_the_same_weights(folder):
     """The plan depends only on the config and on names, and a worker that finds the region filled copies nothing."""
     config, events = load_config(folder), []
     plan = plan_folder(folder, config, torch.bfloat16, whole(config))

@@ -22,7 +22,7 @@ ROOT = request_root(BASE)
 
 
 @given(tokens, block_sizes)
-def test_matches_the_definition(token_ids: list[int], block_size: int) -> None:
+def test_chain_hashes_match_the_definition(token_ids: list[int], block_size: int) -> None:
     parent, expected = ROOT, []
     for start in range(0, len(token_ids) // block_size * block_size, block_size):
         block = token_ids[start : start + block_size]
@@ -64,7 +64,7 @@ def test_adapters_and_salts_never_mix(adapter: str, salt: str, other_adapter: st
     assert (request_root(BASE, adapter, salt) == request_root(BASE, other_adapter, other_salt)) == same
 
 
-def test_fields_do_not_run_into_each_other() -> None:
+def test_namespace_fields_are_delimited() -> None:
     assert request_root(BASE, "ab", "c") != request_root(BASE, "a", "bc")
     assert request_root(BASE, short_text=True) not in (ROOT, request_root(BASE, "", "short text"))
     assert request_root(BASE, "a", "") != request_root(BASE, "", "a")
@@ -81,7 +81,7 @@ def test_odd_lengths_are_rejected() -> None:
         split_hashes(bytes(33))
 
 
-def test_the_same_in_every_process() -> None:
+def test_hashes_are_the_same_in_every_process() -> None:
     """Python's own hash is seeded per process; ours must not depend on it."""
     code = "from pillion.kvstore.hashing import *; print(request_root(namespace_base(fingerprint='f', dtype='float32', "
     code += "layout='v1', block_size=16)).hex())"

@@ -167,32 +167,32 @@ DECODE_DELTAS = DECODE_DELTAS.map(lambda delta: delta._replace(broken=0))
 
 
 @given(REQUESTS)
-def test_requests(request: GenerateRequest) -> None:
+def test_requests_round_trip(request: GenerateRequest) -> None:
     sent = gateway_pb2.GenerateRequest.FromString(request_to_pb(request).SerializeToString())
     assert request_from_pb(sent) == request
 
 
 @given(RESUMES)
-def test_resumed_requests(resume: Resume) -> None:
+def test_resumed_requests_round_trip(resume: Resume) -> None:
     request = GenerateRequest(text="x", resume=resume)
     sent = gateway_pb2.GenerateRequest.FromString(request_to_pb(request).SerializeToString())
     assert request_from_pb(sent) == request
 
 
 @given(DELTAS)
-def test_deltas(delta: Delta) -> None:
+def test_deltas_round_trip(delta: Delta) -> None:
     assert delta_from_pb(delta_to_pb(delta)) == delta
 
 
 @given(st.lists(DELTAS, max_size=4))
-def test_deltas_of_one_stream(deltas: list[Delta]) -> None:
+def test_deltas_of_one_stream_round_trip(deltas: list[Delta]) -> None:
     writer, deltas_sent = DeltaWriter("r"), [dataclasses.replace(delta, request_id="r") for delta in deltas]
     sent = [gateway_pb2.GenerateResponse.FromString(writer.to_pb(delta).SerializeToString()) for delta in deltas_sent]
     assert [delta_from_pb(message) for message in sent] == deltas_sent
 
 
 @given(SAMPLING)
-def test_the_sampling_of_submits(sampling: SamplingParams) -> None:
+def test_sampling_params_round_trip(sampling: SamplingParams) -> None:
     assert sampling_from_pb(sampling_to_pb(sampling)) == sampling
 
 
@@ -222,7 +222,7 @@ COSTS = st.just(()) | st.tuples(*[st.floats(1e-9, 1e3)] * STEP_COSTS)
 
 
 @given(built(ComponentRecord, step_cost_s=COSTS))
-def test_part_records(record: ComponentRecord) -> None:
+def test_component_records_round_trip(record: ComponentRecord) -> None:
     newer = record.to_json()[:-1] + ',"zz_field_of_a_newer_version":[1]}'
     assert ComponentRecord.from_json(newer) == record
 
@@ -235,12 +235,12 @@ def test_both_readers_of_a_record_agree(record: ComponentRecord) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "nonsense", '{"component_id":"x"}'])
-def test_invalid_component_records(text: str) -> None:
+def test_invalid_component_records_are_rejected(text: str) -> None:
     with pytest.raises(ValueError, match=r".*"):
         ComponentRecord.from_json(text)
 
 
-def test_protocols_of_neighbours() -> None:
+def test_adjacent_protocols_are_accepted() -> None:
     for protocol in (PROTOCOL, PROTOCOL + 1):
         assert check_hello(common_pb2.Hello(protocol=protocol, component_id="x")) == "x"
     for protocol in (0, PROTOCOL + 2):
@@ -269,7 +269,7 @@ def test_fields_of_a_newer_version_are_kept() -> None:
 
 
 @pytest.mark.parametrize("cls", sorted(BY_CODE.values(), key=lambda cls: cls.code))
-def test_errors_survive_the_wire(cls: type[PillionError]) -> None:
+def test_errors_round_trip(cls: type[PillionError]) -> None:
     import grpc
 
     from pillion.net.rpc import from_rpc_error, to_status
@@ -325,6 +325,6 @@ def test_invalid_sizes(text: str) -> None:
         parse_size(text)
 
 
-def test_an_answer_has_one_shape() -> None:
+def test_an_answer_has_at_most_one_structured_output() -> None:
     with pytest.raises(ValueError, match="json, regex"):
         sampling_to_pb(SamplingParams(structured_outputs=StructuredOutputs(json="{}", regex="a")))

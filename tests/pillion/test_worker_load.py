@@ -43,7 +43,7 @@ assert told == read.status() and told.figures["heat"] == 7 and told.queued_token
 """
 
 
-def test_a_new_figure_of_load_needs_one_line() -> None:
+def test_adding_a_load_figure_needs_one_line() -> None:
     script = f"NEW = {NEW!r}\n{WHAT_FOLLOWS}"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

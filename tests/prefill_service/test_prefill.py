@@ -44,7 +44,7 @@ async def code_of(workers: Workers, prefill_range: RunPrefillRequest) -> grpc.St
     return caught.value.code()
 
 
-async def test_chunks_are_acknowledged_and_the_decode_worker_goes_on() -> None:
+async def test_chunks_are_acknowledged_and_the_decode_worker_continues() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         tokens = prompt(1, 50)
         ticket = await workers.ticket(tokens)
@@ -89,9 +89,7 @@ async def test_steps_of_65536_tokens() -> None:
 
 
 @pytest.mark.parametrize(("text_tokens", "shift"), [(64, 4096), (65, 0), (0, 0)])
-async def test_a_text_within_the_models_original_length_has_rotary_rows_of_its_own(
-    text_tokens: int, shift: int
-) -> None:
+async def test_short_prompts_use_the_rotary_rows_of_the_original_length(text_tokens: int, shift: int) -> None:
     async with running_workers() as workers, connected(workers) as connection:
         seen: list[StepBatch] = []
         for server, backend in ((workers.prefill, workers.prefill_backend), (workers.decode, workers.decode_backend)):
@@ -124,7 +122,7 @@ async def test_prefill_ranges_are_packed_into_the_budget() -> None:
         await workers.quiet()
 
 
-async def test_an_acknowledgement_waits_for_no_further_step(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_acknowledgement_does_not_wait_for_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_workers(prefill={"max_num_batched_prefill_tokens": 16}) as workers:
         backend = workers.prefill_backend
         forward = backend.forward
@@ -149,7 +147,7 @@ async def test_an_acknowledgement_waits_for_no_further_step(monkeypatch: pytest.
         await workers.quiet()
 
 
-async def test_what_another_attempt_committed_is_acknowledged_at_once() -> None:
+async def test_blocks_committed_by_another_attempt_are_acknowledged_at_once() -> None:
     async with running_workers() as workers:
         tokens = prompt(1, 41)
         ticket = await workers.ticket(tokens)
@@ -216,7 +214,7 @@ async def test_bad_prefill_ranges_are_refused() -> None:
         await workers.quiet()
 
 
-async def test_another_tenants_range_goes_before_those_of_a_flood() -> None:
+async def test_another_tenants_range_runs_before_a_flood() -> None:
     """It comes last, and its first chunk is computed before any of the flood's but the one that had begun."""
     begun: list[list[int]] = []
 
@@ -249,7 +247,7 @@ async def test_another_tenants_range_goes_before_those_of_a_flood() -> None:
         await workers.quiet()
 
 
-async def test_tickets_that_do_not_fit() -> None:
+async def test_tickets_that_do_not_match_the_prefill_range_are_refused() -> None:
     async with running_workers() as workers:
         tokens = prompt(1, 41)
         ticket = await workers.ticket(tokens)
@@ -265,7 +263,7 @@ async def test_tickets_that_do_not_fit() -> None:
         await workers.quiet()
 
 
-async def test_too_many_prefill_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_number_of_prefill_ranges_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.prefill_service.assemble.MAX_WAITING_PREFILLS", 1)
     async with running_workers() as workers:
         workers.prefill_backend.gate.clear()
@@ -281,7 +279,7 @@ async def test_too_many_prefill_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
         await workers.quiet()
 
 
-async def test_a_failing_step_fails_its_prefill_ranges_and_the_loop_lives_on() -> None:
+async def test_a_failed_step_fails_its_prefill_ranges_and_the_loop_continues() -> None:
     def fail(batch: StepBatch) -> None:
         workers.prefill_backend.before_step = lambda batch: None
         raise RuntimeError("the arithmetic broke")
@@ -309,7 +307,7 @@ async def test_two_prefill_ranges_of_one_prompt_commit_the_same_blocks() -> None
         await workers.quiet()
 
 
-async def test_a_prefill_range_that_begins_says_so_before_its_step_has_ended() -> None:
+async def test_a_prefill_range_reports_its_start_before_its_step_ends() -> None:
     async with running_workers() as workers:
         tokens = prompt(1, 50)
         ticket = await workers.ticket(tokens)
@@ -324,7 +322,7 @@ async def test_a_prefill_range_that_begins_says_so_before_its_step_has_ended() -
         await workers.quiet()
 
 
-async def test_a_prefill_range_in_line_says_so_while_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_queued_prefill_range_sends_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_epoch, "QUEUE_HEARTBEAT_MS", 100)
     told, begun = threading.Event(), asyncio.Event()
 

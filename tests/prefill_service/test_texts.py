@@ -48,7 +48,7 @@ async def test_a_text_shares_steps_with_a_prefill_range() -> None:
         await workers.quiet()
 
 
-async def test_a_prefill_worker_generates_nothing() -> None:
+async def test_a_prefill_worker_refuses_to_generate() -> None:
     async with running_workers(backend=VectorBackend) as workers, connected(workers, for_texts=True) as texts:
         ticket = await workers.ticket(PROMPT)
         answer = await texts.submit(submit_of(1, ticket, PROMPT, 3))
@@ -60,7 +60,7 @@ async def test_a_prefill_worker_generates_nothing() -> None:
         await workers.quiet()
 
 
-async def test_more_texts_than_may_wait_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_texts_beyond_the_queue_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.prefill_service.assemble.MAX_WAITING_PREFILLS", 1)
     async with (
         running_workers(backend=VectorBackend) as workers,
@@ -79,7 +79,7 @@ async def test_more_texts_than_may_wait_are_refused(monkeypatch: pytest.MonkeyPa
         await workers.quiet()
 
 
-async def test_a_worker_without_vectors_has_no_api_for_texts() -> None:
+async def test_a_prefill_worker_without_vectors_has_no_text_api() -> None:
     async with running_workers() as workers:
         assert not workers.prefill.worker.describe().gives_vectors
         call = workers.text_stub.Connect()

@@ -127,7 +127,7 @@ def test_a_valid_adapter(adapter, model_folder):
         ({"target_modules": ["q_proj", "o_proj", "k_proj"]}, "names model.layers.0.self_attn.k_proj as a target"),
     ],
 )
-def test_configs(changes, words, adapter, model_folder):
+def test_invalid_adapter_configs_are_refused(changes, words, adapter, model_folder):
     refused(edit_config(adapter, **changes), model_folder, words)
 
 
@@ -186,7 +186,7 @@ def test_a_deeply_nested_config(depth, adapter, model_folder):
         (lambda t: t | module_of(t, "model.layers.0.self_attn.qkv_proj"), "which a llama model does not have"),
     ],
 )
-def test_tensors(change, words, adapter, model_folder):
+def test_invalid_adapter_tensors_are_refused(change, words, adapter, model_folder):
     refused(edit_tensors(adapter, change), model_folder, words)
 
 
@@ -209,7 +209,7 @@ def test_parameters_of_a_model_with_transposed_matrices(adapter, tmp_path):
     )
 
 
-def test_a_rank_above_the_bound(adapter, model_folder):
+def test_a_rank_above_the_limit_is_refused(adapter, model_folder):
     refused(adapter, model_folder, "_proj has rank 4, and --max-lora-rank is 3", max_rank=3)
 
 
@@ -261,7 +261,7 @@ def test_large_weights_with_a_small_product_are_served(adapter, model_folder):
     assert len(check(adapter, model_folder)) == 4
 
 
-def test_harmless_keys(adapter, model_folder):
+def test_training_only_keys_are_ignored(adapter, model_folder):
     """Training-only keys change nothing."""
     before = AdapterFiles(adapter).digest()
     changes = {"lora_dropout": 0.3, "fan_in_fan_out": False, "init_lora_weights": "eva", "eva_config": {"rho": 2}}
@@ -270,7 +270,7 @@ def test_harmless_keys(adapter, model_folder):
     assert AdapterFiles(adapter).digest() == before
 
 
-def test_the_digest_names_what_an_adapter_means(adapter):
+def test_the_digest_covers_what_changes_an_adapter(adapter):
     first = AdapterFiles(adapter).digest()
     tensors = load_file(adapter / "adapter_model.safetensors")
     # The order of tensors and the header's metadata are not part of the digest.

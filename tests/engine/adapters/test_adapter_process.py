@@ -51,7 +51,7 @@ def test_jobs_have_limits_and_errors_pass() -> None:
         process.run(WITHIN_S, "say")
 
 
-def test_it_pauses_while_others_need_the_cores() -> None:
+def test_packing_pauses_while_others_need_the_cores() -> None:
     """It pauses only while others need the cores, and once before each job to measure that."""
     pace, now, computed, pauses = WorkPace(), 100.0, 50.0, []
 

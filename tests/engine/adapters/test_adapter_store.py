@@ -79,7 +79,7 @@ def test_a_source_that_changes_while_it_is_copied(store, sources, model, tmp_pat
 
 
 @pytest.mark.parametrize("name", ADAPTER_FILES)
-def test_files_behind_links_lie_inside_of_the_allowed_folder(store, sources, model, tmp_path, name):
+def test_links_must_resolve_inside_the_allowed_folder(store, sources, model, tmp_path, name):
     inside = (tmp_path / "allowed").resolve()
     source = shutil.copytree(sources[0], inside / "source")
     (source / name).rename(inside / "blob")
@@ -126,7 +126,7 @@ def test_unknown_digests(store):
             store.find(digest)
 
 
-def test_files_of_another_machine(store, sources, tmp_path):
+def test_received_files_must_match_their_digest(store, sources, tmp_path):
     digest = AdapterFiles(sources[0]).digest()
 
     def receive(source):

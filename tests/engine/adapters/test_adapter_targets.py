@@ -31,7 +31,7 @@ def kinds(config, *targets):
     return {name.split(".", 2)[2] for name in adapter_shapes(config, targets)}
 
 
-def test_values_of_the_flag():
+def test_the_target_flag_is_parsed():
     assert listed_targets(["q_proj, v_proj", "o_proj", ""]) == ("q_proj", "v_proj", "o_proj")
     assert listed_targets([]) == listed_targets(["q_proj", "all"]) == ()
 
@@ -63,7 +63,7 @@ def test_parts_of_fused_layers(configs):
 
 
 @pytest.mark.parametrize("kernels", ["torch", "cpu"])
-def test_backends_have_room_for_the_named_layers_only(kernels, tmp_path):
+def test_backends_allocate_only_the_named_layers(kernels, tmp_path):
     folder, flags = make_model(tmp_path / "model", FAMILIES["llama-gqa-tied"])
     prepared = prepare(flags)
     backend = BackendDriver(prepared).backend if kernels == "torch" else cpu_backend(prepared, threads=1)

@@ -53,7 +53,7 @@ def model_of(kind: str, folder) -> ModelFlags:
         "gptq-act-order-experts",
     ],
 )
-def test_mixed_steps_are_those_of_torch(kind, tmp_path):
+def test_mixed_adapter_steps_match_torch(kind, tmp_path):
     """Widths without full tiles, norms after products, experts beside dense layers and beside a gated MLP, per-head
     matrices, reordered inputs, also per expert."""
     prepared, text = prepare(model_of(kind, tmp_path)), tokens_of(20, 3)
@@ -115,7 +115,7 @@ def test_each_head_has_all_tiles_of_ranks(dtype, tmp_path):
     assert mean < (1e-5 if dtype == "float32" else 0.03)
 
 
-def test_a_slot_takes_another_adapter(llama):
+def test_a_slot_is_reused_by_another_adapter(llama):
     driver, text = with_adapters(CpuDriver(llama, num_slots=100)), tokens_of(20, 3)
     config = load_config(llama.folder)
 

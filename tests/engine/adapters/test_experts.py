@@ -132,7 +132,7 @@ def adapted_hybrid(own_cache, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("family", "backend"), cases(MIXTURES))
-def test_parameters_of_each_family(family, backend, adapted):
+def test_expert_adapters_of_each_family_match_peft(family, backend, adapted):
     folder, flags, adapter, known = adapted(family)
     oracle, driver = check_adapter(folder, flags, adapter, DRIVERS[backend], known)
     prompt = tokens_of(20, 5)
@@ -147,7 +147,7 @@ def test_parameters_of_each_family(family, backend, adapted):
     ("family", "backend"),
     cases(("lfm2-moe", "qwen3-next", "qwen3-5-moe", "granite-hybrid", "nemotron-h", "kimi-linear"), ()),
 )
-def test_parameters_beside_states(family, backend, adapted_hybrid):
+def test_expert_adapters_of_hybrid_models_match_peft(family, backend, adapted_hybrid):
     flags, adapter, wanted, plain = adapted_hybrid(family)
 
     def make(prepared, block_size, num_slots):
@@ -178,7 +178,7 @@ ALL_LINEAR = (
     ("family", "backend"),
     cases(ALL_LINEAR, (("qwen3-moe-some-dense", "cpu"), ("afmoe", "torch"), ("hunyuan-moe", "torch"))),
 )
-def test_all_linear(family, backend, tmp_path):
+def test_all_linear_adapters_match_peft(family, backend, tmp_path):
     folder, flags = make_model(tmp_path / "model", FAMILIES[family])
     check_adapter(folder, flags, make_adapter(folder, tmp_path / "adapter", r=4, lora_alpha=6), DRIVERS[backend])
 
@@ -193,7 +193,7 @@ def test_one_parameter_is_wrapped_once(parameters, stabilized, mixtral, tmp_path
 
 
 @pytest.mark.parametrize("make", BACKENDS)
-def test_experts_that_were_trained_one_by_one(make, mixtral, tmp_path):
+def test_adapters_of_individually_trained_experts(make, mixtral, tmp_path):
     """Older classes have a module per expert; PEFT stacks their pairs when loading, and so does Pillion."""
     folder, flags = mixtral
     config, generator = load_config(folder), torch.Generator().manual_seed(3)
@@ -219,7 +219,7 @@ def test_experts_that_were_trained_one_by_one(make, mixtral, tmp_path):
 
 
 @pytest.mark.parametrize("inner", [128, 64])
-def test_pairs_of_the_other_orientation(inner, tmp_path):
+def test_transposed_pairs_of_older_peft_versions_are_read(inner, tmp_path):
     """PEFT before 0.19.1 swaps inputs and outputs of parameters [experts, outputs, inputs]; for square matrices only
     the version tells."""
     folder, flags = make_model(tmp_path / "model", {**FAMILIES["mixtral"], "intermediate_size": inner})
@@ -245,7 +245,7 @@ def test_pairs_of_the_other_orientation(inner, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["gpt-oss", "llama4"])
-def test_square_matrices(family, tmp_path):
+def test_square_matrices_are_oriented_by_their_class(family, tmp_path):
     """Only the class tells outputs from inputs: Llama 4's does not mark its matrices as transposed."""
     folder, flags = make_model(tmp_path / "model", {**FAMILIES[family], "intermediate_size": 64})
     check_adapter(folder, flags, make_adapter(folder, tmp_path / "adapter", **CONFIG))

@@ -19,7 +19,7 @@ from pillion.engine.adapters.pattern_cost import MAX_WAYS, count_ways
         r"|o_proj|gate_proj|up_proj|down_proj).*?)|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:k_proj|q_proj)))",
     ],
 )
-def test_common_expressions(pattern):
+def test_common_patterns_are_accepted(pattern):
     assert count_ways(pattern) <= MAX_WAYS
 
 
@@ -41,5 +41,5 @@ def test_common_expressions(pattern):
         "(?:" * 20 + "a?" + "){2}" * 20,
     ],
 )
-def test_expressions_that_may_backtrack(pattern):
+def test_patterns_that_may_backtrack_are_refused(pattern):
     assert count_ways(pattern) > MAX_WAYS

@@ -141,7 +141,7 @@ DIFFERENT = (
 @pytest.mark.parametrize(
     "family", [pytest.param(family, marks=() if family in DIFFERENT else pytest.mark.long) for family in MODELS]
 )
-def test_a_model_of_each_family(family, tmp_path):
+def test_adapters_of_each_family_match_peft(family, tmp_path):
     folder, flags = make_model(tmp_path / "model", FAMILIES[family])
     # PEFT counts experts among the linear layers.
     targets = (
@@ -339,7 +339,7 @@ def test_all_linear_layers_of_latents(family, make, adapted_latents):
         ("gpt2", "lm_head", "lm_head, which cannot be served: adapters of the head are not supported"),
     ],
 )
-def test_modules_that_a_family_does_not_have_are_refused(family, module, words, tmp_path):
+def test_adapters_of_missing_modules_are_refused(family, module, words, tmp_path):
     folder, flags = make_model(tmp_path / "model", FAMILIES[family])
     adapter = make_adapter(folder, tmp_path / "adapter", r=4)
 
@@ -353,7 +353,7 @@ def test_modules_that_a_family_does_not_have_are_refused(family, module, words, 
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_every_kind_of_config(config, llama, tmp_path):
+def test_every_kind_of_config_matches_peft(config, llama, tmp_path):
     folder, flags = llama
     check_adapter(folder, flags, make_adapter(folder, tmp_path / "adapter", **CONFIGS[config]))
 
@@ -396,7 +396,7 @@ def test_one_step_mixes_adapters_and_the_base(llama, tmp_path):
     assert not torch.allclose(found[0], found[1])
 
 
-def test_a_slot_takes_another_adapter(llama, tmp_path):
+def test_a_slot_is_reused_by_another_adapter(llama, tmp_path):
     folder, flags = llama
     first, second = (make_adapter(folder, tmp_path / str(seed), seed=seed, r=4) for seed in (1, 2))
     driver, text = driver_with(flags, first), tokens_of(20, 3)

@@ -17,7 +17,7 @@ CASES = [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for
 
 
 @pytest.mark.parametrize("family", sorted(CASES, key=lambda case: case.values[0]))
-def test_a_prompt_in_one_step_ends_as_one_token_at_a_time(family, tmp_path):
+def test_a_prompt_in_one_step_matches_one_token_at_a_time(family, tmp_path):
     """A step of one row drops no rows after attention, so it is the reference."""
     prepared = prepare(make_model(tmp_path / "model", FAMILIES[family])[1])
     driver, config = BackendDriver(prepared), load_config(prepared.folder)

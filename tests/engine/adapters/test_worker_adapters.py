@@ -108,7 +108,7 @@ async def failure(answer: Answer) -> tuple[type[Exception] | int, bool, str]:
     return answer.last.error.code, answer.last.error.retryable, answer.last.error.message
 
 
-async def test_streams_with_more_adapters_than_places_and_without(cache: pathlib.Path) -> None:
+async def test_streams_with_more_adapters_than_slots_and_plain_streams(cache: pathlib.Path) -> None:
     digests = ["", *(store(cache, number) for number in range(3))]
     async with line() as here:
         answers = [await here.ask(key, digests[key % 4]) for key in range(12)]
@@ -123,7 +123,7 @@ async def test_streams_with_more_adapters_than_places_and_without(cache: pathlib
         await here.quiet()
 
 
-async def test_a_prefill_range_and_its_tail_have_one_adapter(cache: pathlib.Path) -> None:
+async def test_a_prefill_range_and_its_tail_use_the_same_adapter(cache: pathlib.Path) -> None:
     digest = store(cache, 1)
     async with line() as here:
         ticket = await here.workers.ticket(PROMPT)
@@ -138,7 +138,7 @@ async def test_a_prefill_range_and_its_tail_have_one_adapter(cache: pathlib.Path
         await here.quiet()
 
 
-async def test_files_come_from_the_nodes_machine_once(
+async def test_adapter_files_are_fetched_from_the_node_once(
     cache: pathlib.Path, tmp_path: pathlib.Path, node_adapters: dict[str, NodeAdapters]
 ) -> None:
     digest = store(tmp_path / "elsewhere", 1)
@@ -169,7 +169,7 @@ async def test_a_missing_adapter_is_a_retryable_error_by_name(cache: pathlib.Pat
         await here.quiet()
 
 
-async def test_a_defect_on_the_way_ends_its_stream_with_an_error(
+async def test_an_exception_while_loading_an_adapter_fails_its_stream(
     cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object) -> None:
@@ -226,7 +226,7 @@ async def test_loading_blocks_no_stream_and_may_be_cancelled(cache: pathlib.Path
         await here.quiet()
 
 
-async def test_adapters_are_packed_by_one_process_that_gives_way_to_steps(cache: pathlib.Path) -> None:
+async def test_adapters_are_packed_by_one_process_that_yields_to_steps(cache: pathlib.Path) -> None:
     digests = [store(cache, number) for number in range(2)]
     async with line() as here:
         backend = here.workers.decode_backend
@@ -240,7 +240,7 @@ async def test_adapters_are_packed_by_one_process_that_gives_way_to_steps(cache:
     assert not psutil.pid_exists(pid)
 
 
-async def test_a_killed_packing_process_costs_its_adapter_an_error_and_is_started_again(cache: pathlib.Path) -> None:
+async def test_a_killed_packing_process_fails_its_adapter_and_is_restarted(cache: pathlib.Path) -> None:
     first, second, third = (store(cache, number) for number in range(3))
     async with line() as here:
         backend = here.workers.decode_backend
@@ -283,7 +283,7 @@ async def test_a_worker_without_adapters_and_a_name_that_is_no_digest() -> None:
         await here.quiet()
 
 
-async def test_a_node_keeps_what_its_machine_lacks(cache: pathlib.Path, tmp_path: pathlib.Path) -> None:
+async def test_a_node_stores_adapters_that_its_machine_lacks(cache: pathlib.Path, tmp_path: pathlib.Path) -> None:
     """Files sent by gateways; invalid or incomplete ones leave nothing."""
     digest, other = store(tmp_path / "gateway", 1), store(tmp_path / "gateway", 2)
     folder = tmp_path / "gateway" / ADAPTERS
@@ -314,7 +314,7 @@ async def test_a_node_keeps_what_its_machine_lacks(cache: pathlib.Path, tmp_path
         await here.quiet()
 
 
-async def test_a_node_with_a_full_disk_keeps_what_is_used(cache: pathlib.Path, tmp_path: pathlib.Path) -> None:
+async def test_a_full_disk_evicts_only_unused_adapters(cache: pathlib.Path, tmp_path: pathlib.Path) -> None:
     digest, other = store(tmp_path / "gateway", 1), store(tmp_path / "gateway", 2)
     used, unused = store(cache, 3), store(cache, 4)
     folder, copies = tmp_path / "gateway" / ADAPTERS, cache / ADAPTERS

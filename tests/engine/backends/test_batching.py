@@ -55,7 +55,7 @@ def with_drafts(stream: Sequence, drafts: Seq[int]) -> Sequence:
     return stream
 
 
-def test_a_mixed_step() -> None:
+def test_the_batch_of_a_mixed_step() -> None:
     decode, prompt_tail = sequence(1, range(10)), sequence(2, range(50, 57))
     part, prefill_range = sequence(3, range(20)), sequence(4, range(8), prefill_range=True)
     drafted = with_drafts(sequence(5, range(30, 36)), [90, 91])
@@ -88,7 +88,7 @@ def test_a_mixed_step() -> None:
     assert rows.edits == ()
 
 
-def test_rows_of_a_plain_step() -> None:
+def test_only_sampling_chunks_have_sample_rows() -> None:
     plan = StepPlan((ScheduledChunk(sequence(1, range(10)), 9, 1, 1), ScheduledChunk(sequence(2, range(8)), 2, 3, 0)))
     assert build_step_batch(plan, BLOCK).sample_rows.tolist() == [0]
     nothing = StepPlan(plan.scheduled[1:])
@@ -108,7 +108,7 @@ def test_parameters_and_their_defaults() -> None:
     assert rows.seeds.tolist() == [2**64 - 1, 0]
 
 
-def test_edits_know_their_history() -> None:
+def test_logit_edits_use_the_tokens_before_their_row() -> None:
     """Prompt 1 2 3, answer 4 5, drafts 6 7: each row sees the tokens before the one it samples."""
     params = {"repetition_penalty": 2.0, "frequency_penalty": 0.5, "logit_bias": {8: 1.0, 1: -2.0}, "min_tokens": 4}
     stream = with_drafts(sequence(1, [1, 2, 3, 4, 5], prompt=3, **params), [6, 7])
@@ -137,7 +137,7 @@ def test_only_histories_that_a_row_needs_are_gathered() -> None:
             assert sorted(getattr(edit, each).tolist()) == (wanted if each == array else [])
 
 
-def test_drafts_are_judged_as_single_steps_would_choose() -> None:
+def test_drafts_are_verified_as_single_steps_would_sample() -> None:
     """Each row of a chunk with drafts samples the token of a step without drafts (I6)."""
     params = {"temperature": 1.0, "repetition_penalty": 1.5, "presence_penalty": 0.5, "min_tokens": 2}
     history, logits = [1, 2, 3, 4], torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
@@ -149,7 +149,7 @@ def test_drafts_are_judged_as_single_steps_would_choose() -> None:
         assert sample(logits[row : row + 1], build_sampling(plan, None)).token_ids == together[row : row + 1]
 
 
-def test_draft_tokens_are_drawn_as_the_rows_that_judge_them() -> None:
+def test_draft_tokens_are_sampled_like_their_verifying_rows() -> None:
     params = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "logprobs": 2, "frequency_penalty": 0.5}
     stream, other = sequence(1, [1, 2, 3, 4], prompt=3, **params), sequence(2, [5, 6])
     drafting = build_draft_sampling([(stream, 0), (stream, 1), (other, 0)], 64)

@@ -81,7 +81,7 @@ def text_of(count: int, seed: int) -> list[int]:
 
 @pytest.mark.parametrize("width", [32, 576, 1536, 2048, 4096, 8192])
 @pytest.mark.parametrize("dtype", ["float32", "uint16"])
-def test_rows_lie_in_all_sets_of_the_first_cache(width, dtype):
+def test_buffer_rows_use_all_sets_of_the_l1_cache(width, dtype):
     """Rows at distances of a power of two would evict each other from a cache of 64 sets."""
     stride = Buffer("x", width, dtype).stride
     assert 0 <= stride - width * np.dtype(dtype).itemsize <= 64
@@ -155,7 +155,7 @@ def test_other_instruction_sets_agree(llama, kernels):
     assert (found - wanted).abs().mean() < 0.02 * wanted.std()
 
 
-def test_only_the_batch_is_written(prepared):
+def test_a_step_writes_only_the_blocks_of_its_batch(prepared):
     driver = CpuDriver(prepared, num_slots=12)
     pool = np.frombuffer(driver.memory, np.uint8).reshape(12, -1)
     batch = driver.sequences.step([(driver.sequences.add()[0], text_of(40, 2))])
@@ -181,7 +181,7 @@ def test_answers_of_one_prompt_share_its_blocks_and_copy_the_last(prepared, leng
     assert torch.equal(driver.step((shared, [11, 12, 13])), first)
 
 
-def test_a_row_selected_several_times(llama):
+def test_a_row_sampled_several_times_repeats_its_logits(llama):
     driver = CpuDriver(llama)
     one, two = driver.sequences.add(2)
     once = driver.step((one, [5, 6, 7, 8]), sample=[1, 3])
@@ -201,7 +201,7 @@ def test_steps_that_sample_nothing_and_steps_that_grow(llama):
     assert (driver.last - reference.last).abs().max() < 0.05 * reference.last.std()
 
 
-def test_a_step_after_one_for_which_there_was_no_memory(llama, monkeypatch):
+def test_a_step_after_a_failed_allocation(llama, monkeypatch):
     """After a failed allocation no kernel may use the freed buffers."""
     driver = CpuDriver(llama, num_slots=100)
     (number,) = driver.sequences.add()
@@ -244,7 +244,7 @@ def broken(batch: StepBatch):
     yield dataclasses.replace(batch, sample_rows=batch.sample_rows - 40), "not of the batch"
 
 
-def test_a_batch_that_could_leave_its_memory_is_refused(llama):
+def test_an_out_of_bounds_batch_is_refused(llama):
     driver = CpuDriver(llama)
     (number,) = driver.sequences.add()
     batch = driver.sequences.step([(number, text_of(20, 5))])
@@ -254,7 +254,7 @@ def test_a_batch_that_could_leave_its_memory_is_refused(llama):
     assert driver.backend.forward(batch).shape == (1, 258)
 
 
-def test_texts_end_at_the_models_length(own_cache, tmp_path):
+def test_texts_longer_than_max_model_len_are_refused(own_cache, tmp_path):
     folder = save_model(tmp_path / "model")
     prepared = prepare(ModelFlags(model=str(folder), dtype="float32", max_model_len=48))
     driver = CpuDriver(prepared)
@@ -264,7 +264,7 @@ def test_texts_end_at_the_models_length(own_cache, tmp_path):
         driver.step((number, [1]))
 
 
-def test_pools_that_do_not_fit(llama):
+def test_unsuitable_pools_are_refused(llama):
     backend = cpu_backend(llama)
     sequences = Sequences(5, 16)
     with pytest.raises(Internal, match="bind_pool"):
@@ -312,7 +312,7 @@ def test_kv_in_8_bits_is_close(llama, kernels):
     assert len(layouts) == 3
 
 
-def test_a_write_after_a_buffer_is_noticed(llama, monkeypatch):
+def test_a_write_past_a_buffer_is_detected(llama, monkeypatch):
     arrays, array = {}, Workspace.array
 
     def recorded(workspace, buffer):

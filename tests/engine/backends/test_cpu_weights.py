@@ -170,7 +170,7 @@ def test_a_simulated_processor_without_kernels_takes_torch(tmp_path, monkeypatch
 
 
 @needs_kernels
-def test_everything_can_be_made_ready_before_the_first_worker(tmp_path, monkeypatch):
+def test_weights_can_be_packed_before_the_first_worker(tmp_path, monkeypatch):
     monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "without-kernels"))
     folder, lines = save_model(tmp_path / "model"), []
     flags = PrepareFlags(model=str(folder), dtype="bfloat16")
@@ -204,7 +204,7 @@ def test_everything_can_be_made_ready_before_the_first_worker(tmp_path, monkeypa
 
 
 @needs_kernels
-def test_backends_share_no_blocks(tmp_path):
+def test_different_backends_do_not_share_blocks(tmp_path):
     """Backends with another pool layout or weights have other namespaces (I2)."""
     folder = str(save_model(tmp_path / "model"))
     kinds = [{"cpu_kernels": "torch"}, {}, {"quantization": "int8"}, {"quantization": "int4"}]

@@ -43,7 +43,7 @@ def test_layers_of_one_size_are_one_array():
 
 
 @pytest.mark.parametrize(("dtype", "row"), [("float32", 4), ("bfloat16", 2), ("int8", 1)])
-def test_each_layer_has_a_place_of_its_own_size(dtype, row):
+def test_layers_of_a_block_may_differ_in_size(dtype, row):
     layout, extra = dataclasses.replace(MIXED, dtype=dtype), 4 if dtype == "int8" else 0
     local, wide = (4 * (size * row + extra) for size in (16, 48))
     assert [layout.place(layer).offset for layer in (0, 1, 3)] == [0, 4 * local, 4 * local + 2 * wide]
@@ -56,7 +56,7 @@ def test_each_layer_has_a_place_of_its_own_size(dtype, row):
         layout.place(2)
 
 
-def test_attention_over_places_of_several_sizes():
+def test_attention_over_layers_of_different_sizes():
     """Each layer's attention equals that over a pool with only this layer."""
     texts, generator = Sequences(40, 4), torch.Generator().manual_seed(1)
     slots = torch.full((40, MIXED.block_bytes // 4), torch.nan)

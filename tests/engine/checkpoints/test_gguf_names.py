@@ -17,7 +17,7 @@ def located(path: pathlib.Path) -> pathlib.Path:
     return locate(str(path), "main", lambda line: None).path
 
 
-def test_any_part_stands_for_all(tmp_path: pathlib.Path) -> None:
+def test_any_part_of_a_gguf_model_locates_all_parts(tmp_path: pathlib.Path) -> None:
     for name in PARTS:
         (tmp_path / name).write_bytes(b"GGUF")
     for name in PARTS:

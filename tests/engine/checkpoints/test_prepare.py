@@ -112,7 +112,7 @@ def test_the_second_start_reads_a_record_and_imports_no_torch(folder, monkeypatc
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=200)
 
 
-def test_the_fingerprint_follows_weights_config_and_type_alone(folder):
+def test_the_fingerprint_covers_only_weights_config_and_dtype(folder):
     first = prepare(flags(folder)).fingerprint
     assert prepare(flags(folder, dtype="bfloat16")).fingerprint != first
     copy = folder.rename(folder.with_name("elsewhere"))
@@ -128,7 +128,7 @@ RELEASED = json.loads(pathlib.Path(__file__).with_name("released_fingerprints.js
 
 
 @pytest.mark.parametrize("name", RELEASED)
-def test_fingerprints_are_those_of_the_last_release(name, tmp_path):
+def test_fingerprints_match_the_last_release(name, tmp_path):
     """Version 0.2.0 recorded them, from configs without weights. A difference invalidates users' caches on upgrade."""
     (tmp_path / "config.json").write_text(json.dumps(SERVED[name]))
     assert fingerprint((), load_config(tmp_path), "bfloat16") == RELEASED[name]
@@ -166,7 +166,7 @@ def test_norms_that_0_2_0_rounded_are_in_the_fingerprint(folder):
     assert same(wide, "bfloat16")
 
 
-def test_max_model_len(folder):
+def test_max_model_len_is_checked_and_has_a_default(folder):
     assert prepare(flags(folder, max_model_len=100)).max_model_len == 100
     assert "4096" in refused(flags(folder, max_model_len=4097))
     assert "-1" in refused(flags(folder, max_model_len=-1))
@@ -213,7 +213,7 @@ def test_float16_weights_run_exactly_in_float32_and_losses_are_reported(folder):
     assert "bfloat16 keeps 8" in next(precision_notes(prepare(narrow)))
 
 
-def test_dtype_auto_is_one_of_two():
+def test_dtype_auto_is_bfloat16_or_float32():
     assert choose_dtype("auto")[0] in ("bfloat16", "float32")
     with pytest.raises(ConfigError, match="int8"):
         choose_dtype("int8")
@@ -389,7 +389,7 @@ def test_a_failed_conversion_leaves_nothing_behind(tmp_path):
     assert (made / "whole").is_file()
 
 
-def test_one_models_conversion_waits_for_no_other(tmp_path, monkeypatch):
+def test_conversions_of_different_models_run_concurrently(tmp_path, monkeypatch):
     monkeypatch.setattr(model_cache, "LOCK_TIMEOUT_S", 0.3)
     cache, lines = ModelCache(tmp_path), []
     slow, half_made = tmp_path / "models" / "slow", tmp_path / "models" / "slow.tmp"

@@ -92,7 +92,7 @@ def saved(model: Any, root: pathlib.Path, shards: bool = False) -> Iterator[path
 
 # Other tests compare the logits of the first form with transformers'.
 @parametrized(CASES)
-def test_a_text_model(name: str, tmp_path: pathlib.Path) -> None:
+def test_text_models_are_read_from_all_saved_forms(name: str, tmp_path: pathlib.Path) -> None:
     first, _ = make_model(tmp_path / "first", CASES[name])
     wanted, model = read(first), AutoModelForCausalLM.from_pretrained(first, dtype=torch.float32)
     for form in saved(model, tmp_path / "again", shards=True):
@@ -114,7 +114,7 @@ def test_a_text_model(name: str, tmp_path: pathlib.Path) -> None:
     short=("llama-gqa-tied", "gpt2"),
 )
 def test_tied_and_untied_heads(name: str, tmp_path: pathlib.Path) -> None:
-    """The variant not covered by test_a_text_model. Some classes never tie the head and save both."""
+    """The variant that test_text_models_are_read_from_all_saved_forms lacks: some classes never tie, and save both."""
     tied = not CASES[name].get("tie_word_embeddings", True)
     first, _ = make_model(tmp_path / "first", {**CASES[name], "tie_word_embeddings": tied})
     model = AutoModelForCausalLM.from_pretrained(first, dtype=torch.float32)
@@ -125,7 +125,7 @@ def test_tied_and_untied_heads(name: str, tmp_path: pathlib.Path) -> None:
 
 
 @parametrized(WHOLE)
-def test_a_text_model_within_another(name: str, tmp_path: pathlib.Path) -> None:
+def test_nested_text_models_are_read_from_all_saved_forms(name: str, tmp_path: pathlib.Path) -> None:
     model, first = whole_model(name), tmp_path / "first"
     model.save_pretrained(first)
     file = first / "model.safetensors"
@@ -204,7 +204,7 @@ def test_ranks_of_transposed_experts_have_the_same_shares(tmp_path: pathlib.Path
 
 
 @pytest.mark.parametrize("name", ["gpt2", "nemotron-h", "qwen3_vl_moe"])
-def test_quantized_here_all_forms_have_the_same_codes(name: str, tmp_path: pathlib.Path) -> None:
+def test_all_saved_forms_are_quantized_to_the_same_codes(name: str, tmp_path: pathlib.Path) -> None:
     if name in WHOLE:
         first, second, _ = both_ways(whole_model(name), tmp_path)
     else:

@@ -16,7 +16,9 @@ from tests.support.torch_model import BackendDriver
 
 
 @pytest.mark.parametrize("other", [False, True])
-def test_the_files_head_wins(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, other: bool) -> None:
+def test_the_head_in_the_file_overrides_a_tied_one(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, other: bool
+) -> None:
     monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
     folder = save_model(tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")

@@ -87,7 +87,7 @@ def test_texts_are_split_and_merged_as_tiktoken_does(merges, tmp_path):
     assert tokenizer.get_vocab_size() == count + 6
 
 
-def test_a_model_with_such_a_vocabulary_is_prepared(own_cache, tmp_path):
+def test_a_model_with_a_tiktoken_vocabulary_is_prepared(own_cache, tmp_path):
     folder = save_model(tmp_path / "model")
     (folder / "tokenizer.json").unlink()
     write_source(folder, learned(0), 258)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pillion.engine.checkpoints.work_report import LINE_EVERY_S, WorkReport
 
 
-def test_a_stage_has_a_line_when_it_begins_and_one_from_time_to_time() -> None:
+def test_a_stage_is_reported_at_its_start_and_periodically() -> None:
     lines: list[str] = []
     times = iter([0.0, 1.0, LINE_EVERY_S, LINE_EVERY_S + 1, 3 * LINE_EVERY_S, 4 * LINE_EVERY_S])
     report = WorkReport(lines.append, "converting weights", 200, lambda: next(times))

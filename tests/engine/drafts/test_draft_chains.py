@@ -81,7 +81,7 @@ def passes_of(harness: SchedulerHarness) -> CheckedPasses:
     return passes
 
 
-def test_many_draft_tokens_end_with_the_longest_text() -> None:
+def test_drafts_stop_at_the_last_possible_token() -> None:
     """Drafts of several blocks need no slots beyond the answer's last possible token."""
     harness = SchedulerHarness(slots=80, budget=64, draft=drafting(draft_tokens=4 * BLOCK))
     for length in (2, 5, 3 * BLOCK, 40):
@@ -89,7 +89,7 @@ def test_many_draft_tokens_end_with_the_longest_text() -> None:
     harness.run_all()
 
 
-def test_a_good_draft_saves_steps_and_is_found_again() -> None:
+def test_a_good_draft_saves_steps_and_its_blocks_are_reused() -> None:
     harness = SchedulerHarness(slots=80, budget=64, draft=drafting())
     harness.submit(prompt(1, 21), 40)
     # 40 steps without drafts. Draft tokens do not grow the table, so some steps have fewer than three.
@@ -156,7 +156,7 @@ def test_drafts_wait_while_prompts_fill_the_steps() -> None:
     harness.run_all()
 
 
-def test_slots_of_drafts_go_before_a_stream_is_preempted() -> None:
+def test_draft_slots_are_freed_before_a_stream_is_preempted() -> None:
     harness = SchedulerHarness(slots=20, budget=32, draft=drafting())
     harness.submit(prompt(1, 15), 25)
     harness.submit(prompt(2, 15), 25)
@@ -185,7 +185,7 @@ def test_a_recall_closes_drafts_and_drafting_pauses() -> None:
     assert passes.drafted > drafted
 
 
-def test_a_failed_pass_ends_drafting_for_its_sequences_alone() -> None:
+def test_a_failed_pass_ends_drafting_only_for_its_sequences() -> None:
     harness = SchedulerHarness(slots=60, budget=32, draft=drafting())
     harness.submit(prompt(1, 15), 30)
     passes = passes_of(harness)
@@ -198,7 +198,7 @@ def test_a_failed_pass_ends_drafting_for_its_sequences_alone() -> None:
     assert passes.drafted
 
 
-def test_texts_that_the_draft_model_cannot_read_are_not_drafted_for() -> None:
+def test_texts_unreadable_by_the_draft_model_are_not_drafted() -> None:
     harness = SchedulerHarness(slots=60, budget=32, draft=drafting(longest=20))
     harness.submit(prompt(1, 15), 30)
     harness.run_all()
@@ -234,7 +234,9 @@ def test_expected_tokens_stay_computed(came: list[int], kept: int) -> None:
     st.lists(st.one_of(ARRIVE, ARRIVE, STEP, STEP, ANSWER, LOAD, CANCEL, st.just(("recall", 2))), max_size=40),
     st.integers(4, 30),
 )
-def test_any_history(shape: tuple[int, int, int], events: list[tuple[object, ...]], most_tokens: int) -> None:
+def test_any_request_history_gives_the_right_answers(
+    shape: tuple[int, int, int], events: list[tuple[object, ...]], most_tokens: int
+) -> None:
     slots, budget, seqs = shape
     # 17 blocks of its own can always serve the longest sequence of ARRIVE.
     harness = SchedulerHarness(
@@ -290,7 +292,7 @@ def test_single_streams_are_hardly_slower_with_a_draft_model(answer_tokens: int)
     assert staggered_s(harness, 100, answer_tokens, 3) < staggered_s(plain, 100, answer_tokens, 3) / 0.97
 
 
-def test_no_prompt_is_read_for_a_stream_that_ends_before_it_pays() -> None:
+def test_prompts_of_short_streams_are_not_read_by_the_draft_model() -> None:
     read = []
     for answer_tokens in (8, 150):
         harness = DraftingHarness(0.001, 0.001)

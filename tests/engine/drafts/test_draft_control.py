@@ -63,7 +63,7 @@ def test_draft_tokens_are_never_much_slower_than_none(streams: int, wrong: int) 
     assert seconds(drafting, streams) < seconds(plain, streams) * 1.03
 
 
-def test_right_draft_tokens_are_as_many_as_their_cost_allows() -> None:
+def test_right_draft_tokens_speed_up_small_and_large_batches() -> None:
     for streams, least in ((1, 2.3), (16, 1.1)):
         plain, drafting = TimedHarness(None), TimedHarness(OracleDrafter())
         assert seconds(plain, streams) / seconds(drafting, streams) > least
@@ -75,7 +75,7 @@ def test_a_full_batch_of_wrong_draft_tokens_hardly_pays_for_any() -> None:
     assert harness.drafted < 0.05 * harness.tokens
 
 
-def test_cheap_rows_are_used_and_expensive_ones_are_not() -> None:
+def test_drafts_use_cheap_rows_and_avoid_expensive_ones() -> None:
     free, dear = (TimedHarness(OracleDrafter(2), row_s) for row_s in (0.00001, 0.1))
     seconds(free, 8)
     seconds(dear, 8)
@@ -83,7 +83,7 @@ def test_cheap_rows_are_used_and_expensive_ones_are_not() -> None:
     assert dear.drafted < 40
 
 
-def test_old_costs_are_measured_again() -> None:
+def test_stale_row_costs_are_remeasured() -> None:
     costs = RowCosts()
     costs.expect(1, 0.010, 0.001)
     for _ in range(20):
@@ -214,7 +214,7 @@ def test_drafting_is_considered_at_once_if_a_batch_shrinks() -> None:
     harness.run_all()
 
 
-def test_the_likelier_draft_token_gets_the_last_token() -> None:
+def test_the_stream_with_likelier_drafts_gets_the_spare_tokens() -> None:
     control = DraftControl(4)
     good, bad = sequence_of([1, 2, 3]), sequence_of([4, 5, 6])
     control.observe([ScheduledChunk(one, 2, 1, 1) for one in (good, bad)], StepCost(), 0.0)
@@ -224,7 +224,7 @@ def test_the_likelier_draft_token_gets_the_last_token() -> None:
     assert control.shares([bad, good], [9, 9], 5) == [1, 4]
 
 
-def test_acceptance_is_measured_at_reached_places() -> None:
+def test_acceptance_is_measured_only_at_reached_positions() -> None:
     acceptance = Acceptance(STREAM_FADING)
     for _ in range(50):
         acceptance.record(4, 2)
@@ -251,7 +251,7 @@ class DearRows(StepCost):
         return 1.0
 
 
-def test_a_text_that_can_be_drafted_is_noticed_without_a_row() -> None:
+def test_draftable_texts_are_detected_without_verification() -> None:
     """Probes measure what drafts would have brought, without verifying any draft token."""
     for wrong, least, most in ((0, 0.9, 1.0), (1, 0.0, 0.1)):
         control, stream = DraftControl(4), sequence_of(prompt(1, 9))

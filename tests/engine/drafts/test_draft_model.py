@@ -45,11 +45,11 @@ def layout(layers: int, heads: int = 2, head_dim: int = 16, dtype: str = "float3
     # 30 layers in groups of 30, 6 and 4, and one that leaves a remainder of 2.
     [(30, 1), (6, 5), (4, 5), (14, 1), (1, 30)],
 )
-def test_as_many_tokens_as_fit(layers: int, blocks: int) -> None:
+def test_a_slot_is_filled_with_draft_blocks(layers: int, blocks: int) -> None:
     assert draft_blocks(layout(30), layout(layers)) == blocks
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_draft_models_too_large_for_a_slot_are_refused() -> None:
     with pytest.raises(ConfigError, match="fewer layers or KV heads"):
         draft_blocks(layout(30), layout(31))
     with pytest.raises(ConfigError, match="4096 bytes per token, the model's 3968"):

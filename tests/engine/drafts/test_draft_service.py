@@ -102,7 +102,7 @@ async def chains_of(workers: Workers) -> DraftChains:
     return found
 
 
-async def test_draft_tokens_come_of_the_drafts_own_blocks_which_are_found_again(
+async def test_draft_model_blocks_are_reused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with drafting(monkeypatch) as (workers, draft), connected(workers) as connection:
@@ -167,7 +167,7 @@ async def test_a_fenced_worker_drafts_again_in_its_new_epoch(monkeypatch: pytest
         await workers.quiet()
 
 
-async def test_drafts_give_way_to_a_prompt_that_waits_at_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_drafts_free_memory_for_a_prompt_waiting_at_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_chains, "PAUSE_S", math.inf)
     node = {"decode_reserve_percent": 0}
     async with drafting(monkeypatch, slots=64, node=node) as (workers, draft), connected(workers) as connection:

@@ -114,7 +114,9 @@ def test_a_stop_within_draft_tokens_ends_the_answer() -> None:
     st.integers(0, 4),
     st.integers(17, 40),
 )
-def test_any_draft_tokens(requests: list[tuple[int, int, int]], wrong: int, slots: int) -> None:
+def test_random_draft_tokens_do_not_change_answers(
+    requests: list[tuple[int, int, int]], wrong: int, slots: int
+) -> None:
     harness = SchedulerHarness(slots=slots, budget=12, max_num_seqs=3, drafter=OracleDrafter(wrong))
     for seed, length, most in requests:
         harness.submit(prompt(seed, length), most)

@@ -88,7 +88,7 @@ def test_the_oldest_states_are_dropped_if_too_many_wait(monkeypatch: pytest.Monk
     assert 10 <= head_of(harness).contexts[0] <= 22
 
 
-def test_slots_of_a_head_go_before_a_stream_is_preempted() -> None:
+def test_head_slots_are_freed_before_a_stream_is_preempted() -> None:
     harness = SchedulerHarness(slots=20, budget=32, draft=heading())
     harness.submit(prompt(1, 15), 25)
     harness.submit(prompt(2, 15), 25)
@@ -115,7 +115,7 @@ def test_a_recall_closes_chains_which_restart_later() -> None:
     harness.run_all()
 
 
-def test_a_failed_pass_ends_drafting_for_its_sequences_alone() -> None:
+def test_a_failed_pass_ends_drafting_only_for_its_sequences() -> None:
     harness = SchedulerHarness(slots=60, budget=32, draft=heading())
     harness.submit(prompt(1, 15), 30)
     head = head_of(harness)
@@ -134,7 +134,9 @@ def test_a_failed_pass_ends_drafting_for_its_sequences_alone() -> None:
     st.lists(st.one_of(ARRIVE, ARRIVE, STEP, STEP, ANSWER, LOAD, CANCEL, st.just(("recall", 2))), max_size=40),
     st.integers(4, 30),
 )
-def test_any_history(shape: tuple[int, int, int], events: list[tuple[object, ...]], most_tokens: int) -> None:
+def test_any_request_history_gives_the_right_answers(
+    shape: tuple[int, int, int], events: list[tuple[object, ...]], most_tokens: int
+) -> None:
     slots, budget, seqs = shape
     slots = max(slots, 17)
     harness = SchedulerHarness(

@@ -126,7 +126,7 @@ HEADS: dict[str, dict[str, Any]] = {
 @needs_kernels
 @pytest.mark.parametrize("kernels", ["torch", "cpu"])
 @pytest.mark.parametrize("kind", HEADS)
-def test_draft_tokens_are_the_reference_s(kind: str, kernels: str, main: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_draft_tokens_match_the_reference(kind: str, kernels: str, main: pathlib.Path, tmp_path: pathlib.Path) -> None:
     folder = save_head(tmp_path / "head", main, **HEADS[kind])
     loaded = on(kernels, main)
     shape, head = load(loaded, main, folder)

@@ -50,7 +50,7 @@ def answers(folder: pathlib.Path, draft: pathlib.Path | None) -> list[list[int]]
 @pytest.mark.parametrize(
     "family", ["llama", *(pytest.param(name, marks=pytest.mark.long) for name in FAMILIES if name != "llama")]
 )
-def test_no_answer_changes(family: str, tmp_path: pathlib.Path) -> None:
+def test_drafting_does_not_change_answers(family: str, tmp_path: pathlib.Path) -> None:
     base = save_model(tmp_path / "base", num_hidden_layers=4, **FAMILIES[family])
     main = with_quiet_layers(base, tmp_path / "main", 1, 0.05)
     plain = answers(main, None)

@@ -38,7 +38,7 @@ def answers(folder: pathlib.Path, head: pathlib.Path | None, **options: Any) -> 
 @pytest.mark.long
 @needs_kernels
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_no_answer_changes(ranks: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafting_does_not_change_answers(ranks: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Drafts even if they are not faster.
     monkeypatch.setattr(draft_control, "MIN_SPEEDUP", 0.0)
     monkeypatch.setattr(draft_control.DraftControl, "_estimate_worth", lambda *arguments: None)

@@ -60,7 +60,7 @@ TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 
 @settings(max_examples=examples(150))
 @given(TEXTS, st.integers(2, 9), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.5, 1.0, 3.0]))
-def test_the_text_itself(text: list[int], depth: int, least: float, factor: float) -> None:
+def test_drafts_continue_matches_in_the_text_itself(text: list[int], depth: int, least: float, factor: float) -> None:
     config = replace(
         CONFIG,
         suffix_decoding_max_tree_depth=depth,
@@ -74,7 +74,7 @@ def test_the_text_itself(text: list[int], depth: int, least: float, factor: floa
 
 @settings(max_examples=examples(150))
 @given(st.lists(TEXTS, max_size=6), TEXTS)
-def test_earlier_answers(answers: list[list[int]], text: list[int]) -> None:
+def test_matches_in_earlier_answers_are_found(answers: list[list[int]], text: list[int]) -> None:
     ring = AnswerRing(100)
     for answer in answers:
         ring.add(np.array(answer, dtype=np.int32))

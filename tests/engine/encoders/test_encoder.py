@@ -90,7 +90,7 @@ def some(count: int, seed: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("name", list(KINDS)[:4])
 @torch.inference_mode()
-def test_rows_are_the_oracles_with_the_same_bits_in_every_batch(tmp_path: pathlib.Path, name: str) -> None:
+def test_hidden_states_match_the_oracle_and_are_batch_invariant(tmp_path: pathlib.Path, name: str) -> None:
     model = loaded(make_encoder(tmp_path, name))
     oracle = AutoModel.from_pretrained(tmp_path, dtype=torch.float32).eval()
     longest = model.prepared.max_model_len - 1
@@ -107,7 +107,7 @@ def test_rows_are_the_oracles_with_the_same_bits_in_every_batch(tmp_path: pathli
 
 
 @torch.inference_mode()
-def test_the_second_text_of_a_pair_is_told_apart_where_the_model_does(tmp_path: pathlib.Path) -> None:
+def test_token_types_mark_the_second_text_if_the_model_has_them(tmp_path: pathlib.Path) -> None:
     for name in ("bert", "xlm-roberta"):
         folder = make_encoder(tmp_path / name, name)
         model, oracle = loaded(folder), AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
@@ -132,7 +132,7 @@ def test_a_padding_token_within_a_text_is_not_counted(tmp_path: pathlib.Path) ->
 @pytest.mark.parametrize("name", list(KINDS))
 @pytest.mark.parametrize("labels", [1, 3])
 @torch.inference_mode()
-def test_logits_of_labels_are_the_oracles(tmp_path: pathlib.Path, name: str, labels: int) -> None:
+def test_label_logits_match_the_oracle(tmp_path: pathlib.Path, name: str, labels: int) -> None:
     model = loaded(make_encoder(tmp_path, name, labels))
     oracle = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float32).eval()
     text = some(30)
@@ -143,7 +143,7 @@ def test_logits_of_labels_are_the_oracles(tmp_path: pathlib.Path, name: str, lab
     assert found == pytest.approx(wanted, abs=TOLERANCE * max(1.0, float(np.abs(wanted).max())))
 
 
-def test_a_text_in_two_steps_is_a_defect(tmp_path: pathlib.Path) -> None:
+def test_a_text_split_over_two_steps_is_an_internal_error(tmp_path: pathlib.Path) -> None:
     backend: Any = loaded(make_encoder(tmp_path, "bert")).backend
     batch = batch_of([some(5)])
     batch.context_lens[0] = 9

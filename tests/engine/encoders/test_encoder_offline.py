@@ -54,7 +54,7 @@ def pooled_by(folder: pathlib.Path, mode: str) -> None:
     [("bert", "mean_tokens"), pytest.param("modernbert", "cls_token", marks=pytest.mark.long)],
 )
 @torch.inference_mode()
-def test_vectors_are_the_oracles_alone_and_together(tmp_path: pathlib.Path, name: str, mode: str) -> None:
+def test_vectors_match_the_oracle_alone_and_in_batches(tmp_path: pathlib.Path, name: str, mode: str) -> None:
     folder = make_encoder(tmp_path, name)
     codec = save_words(folder)
     pooled_by(folder, mode)
@@ -94,7 +94,7 @@ def test_the_last_tokens_row_is_refused_by_name(tmp_path: pathlib.Path) -> None:
 
 @pytest.mark.parametrize("name", ["bert", *(pytest.param(one, marks=pytest.mark.long) for one in ("modernbert-mean",))])
 @torch.inference_mode()
-def test_scores_of_pairs_are_the_oracles(tmp_path: pathlib.Path, name: str) -> None:
+def test_pair_scores_match_the_oracle(tmp_path: pathlib.Path, name: str) -> None:
     folder = make_encoder(tmp_path, name, labels=1)
     codec = save_words(folder)
     oracle = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()

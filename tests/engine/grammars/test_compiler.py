@@ -38,7 +38,7 @@ def compiler(tmp_path: pathlib.Path) -> GrammarCompiler:
     made.close()
 
 
-def test_a_tokenizer_that_was_read_ahead_is_taken_until_its_file_changes(tmp_path: pathlib.Path) -> None:
+def test_a_preloaded_tokenizer_is_used_until_its_file_changes(tmp_path: pathlib.Path) -> None:
     path = pathlib.Path(write_tokenizer(tmp_path)) / "tokenizer.json"
     read_ahead(json.dumps([str(path), VOCAB_SIZE, [EOS]]))
     first = read_tokenizer(path, VOCAB_SIZE, (EOS,))
@@ -90,13 +90,13 @@ def test_an_answer_replayed_from_any_token_meets_the_same_masks(compiler: Gramma
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a thread has no niceness of its own there")
-def test_threads_that_compile_give_way_to_steps(compiler: GrammarCompiler) -> None:
+def test_compiler_threads_yield_to_steps(compiler: GrammarCompiler) -> None:
     asked = compiler._executor.submit(os.getpriority, os.PRIO_PROCESS, 0)
     nice = result_of("a thread that compiles", asked)
     assert nice == min(19, os.getpriority(os.PRIO_PROCESS, 0) + BACKGROUND_NICENESS)
 
 
-def test_forced_text_comes_as_a_run(compiler: GrammarCompiler) -> None:
+def test_forced_text_is_a_single_run(compiler: GrammarCompiler) -> None:
     state = started(compiler, PERSON)
     assert text_of(state.forced) == '{"first_name":"'
     assert allowed(state) == [state.forced[0]]
@@ -104,7 +104,7 @@ def test_forced_text_comes_as_a_run(compiler: GrammarCompiler) -> None:
     assert state.may_run_ahead is False
 
 
-def test_a_run_without_choice_to_the_end_completes(compiler: GrammarCompiler) -> None:
+def test_a_forced_run_to_the_end_completes_the_answer(compiler: GrammarCompiler) -> None:
     state = started(compiler, 'start: "abc"')
     assert (text_of(state.forced), state.completes) == ("abc", True)
 
@@ -143,7 +143,7 @@ def test_a_grammar_without_rollback_takes_no_draft_tokens(compiler: GrammarCompi
     assert state.failure is None
 
 
-def test_ends_that_do_not_stop_the_stream_come_last(compiler: GrammarCompiler) -> None:
+def test_ignored_end_tokens_are_allowed_only_if_nothing_else_is(compiler: GrammarCompiler) -> None:
     """With ignore_eos the answer continues as long as it can."""
     text = "start: /[ab]{1,3}/"
     assert EOS in allowed(started(compiler, text, (65,)))
@@ -236,9 +236,7 @@ def test_an_error_of_the_library_fails_and_never_ends_an_answer(
         assert "too many states" in state.failure.message
 
 
-def test_few_answers_have_a_compilation_of_their_own(
-    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_answers_get_their_own_compiled_grammar(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_module, "MAX_OWN_GRAMMARS", 2)
     monkeypatch.setitem(compiler_module.PARSER_LIMITS, "max_lexer_states", 400)
     states = [started(compiler, GROWING) for _ in range(4)]
@@ -314,7 +312,7 @@ def test_limits_fail_a_grammar_when_it_is_compiled(compiler: GrammarCompiler) ->
         started(compiler, "start: /" + "|".join(f"(a.{{{n},{n + 900}}}b.*c)" for n in range(60)) + "/ & /x.{2,9000}y/")
 
 
-def test_the_cache_keeps_what_was_used_last(compiler: GrammarCompiler) -> None:
+def test_the_grammar_cache_evicts_the_least_recently_used(compiler: GrammarCompiler) -> None:
     compiled = 0
 
     def count(seconds: float) -> None:

@@ -139,7 +139,7 @@ def test_late_masks_of_one_grammar_take_one_thread(threads: MaskThreads, gate: t
     check_that_all_come(masks)
 
 
-def test_a_mask_that_never_comes_fails_its_request_alone(
+def test_a_mask_that_never_arrives_fails_only_its_request(
     threads: MaskThreads, woken: Woken, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = 100.0
@@ -173,7 +173,7 @@ def test_a_grammar_whose_masks_are_slow_asks_for_them_ahead(
     assert state.forced or GatedMatcher.begun == 1
 
 
-def test_a_parallel_sample_begins_where_the_answer_does(threads: MaskThreads, gate: threading.Event) -> None:
+def test_a_parallel_sample_starts_at_the_beginning_of_the_answer(threads: MaskThreads, gate: threading.Event) -> None:
     gate.set()
     state = state_of(held(gate), threads)
     state.take([place(FREE, [])[1][0]])
@@ -197,7 +197,7 @@ def test_masks_not_yet_started_are_not_waited_for(threads: MaskThreads, gate: th
         assert result_of("the wait's end", waiting.submit(masks.wait, 2 * WITHIN_S)) is False
 
 
-def test_a_long_queue_has_more_threads(gate: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_mask_queue_starts_more_threads(gate: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mask_threads.os, "cpu_count", lambda: 3)
     threads = MaskThreads()
     monkeypatch.setattr(mask_threads.MaskJob, "is_slow", lambda self, limit_ms=0: False)

@@ -72,14 +72,14 @@ def test_prepared_weights_are_exactly_the_dequantized_ones(exact, oracle):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", PROMPTS)
-def test_greedy_tokens_are_those_of_transformers(exact, oracle, driver, name):
+def test_greedy_tokens_of_the_demo_model_match_transformers(exact, oracle, driver, name):
     prompt = Tokenizer.from_file(str(exact.folder / "tokenizer.json")).encode(PROMPTS[name]).ids
     got = driver.greedy(prompt, 20, exact.eos_token_ids)
     assert not first_difference(oracle.greedy(prompt, 20), got, EPSILON)
 
 
 @pytest.mark.long
-def test_the_capital_of_france():
+def test_the_demo_model_knows_the_capital_of_france():
     prepared = prepare(ModelFlags(model="demo", dtype="bfloat16"))
     prompt = chat(prepared.folder, "What is the capital of France?")
     tokens = BackendDriver(prepared, num_slots=20).greedy(prompt, 20, prepared.eos_token_ids)

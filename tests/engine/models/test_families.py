@@ -142,7 +142,7 @@ SPLITS = [
 
 
 @pytest.mark.parametrize(("on_torch", "splits"), SPLITS, indirect=["on_torch"])
-def test_every_split_point(case, splits):
+def test_logits_match_at_every_split_point(case, splits):
     text = tokens_of(PROMPT_TOKENS, 2)
     wanted = case.logits(text)
     assert wanted.std() > 0.5
@@ -153,7 +153,7 @@ def test_every_split_point(case, splits):
         close(driver.run_all(number, text, [split]), wanted)
 
 
-def test_many_chunks_and_single_tokens(case):
+def test_logits_match_over_many_chunks_and_single_tokens(case):
     text = tokens_of(PROMPT_TOKENS, 2)
     wanted = case.logits(text)
     small, large = case.block_sizes
@@ -165,7 +165,7 @@ def test_many_chunks_and_single_tokens(case):
 
 
 @pytest.mark.parametrize("on_torch", BY_ROWS, indirect=True)
-def test_a_familys_logits(case):
+def test_logits_of_each_family_match_transformers(case):
     text = tokens_of(PROMPT_TOKENS, 2)
     wanted = case.logits(text)
     assert wanted.std() > 0.5
@@ -190,7 +190,7 @@ def test_kv_in_8_bits(on_torch, kv, most):
     assert torch.equal(driver.run_all(other, text, [1] * 69), found)
 
 
-def test_mixed_batches(case):
+def test_mixed_batches_match_transformers(case):
     texts = [tokens_of(count, seed) for seed, count in enumerate((70, 20, 33, 50))]
     wanted = [case.logits(text) for text in texts]
     driver = case.driver(case.block_sizes[0], num_slots=100)
@@ -203,7 +203,7 @@ def test_mixed_batches(case):
     close(got, torch.stack([wanted[0][69], wanted[3][49], wanted[2][32], wanted[1][19]]))
 
 
-def test_greedy_continuation(case):
+def test_greedy_continuations_match_transformers(case):
     """Compare with transformers' cached generation, except if its RoPE changes there."""
     rope = case.prepared.max_model_len
     if "rope-" in kv_layout(case.prepared, 16).version:

@@ -81,7 +81,7 @@ def test_each_expert_that_has_tokens_runs_once_over_all_of_them():
 
 
 @torch.inference_mode()
-def test_a_token_gets_the_same_in_any_batch():
+def test_a_tokens_expert_sums_do_not_depend_on_its_batch():
     _, ours, _ = mixture()
     rows = torch.randn(40, 32)
     together = ours(rows)

@@ -81,7 +81,7 @@ def test_the_page_about_models_is_current():
     assert docs.models_page.LEFT_OUT_PAGE.read_text() == docs.models_page.render_left_out(), "run make dashboards"
 
 
-def test_the_defaults_are_those_of_transformers():
+def test_the_defaults_match_transformers():
     assert DEFAULTS_FILE.read_text() == docs.family_defaults.render(), "run make dashboards"
 
 
@@ -469,7 +469,7 @@ def test_a_quantization_that_only_another_file_names_is_read(name, method, refus
     assert load_config(tmp_path).quantization.words == read
 
 
-def test_other_names_of_a_type():
+def test_model_type_aliases_are_accepted():
     shape = {**BASE, "num_key_value_heads": 4}
     assert parse_config({**shape, "model_type": "kimi_k2"}) == parse_config({**shape, "model_type": "deepseek_v3"})
 
@@ -501,7 +501,7 @@ ROPES = [
 
 @pytest.mark.parametrize("served", [32, 64, 65, 256, 257, 1000])
 @pytest.mark.parametrize("rope", ROPES)
-def test_rope_frequencies_are_those_of_transformers_at_the_served_length(rope, served):
+def test_rope_frequencies_match_transformers_at_the_served_length(rope, served):
     config = {**BASE, "rope_parameters": {"rope_theta": 1000.0, **rope}}
     theirs, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](LlamaConfig(**config), torch.device("cpu"), seq_len=served)
     (ours,) = make_ropes(parse_config(config), served)
@@ -560,12 +560,12 @@ def test_options_of_models_with_learned_positions():
 
 
 @pytest.mark.parametrize("name", REMOVED)
-def test_families_that_were_removed_are_named_as_such(name):
+def test_removed_families_are_reported_as_removed(name):
     with pytest.raises(ConfigError, match=f"{name}' is not supported: it was removed in this release"):
         parse_config({**BASE, "model_type": name})
 
 
-def test_llama_4():
+def test_llama_4_configs_are_parsed():
     text = {**BASE, "model_type": "llama4_text", "num_key_value_heads": 4, "num_hidden_layers": 4, "head_dim": 16}
     images = {"boi_token_index": 1, "eoi_token_index": 2, "image_token_index": 3, "vision_config": {}}
     outer = {"model_type": "llama4", "text_config": {**text, "attention_chunk_size": 64}, **images}
@@ -582,7 +582,7 @@ def heads(*each):
     return tuple(LayerHeads(*one) for one in each)
 
 
-def test_gemma_4():
+def test_gemma_4_configs_are_parsed():
     base = {**BASE, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32, "num_hidden_layers": 6}
     plain = parse_config({**base, "model_type": "gemma4_text"})
     assert plain.layer_heads == heads(*[(2, 16)] * 5, (2, 32))
@@ -707,7 +707,7 @@ def test_files_that_are_not_a_config_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["rope_type", "type"])
-def test_scaling_that_is_added_by_hand_counts(key: str) -> None:
+def test_rope_scaling_added_by_hand_wins(key: str) -> None:
     """rope_scaling, which model cards tell users to add, wins over the keys of transformers 5."""
     saved = {
         "model_type": "qwen3",

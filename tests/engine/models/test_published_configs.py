@@ -103,7 +103,7 @@ def with_numbers(config: dict[str, Any], value: float) -> Iterator[tuple[str, di
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0, -1.0])
-def test_no_number_is_served_that_no_model_has(value: float) -> None:
+def test_impossible_numbers_in_configs_are_refused_or_ignored(value: float) -> None:
     """A number that is not finite or not above 0 is rejected by its key, or has no effect."""
     taken, named = set(), []
     for config in SERVED.values():

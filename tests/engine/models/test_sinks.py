@@ -102,7 +102,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["torch", pytest.param("cpu", marks=needs_kernels)])
-def test_logits_are_those_of_transformers(served, kernels):
+def test_logits_match_transformers(served, kernels):
     flags, wanted = served
     prepared = prepare(flags)
     driver = BackendDriver(prepared) if kernels == "torch" else CpuDriver(prepared)
@@ -131,7 +131,7 @@ def test_kv_in_8_bits(served, kv, most):
 
 
 @needs_kernels
-def test_bfloat16_is_near(served):
+def test_bfloat16_logits_are_close(served):
     flags, wanted = served
     prepared = prepare(dataclasses.replace(flags, dtype="bfloat16"))
     for driver in (BackendDriver(prepared), CpuDriver(prepared)):

@@ -34,7 +34,7 @@ def swapped(state: LayerState) -> LayerState:
     st.integers(1, 200).map(lambda n: 64 * n),
     st.sampled_from([0, 16]),
 )
-def test_pieces_of_states(states: list[LayerState | None], block_bytes: int, chunk: int) -> None:
+def test_sizes_of_state_pieces(states: list[LayerState | None], block_bytes: int, chunk: int) -> None:
     sizes = [0 if state is None else state.inputs[0] * 256 for state in states]
     # A state without rates keeps no rows of a chunk.
     columns = [

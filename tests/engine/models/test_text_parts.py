@@ -38,7 +38,7 @@ def saved(folder, name: str) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in WHOLE])
-def test_a_text_has_the_logits_of_the_whole_model(name, tmp_path, own_cache):
+def test_text_logits_match_the_whole_model(name, tmp_path, own_cache):
     model, text = saved(tmp_path, name), tokens_of(40, 2)
     text = [token for token in text if token > 8]
     with torch.inference_mode():

@@ -68,7 +68,7 @@ def vector_of(driver: BackendDriver, text: list[int]) -> Any:
 @pytest.mark.parametrize("kernels", ["torch", pytest.param("cpu", marks=needs_kernels)])
 @pytest.mark.parametrize("name", NAMES)
 @torch.inference_mode()
-def test_logits_of_labels_are_the_oracles(tmp_path: pathlib.Path, name: str, kernels: str) -> None:
+def test_label_logits_match_the_oracle(tmp_path: pathlib.Path, name: str, kernels: str) -> None:
     shape = {key: value for key, value in FAMILIES[name].items() if key != "serve"}
     folder = make_classifier(tmp_path, 3, **shape)
     oracle = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()

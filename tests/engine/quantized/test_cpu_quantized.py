@@ -83,7 +83,7 @@ SHORT = covering_rows((tuple(MODELS), ("float32", "bfloat16"), ("auto", "avx2"))
         for row in itertools.product(MODELS, ("float32", "bfloat16"), ("auto", "avx2"))
     ],
 )
-def test_logits_are_those_of_the_widened_model(quantized_checkpoint, tmp_path, model, dtype, kernels):
+def test_logits_match_the_dequantized_model(quantized_checkpoint, tmp_path, model, dtype, kernels):
     folder = str(save_model(tmp_path / model, num_hidden_layers=3, **MODELS[model]))
     prepared, exact = (prepare(ModelFlags(model=folder, dtype=kind)) for kind in (dtype, "float32"))
     try:
@@ -109,7 +109,7 @@ def test_logits_are_those_of_the_widened_model(quantized_checkpoint, tmp_path, m
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_rounded_weights_are_as_near_as_those_of_the_widened_model(quantized_checkpoint, tmp_path, model):
+def test_rounded_weights_are_as_close_as_dequantized_ones(quantized_checkpoint, tmp_path, model):
     """They include offsets, so no sums of inputs are computed."""
     folder = str(save_model(tmp_path / model, num_hidden_layers=3, **MODELS[model]))
     prepared, exact = (prepare(ModelFlags(model=folder, dtype=kind)) for kind in ("bfloat16", "float32"))
@@ -126,7 +126,7 @@ def test_rounded_weights_are_as_near_as_those_of_the_widened_model(quantized_che
     backend.close()
 
 
-def test_an_order_that_leaves_the_row_is_refused(quantized_checkpoint, tmp_path):
+def test_an_out_of_range_input_order_is_refused(quantized_checkpoint, tmp_path):
     """Kernels trust it."""
     prepared = prepare(ModelFlags(model=str(save_model(tmp_path / "m", num_hidden_layers=3)), dtype="bfloat16"))
     weights = load_cpu_weights(prepared, load_config(prepared.folder), print, ModelCache())

@@ -195,7 +195,7 @@ def check_logits(model: Any, prepared: Any) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_logits_of_a_gguf_file_are_those_of_its_model(name, tmp_path):
+def test_logits_of_a_gguf_file_match_its_model(name, tmp_path):
     model, prepared = prepared_from(tmp_path / "a.gguf", name, tmp_path)
     assert prepared.eos_token_ids == (1, 2)  # <|im_end|> is in the vocabulary and the chat template.
     plain = load_config(tmp_path / "model")
@@ -210,7 +210,7 @@ def test_logits_of_a_gguf_file_are_those_of_its_model(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "kinds"), [*((name, MADE) for name in FILES), *((name, tuple(HALVES)) for name in ("llama", "qwen3moe"))]
 )
-def test_matrices_that_are_quantized_stay_so_and_are_those_of_transformers(name, kinds, tmp_path, monkeypatch):
+def test_quantized_matrices_stay_quantized_and_match_transformers(name, kinds, tmp_path, monkeypatch):
     """Weights equal transformers' bit by bit, for Llama's reordered rows, Gemma's norms with 1 added, and separate
     experts."""
     wide = kinds != MADE  # K types have blocks of 256 inputs.
@@ -464,7 +464,7 @@ def test_sampling_values_in_the_metadata_are_recommended(tmp_path) -> None:
     assert found == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
 
 
-def test_a_disk_that_is_full_is_the_system_s_error(tmp_path, monkeypatch) -> None:
+def test_a_full_disk_is_reported_as_an_os_error(tmp_path, monkeypatch) -> None:
     from safetensors import SafetensorError
 
     from pillion.engine.quantized import shards
@@ -478,7 +478,7 @@ def test_a_disk_that_is_full_is_the_system_s_error(tmp_path, monkeypatch) -> Non
     assert caught.value.errno == 28
 
 
-def test_a_model_in_parts_is_that_in_one_file(tmp_path):
+def test_a_model_in_parts_equals_one_file(tmp_path):
     """The fingerprint is the same, so workers of both share blocks."""
     tensors = small_file(tmp_path / "whole.gguf")
     types = {key: "Q4_0" for key, tensor in tensors.items() if tensor.ndim > 1}

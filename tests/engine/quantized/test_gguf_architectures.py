@@ -676,14 +676,14 @@ def check(model: Any, prepared: Any) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_logits_of_a_file_are_those_of_its_model(case: str, tmp_path: pathlib.Path) -> None:
+def test_logits_of_each_architecture_match_its_model(case: str, tmp_path: pathlib.Path) -> None:
     check(*prepared_from(case, tmp_path))
 
 
 @pytest.mark.parametrize(
     ("case", "kind"), [*((case, "Q8_0") for case in CASES), *((case, "MXFP4") for case in ("gpt-oss", "qwen35"))]
 )
-def test_quantized_matrices_stay_so_and_are_those_of_the_file(case: str, kind: str, tmp_path: pathlib.Path) -> None:
+def test_quantized_matrices_stay_quantized_and_match_the_file(case: str, kind: str, tmp_path: pathlib.Path) -> None:
     """A file of the dequantized values has the same logits."""
     prepared = prepared_from(case, tmp_path, kind)[1]
     wide = tmp_path / "wide.gguf"
@@ -705,7 +705,7 @@ def test_quantized_matrices_stay_so_and_are_those_of_the_file(case: str, kind: s
 
 @needs_kernels
 @pytest.mark.parametrize("case", ["gpt-oss", "qwen2moe"])
-def test_floats_of_4_bits_meet_the_kernels(case: str, tmp_path: pathlib.Path) -> None:
+def test_mxfp4_files_run_on_the_kernels(case: str, tmp_path: pathlib.Path) -> None:
     prepared = prepared_from(case, tmp_path, "MXFP4")[1]
     text = byte_prompt(1, 30)
     found, wanted = (

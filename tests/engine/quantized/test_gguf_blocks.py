@@ -23,7 +23,7 @@ HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K"
 @pytest.mark.parametrize("kind", BLOCK_LAYOUTS)
 @settings(max_examples=examples(20))
 @given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 9), blocks=st.integers(1, 3))
-def test_numbers_are_those_of_gguf_bit_by_bit(kind, seed, rows, blocks):
+def test_dequantized_values_match_gguf_bit_by_bit(kind, seed, rows, blocks):
     generator, layout = np.random.default_rng(seed), BLOCK_LAYOUTS[kind]
     data = generator.integers(0, 256, (rows, blocks, layout.block_bytes), np.uint8)
     for at in HALVES.get(kind, (0,)):
@@ -39,7 +39,7 @@ def test_numbers_are_those_of_gguf_bit_by_bit(kind, seed, rows, blocks):
     assert torch.equal(found.dequantize(torch.float32), torch.from_numpy(wanted))
 
 
-def test_block_sizes_are_those_of_gguf():
+def test_block_sizes_match_gguf():
     for kind, layout in BLOCK_LAYOUTS.items():
         numbers, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
         assert size == layout.block_bytes

@@ -66,7 +66,7 @@ def _add(writer: gguf.GGUFWriter, name: str, kind: str, numbers: np.ndarray) -> 
 
 
 @pytest.mark.parametrize("alignment", [32, 64])
-def test_metadata_and_tensors_are_those_of_the_gguf_package(alignment: int, tmp_path: pathlib.Path) -> None:
+def test_metadata_and_tensors_match_the_gguf_package(alignment: int, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "a.gguf"
     write_all_types(path, alignment)
     found, oracle = read_gguf([path]), gguf.GGUFReader(path)

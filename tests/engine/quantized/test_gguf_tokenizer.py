@@ -65,7 +65,7 @@ def codec_of(metadata: dict[str, Any]) -> Tokenizer:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_tokens_are_those_of_llama_cpp(name: str) -> None:
+def test_tokens_match_llama_cpp(name: str) -> None:
     metadata, row = metadata_of(name), ROWS[name]
     codec = codec_of(metadata)
     for text, wanted in zip(TEXTS, row["ids"], strict=True):
@@ -99,7 +99,7 @@ def test_texts_are_split_as_in_transformers(kind: str) -> None:
         assert found == wanted, text
 
 
-def test_merges_by_score_are_those_of_transformers() -> None:
+def test_merges_by_score_match_transformers() -> None:
     """The rules agree for texts without leading spaces, special tokens and tokens of spaces."""
     metadata = metadata_of("spm-phi3") | {"tokenizer.ggml.add_bos_token": False}
     tokens = metadata["tokenizer.ggml.tokens"]

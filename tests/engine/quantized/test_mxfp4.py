@@ -60,7 +60,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
-def test_values_are_those_of_transformers(folders):
+def test_mxfp4_values_match_transformers(folders):
     few, wide = folders
     config, codes = load_config(few), 0
     assert config.quantization.words == "mxfp4, 4-bit floats in groups of 32"

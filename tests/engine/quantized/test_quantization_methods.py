@@ -64,7 +64,7 @@ def with_group(weights, **changes):
         ({"quant_method": "modelopt", "quant_algo": "FP8_PB_WO"}, "modelopt, 8-bit floats in blocks of 128 x 128"),
     ],
 )
-def test_formats_in_words(found, words):
+def test_formats_are_described_in_words(found, words):
     assert words in parsed(found).words
 
 

@@ -131,7 +131,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("name", "family", "kernels"), list(cases()))
-def test_logits_and_tokens_are_those_of_the_plain_values(name, family, kernels, plain_folder, tmp_path):
+def test_logits_and_tokens_match_the_plain_values(name, family, kernels, plain_folder, tmp_path):
     few, wide = quantize_folder(plain_folder(family), tmp_path, PRODUCERS[name](group_of(family)))
     prepared = prepare(ModelFlags(model=str(few), dtype="float32", max_model_len=FAMILIES[family].get("serve", 0)))
     driver = CpuDriver(prepared) if kernels == "cpu" else BackendDriver(prepared)

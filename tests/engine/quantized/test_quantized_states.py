@@ -42,7 +42,7 @@ ALL += [(name, kind) for name in IN_WORDS for kind in ("awq", "gptq-act-order")]
 @pytest.mark.parametrize(
     ("name", "kind"), [pytest.param(*row, marks=[] if row in SHORT else pytest.mark.long) for row in ALL]
 )
-def test_logits_are_those_of_the_widened_model(tmp_path, name, kind):
+def test_logits_match_the_dequantized_model(tmp_path, name, kind):
     plain = make_model(tmp_path / "plain", HYBRIDS[name])[0]
     few, wide = quantize_folder(plain, tmp_path, formats()[kind])
     prepared, exact = (prepare(ModelFlags(model=str(folder), dtype="float32")) for folder in (few, wide))

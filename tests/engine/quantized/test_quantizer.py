@@ -80,7 +80,7 @@ def test_the_worse_result_is_freed():
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
-def test_the_search_pays():
+def test_the_search_beats_rounding_to_nearest():
     weight = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1))
     error = (quantize_matrix(weight, "int4", 32).dequantize(torch.float32) - weight).square().sum()
     plain = (rounded_to_nearest(weight.view(-1, 32), "int4") - weight.view(-1, 32).double()).square().sum()
@@ -159,7 +159,7 @@ def test_a_quantized_model_is_remade_only_if_the_source_changes(folder, monkeypa
     assert prepare(flags).fingerprint != first.fingerprint
 
 
-def test_texts_of_the_source_are_those_of_the_quantized_model(folder):
+def test_templates_and_end_tokens_follow_the_source_model(folder):
     """A chat template or end tokens may change without the weights."""
     first = quantized(folder, "int4")
     (folder / "chat_template.jinja").write_text("{{ messages }}")

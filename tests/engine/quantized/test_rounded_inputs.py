@@ -65,7 +65,7 @@ def check_alike(prepared: PreparedModel, exact: PreparedModel) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize(("name", "kind"), [("llama-mqa-biases", "int8"), ("mixtral", "int4")])
-def test_a_plain_checkpoint_that_is_quantized(name, kind, plain_folder):
+def test_inputs_are_rounded_for_a_quantized_plain_checkpoint(name, kind, plain_folder):
     folder = plain_folder(name)
     prepared = rounding(folder, quantization=kind)
     check_alike(prepared, prepare(ModelFlags(model=str(folder), dtype="float32", quantization=kind)))
@@ -76,7 +76,7 @@ def test_a_plain_checkpoint_that_is_quantized(name, kind, plain_folder):
 
 @needs_kernels
 @pytest.mark.parametrize("kinds", [MADE, tuple(HALVES)], ids=["by-32", "by-256"])
-def test_a_gguf_file(kinds, tmp_path, monkeypatch):
+def test_inputs_are_rounded_for_a_gguf_file(kinds, tmp_path, monkeypatch):
     sizes = {}
     if kinds != MADE:
         sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
@@ -90,14 +90,14 @@ def test_a_gguf_file(kinds, tmp_path, monkeypatch):
 
 @needs_kernels
 @pytest.mark.parametrize("producer", ["awq", "gptq", "w4a16", "mxfp4-packed"])
-def test_stored_formats(producer, plain_folder, tmp_path):
+def test_inputs_are_rounded_for_stored_formats(producer, plain_folder, tmp_path):
     few, _ = quantize_folder(plain_folder("qwen2-bias"), tmp_path, PRODUCERS[producer](16))
     prepared = rounding(few)
     check_alike(prepared, prepare(ModelFlags(model=str(few), dtype="float32")))
     assert kinds_of(packed(prepared)) <= DOT_KINDS.keys()
 
 
-def test_heads_read_exact_rows(plain_folder):
+def test_heads_read_unrounded_rows(plain_folder):
     prepared = rounding(plain_folder("llama-mqa-biases"), quantization="int8")
     exact = prepare(ModelFlags(model=str(plain_folder("llama-mqa-biases")), dtype="float32", quantization="int8"))
     rounded, plain = (

@@ -23,7 +23,7 @@ CONFIG = parse_config(
 )
 
 
-def test_it_is_opened_by_its_descriptor():
+def test_rank_memory_is_opened_by_its_descriptor():
     """Parts are separate, aligned to cache lines, and have room for whole panels of a product."""
     mine = RankMemory.create(CONFIG, 3, 50)
     other = RankMemory.open(os.dup(mine.fd))
@@ -42,7 +42,7 @@ def test_it_is_opened_by_its_descriptor():
     assert found[1][0] == 2, "arrays outlive the memory's close"
 
 
-def test_an_abort_is_seen_by_all_and_ends_the_checks():
+def test_an_abort_is_seen_by_all_ranks():
     mine = RankMemory.create(CONFIG, 2, 50)
     other = RankMemory.open(os.dup(mine.fd))
     mine.check_integrity()
@@ -56,7 +56,7 @@ def test_an_abort_is_seen_by_all_and_ends_the_checks():
 
 
 @pytest.mark.parametrize("size", [0, 100, 4096, 100_000])
-def test_other_memory_is_refused(size):
+def test_memory_of_another_kind_is_refused(size):
     descriptor = os.memfd_create("other")
     os.ftruncate(descriptor, size)
     with pytest.raises(ConfigError, match="this is not the memory of ranks"):

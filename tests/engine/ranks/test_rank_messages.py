@@ -103,7 +103,7 @@ def test_a_message_larger_than_a_sockets_buffer_arrives(pair: tuple[RankLink, Ra
     sender.join()
 
 
-def test_a_message_has_a_largest_size(pair: tuple[RankLink, RankLink], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_sizes_are_limited(pair: tuple[RankLink, RankLink], monkeypatch: pytest.MonkeyPatch) -> None:
     pair[0].send(RankMessage.STEP, b"12345")
     monkeypatch.setattr(rank_messages, "MAX_MESSAGE_BYTES", 4)
     with pytest.raises(Internal, match="the limit is 4"):

@@ -90,7 +90,7 @@ def run(backend, prepared, chunks=(30,), text=TEXT):
 
 
 @pytest.mark.parametrize(("name", "size"), CASES)
-def test_logits_and_tokens_are_those_of_transformers(prepared_of, name, size):
+def test_logits_and_tokens_of_ranks_match_transformers(prepared_of, name, size):
     prepared = prepared_of(name)
     model = AutoModelForCausalLM.from_pretrained(str(prepared.folder), dtype=torch.float32).eval()
     group = RankGroup(prepared, size)
@@ -163,7 +163,7 @@ OF_SIZES = [
 
 
 @pytest.mark.parametrize(("name", "writes", "reads"), OF_SIZES)
-def test_kv_of_one_size_is_read_by_another(prepared_of, name, writes, reads):
+def test_kv_is_shared_by_workers_of_different_rank_counts(prepared_of, name, writes, reads):
     """Prefill and decode workers of different sizes share blocks."""
     prepared = prepared_of(name)
     wanted = run(cpu_backend(prepared), prepared)
@@ -248,7 +248,7 @@ def in_turn(group, batch, order):
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 2, 0)])
-def test_sleepers_are_woken_and_bits_do_not_depend_on_who_comes_last(prepared_of, order):
+def test_sleeping_ranks_are_woken_and_arrival_order_changes_no_bit(prepared_of, order):
     """Arrivals wake sleepers: naps would exceed the test's wait."""
     prepared = prepared_of("llama-gqa-tied")
     group = RankGroup(prepared, 4, nap_ns=100 * 10**9)

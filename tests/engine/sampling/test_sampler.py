@@ -118,7 +118,7 @@ all_params = st.builds(
     size=st.sampled_from([1, 5, 127, 128, 129, 1000, 5003, 40_000]),
     spread=st.sampled_from([0.0, 0.3, 2.0, 8.0, 1e4]),
 )
-def test_pruning_changes_nothing(params: RowParameters, seed: int, size: int, spread: float) -> None:
+def test_pruning_does_not_change_the_token(params: RowParameters, seed: int, size: int, spread: float) -> None:
     logits = random_logits(size, seed=seed, spread=spread)
     assert chosen(logits[None], params) == [unpruned(logits, params)]
 
@@ -133,7 +133,7 @@ def test_pruning_changes_nothing(params: RowParameters, seed: int, size: int, sp
     top_p=st.sampled_from([0.05, 0.5, 0.9, 0.999, 1.0]),
     min_p=st.sampled_from([0.0, 0.01, 0.3]),
 )
-def test_what_may_be_drawn_is_what_transformers_leaves(
+def test_candidate_tokens_match_transformers(
     seed: int, size: int, spread: float, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     logits = random_logits(size, seed=seed, spread=spread)
@@ -205,7 +205,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
             assert part.logprobs == tuple(together.logprobs[row] for row in order)
 
 
-def test_sampling_changes_nothing() -> None:
+def test_sampling_does_not_modify_the_logits() -> None:
     for vocab_size in (50, 256):
         logits = random_logits(3, vocab_size)
         before = logits.clone()
@@ -224,7 +224,7 @@ def test_sampling_changes_nothing() -> None:
     odd=st.sampled_from([None, torch.inf, -torch.inf, torch.nan]),
     seed=st.integers(0, 1000),
 )
-def test_largest_logits_that_are_known_change_nothing(
+def test_precomputed_largest_logits_change_no_token(
     several: list[RowParameters], greedy: bool, biased: bool, odd: float | None, seed: int
 ) -> None:
     """The CPU kernels find the largest logits before the sampler's edits, which may change them."""
@@ -257,7 +257,7 @@ ODD = [-torch.inf, torch.inf, torch.nan, 0.0, 1.0, 3e38, -3e38]
     logprobs=st.sampled_from([-1, 0, 20]),
     greedy=st.booleans(),
 )
-def test_logits_that_are_not_numbers_neither_raise_nor_win(
+def test_nan_logits_neither_raise_nor_win(
     values: list[float], params: RowParameters, logprobs: int, greedy: bool
 ) -> None:
     logits = torch.tensor([values, [0.0] * len(values)])
@@ -282,7 +282,7 @@ def test_logits_that_are_not_numbers_neither_raise_nor_win(
     groups=st.integers(1, 40),
     seed=st.integers(0, 1000),
 )
-def test_what_is_surely_in_the_nucleus_is_in_it(
+def test_tokens_found_surely_in_the_nucleus_are_in_it(
     spread: float, temperature: float, top_p: float, groups: int, seed: int
 ) -> None:
     logits = random_logits(2, groups * GROUP_TOKENS, seed=seed, spread=spread)

@@ -34,13 +34,13 @@ def after(logits: torch.Tensor, *all_params: RowParameters) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 10.0])
-def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
+def test_repetition_penalty_matches_transformers(penalty: float) -> None:
     logits, history = logits_of(), [7, 8, 7, 299, 0, 7]
     wanted = hf.RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([history]), logits.clone())
     assert torch.equal(after(logits, RowParameters(seen=history, repetition=penalty)), wanted)
 
 
-def test_bias_is_that_of_transformers() -> None:
+def test_logit_bias_matches_transformers() -> None:
     logits, bias = logits_of(), {0: 5.0, 17: -100.0, 299: 0.25}
     wanted = hf.SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})(
         torch.zeros(1, 1, dtype=torch.long), logits.clone()
@@ -48,7 +48,7 @@ def test_bias_is_that_of_transformers() -> None:
     assert torch.equal(after(logits, RowParameters(bias=bias)), wanted)
 
 
-def test_banned_ids_are_as_transformers_min_new_tokens() -> None:
+def test_banned_ids_match_transformers_min_new_tokens() -> None:
     logits, ends = logits_of(), [3, 200]
     wanted = hf.MinNewTokensLengthLogitsProcessor(2, 4, ends, device="cpu")(
         torch.zeros(1, 5, dtype=torch.long), logits.clone()
@@ -180,7 +180,7 @@ def test_logprobs_are_the_log_softmax_of_the_raw_logits(
         assert entry.top_logprobs == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
-def test_logprobs_of_equals_and_of_the_impossible() -> None:
+def test_logprobs_of_tied_and_impossible_tokens() -> None:
     logits = torch.full((2, VOCAB), -torch.inf)
     logits[0, 10:200] = 1.0
     logits[1, 7] = 0.0

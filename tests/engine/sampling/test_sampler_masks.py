@@ -44,7 +44,7 @@ def a_case(seed: int, vocab_size: int, count: int, density: float) -> tuple[torc
     st.sampled_from([1.0, 0.9, 0.2]),
     st.sampled_from([0.0, 0.1]),
 )
-def test_masked_rows_race_among_what_is_allowed(
+def test_masked_rows_sample_only_allowed_tokens(
     seed: int, vocab_size: int, density: float, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     logits, allowed = a_case(seed, vocab_size, 4, density)
@@ -149,7 +149,7 @@ def test_logprobs_are_those_of_the_masked_distribution() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_late_mask_leaves_its_row_and_no_other_without_a_token(temperature: float) -> None:
+def test_a_late_mask_leaves_only_its_row_without_a_token(temperature: float) -> None:
     logits, allowed = a_case(2, 97, 3, 0.2)
     params = [RowParameters(temperature=temperature, seed=row) for row in range(3)]
     on_time = sample(logits.clone(), with_masks(rows_of(params), [0, 1, 2], allowed)).token_ids
@@ -158,7 +158,7 @@ def test_a_late_mask_leaves_its_row_and_no_other_without_a_token(temperature: fl
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_bans_yield_where_they_would_leave_nothing(temperature: float) -> None:
+def test_bans_are_lifted_if_they_would_leave_no_token(temperature: float) -> None:
     """min_tokens bans EOS; a grammar that allows only EOS wins."""
     logits = torch.zeros(2, 300)
     logits[:, 7] = 5.0
@@ -170,7 +170,7 @@ def test_bans_yield_where_they_would_leave_nothing(temperature: float) -> None:
     assert tokens[1] in (7, 299)
 
 
-def test_a_bias_cannot_bring_back_what_the_mask_forbids() -> None:
+def test_a_bias_cannot_allow_masked_tokens() -> None:
     logits, allowed = torch.zeros(1, 97), np.zeros((1, 97), bool)
     allowed[0, [3, 4]] = True
     rows = rows_of([RowParameters(temperature=0.0, bias={50: 100.0, 4: 1.0, 3: -100.0})])

@@ -67,7 +67,7 @@ def test_philox_over_arrays_that_broadcast() -> None:
 
 
 @pytest.mark.parametrize(("seed", "position"), [(0, 0), (2**63 + 5, 2**40 + 3), (12345, 678)])
-def test_noise_is_as_its_definition_says(seed: int, position: int) -> None:
+def test_noise_matches_its_definition(seed: int, position: int) -> None:
     noise = all_noise(seed, position, 1000)
     wanted = [plain_noise(seed, position, token) for token in range(1000)]
     assert np.abs(noise - wanted).max() < 1e-5
@@ -79,7 +79,7 @@ def test_noise_depends_on_every_bit_of_seed_and_position() -> None:
         assert not np.isin(all_noise(seed, position, 8), base).any()
 
 
-def test_waits_are_independent_exponential_numbers() -> None:
+def test_noise_values_are_independent_exponentials() -> None:
     """Mean, variance and every covariance within and across groups, within five standard errors."""
     draws, tokens = 4000, GROUP_TOKENS + 32
     waits = np.stack([np.exp(-all_noise(seed, 3, tokens).astype(np.float64)) for seed in range(draws)])

@@ -33,7 +33,7 @@ def on_device(logits: torch.Tensor, tokens: list[int], alternatives: list[int]) 
 
 @pytest.mark.parametrize("scored", [on_host, on_device])
 @pytest.mark.parametrize("vocab_size", [5, 128, 1000])
-def test_any_rows(vocab_size: int, scored: Callable) -> None:
+def test_scores_match_log_softmax(vocab_size: int, scored: Callable) -> None:
     generator = torch.Generator().manual_seed(1)
     count = 2 * ROUND_ROWS + 3
     logits = torch.randn(count, vocab_size, generator=generator) * 8
@@ -48,14 +48,14 @@ def test_any_rows(vocab_size: int, scored: Callable) -> None:
 
 
 @pytest.mark.parametrize("scored", [on_host, on_device])
-def test_numbers_that_are_none(scored: Callable) -> None:
+def test_scores_of_nan_and_infinite_logits(scored: Callable) -> None:
     logits = torch.tensor([[0.0, -torch.inf, 1.0], [0.0, torch.nan, 1.0], [torch.inf, 0.0, 0.0], [-torch.inf] * 3])
     impossible, *broken = scored(logits, [1, 0, 1, 1], [3] * 4)
     assert (impossible.logprob, impossible.rank, impossible.top_logprobs[2]) == (MIN_LOGPROB, 3, MIN_LOGPROB)
     assert all(np.isnan(one.logprob) for one in broken)
 
 
-def test_rows_that_choose_and_rows_that_score() -> None:
+def test_sampled_and_scored_rows_share_a_batch() -> None:
     logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(2))
     kept = logits.clone()
     rows = rows_of([RowParameters(temperature=0.0, bias={7: 50.0}), RowParameters(seed=3, logprobs=2)])

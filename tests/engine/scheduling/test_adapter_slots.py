@@ -28,7 +28,7 @@ def ended(harness: SchedulerHarness, seq_id: int | None) -> bool:
     return harness.records[seq_id].end is not None
 
 
-def test_one_step_mixes_adapters_and_the_model_alone() -> None:
+def test_one_step_mixes_adapters_and_the_plain_model() -> None:
     harness = SchedulerHarness(max_loras=2, budget=40)
     for adapter in (0, 1, 2, 1):
         harness.submit(prompt(adapter, 6), 5, adapter=adapter)
@@ -42,7 +42,7 @@ def test_one_step_mixes_adapters_and_the_model_alone() -> None:
     run_out(harness)
 
 
-def test_a_sequence_whose_adapter_is_loading_holds_up_nobody() -> None:
+def test_a_loading_adapter_delays_no_other_sequence() -> None:
     """Sequences that cannot run block neither slots nor the queue."""
     harness = SchedulerHarness(max_loras=1, max_num_seqs=2, budget=8)
     late = [harness.submit(prompt(1, 5), 3, adapter=1) for _ in range(3)]
@@ -54,7 +54,7 @@ def test_a_sequence_whose_adapter_is_loading_holds_up_nobody() -> None:
     run_out(harness)
 
 
-def test_an_idle_adapter_gives_way_the_least_recently_used_first() -> None:
+def test_idle_adapters_are_evicted_least_recently_used_first() -> None:
     harness = SchedulerHarness(max_loras=2)
     for adapter in (1, 2, 1, 3, 2):
         harness.submit(prompt(1, 5), 2, adapter=adapter)
@@ -64,7 +64,7 @@ def test_an_idle_adapter_gives_way_the_least_recently_used_first() -> None:
     assert harness.evicted_adapters == 2
 
 
-def test_an_adapter_is_loaded_ahead_of_its_sequence_into_an_idle_slot_only() -> None:
+def test_adapters_are_preloaded_only_into_idle_slots() -> None:
     harness = SchedulerHarness(max_loras=1)
     harness.expect_adapter(1)
     steps(harness, 1)
@@ -86,7 +86,7 @@ def test_more_adapters_than_slots_take_turns() -> None:
     assert harness.evicted_adapters >= 3
 
 
-def test_a_busy_adapter_is_closed_for_one_that_waits_long() -> None:
+def test_a_busy_adapter_is_drained_for_a_long_waiting_one() -> None:
     """Streams of one adapter follow each other without a gap, so it would never be idle."""
     harness = SchedulerHarness(max_loras=1, max_num_seqs=8, slots=200)
     harness.submit(prompt(1, 5), 20, adapter=1)
@@ -105,7 +105,7 @@ def test_a_busy_adapter_is_closed_for_one_that_waits_long() -> None:
     run_out(harness)
 
 
-def test_an_urgent_stream_does_not_wait_for_those_of_another_adapter_that_have_not_begun() -> None:
+def test_an_urgent_stream_does_not_wait_for_queued_streams_of_another_adapter() -> None:
     harness = SchedulerHarness(max_loras=1, max_num_seqs=2, slots=600)
     background = [harness.submit(prompt(number, 5), 20, adapter=1, priority=5) for number in range(40)]
     steps(harness, 1)
@@ -140,7 +140,7 @@ def test_a_stream_that_is_stopped_while_its_adapter_loads_leaves_nothing_behind(
     run_out(harness)
 
 
-def test_an_adapter_that_cannot_be_loaded_fails_its_sequences_alone() -> None:
+def test_an_adapter_that_cannot_be_loaded_fails_only_its_sequences() -> None:
     harness = SchedulerHarness(max_loras=1)
     harness.broken_adapters = {2}
     lost = [harness.submit(prompt(1, 5), 5, adapter=2, parallel_seeds=(3,)) for _ in range(2)]
@@ -156,7 +156,7 @@ def test_an_adapter_that_cannot_be_loaded_fails_its_sequences_alone() -> None:
     assert ended(harness, other)
 
 
-def test_a_preempted_stream_and_parallel_samples_go_on_with_their_adapter() -> None:
+def test_preempted_streams_and_parallel_samples_keep_their_adapter() -> None:
     harness = SchedulerHarness(max_loras=2, slots=18, max_num_seqs=6)
     for adapter in (1, 2, 1):
         harness.submit(prompt(adapter, 10), 24, adapter=adapter, parallel_seeds=(5,))
@@ -177,7 +177,7 @@ def test_adapters_share_no_blocks() -> None:
     harness.check_answers()
 
 
-def test_the_holders_of_an_adapter_that_was_not_placed_fail_and_it_is_loaded_anew() -> None:
+def test_an_adapter_that_was_not_placed_fails_its_streams_and_is_reloaded() -> None:
     harness = SchedulerHarness(max_loras=1, max_num_seqs=1)
     first, second = (harness.submit(prompt(number, 5), 5, adapter=1) for number in (1, 2))
     steps(harness, 1)
@@ -196,7 +196,7 @@ def test_the_holders_of_an_adapter_that_was_not_placed_fail_and_it_is_loaded_ane
 
 
 @pytest.mark.parametrize("state", ["holders", "slot"])
-def test_check_integrity_finds_what_is_wrong(state: str) -> None:
+def test_check_integrity_finds_inconsistent_slots(state: str) -> None:
     harness = SchedulerHarness(max_loras=1)
     harness.submit(prompt(1, 5), 20, adapter=1)
     steps(harness, 1)
@@ -211,7 +211,7 @@ def test_check_integrity_finds_what_is_wrong(state: str) -> None:
         harness.scheduler.check_integrity()
 
 
-def test_a_slot_that_was_given_away_survives_the_step_that_should_have_filled_it() -> None:
+def test_a_reassigned_slot_survives_the_failed_step_of_its_old_adapter() -> None:
     """The step's only sequence is cancelled meanwhile; when the step fails, its slot belongs to another adapter."""
     harness = AheadHarness(max_loras=1, budget=4)
     first = harness.submit(prompt(1, 9), 5, adapter=1)

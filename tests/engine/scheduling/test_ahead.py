@@ -52,7 +52,7 @@ def test_a_plain_stream_never_waits() -> None:
     assert harness.void_rows == 0
 
 
-def test_prompt_tails_and_prefill_ranges_follow_themselves() -> None:
+def test_prompt_tails_and_prefill_ranges_run_ahead() -> None:
     harness = AheadHarness(budget=8, slots=200)
     harness.submit(prompt(1, 80), 0, chunks=(24, 48, 80))
     run_out(harness)
@@ -91,7 +91,7 @@ def test_a_stop_id_voids_the_row_after_it() -> None:
     assert harness.void_rows == 1
 
 
-def test_who_reads_its_history_loses_no_step() -> None:
+def test_penalties_do_not_delay_forward_passes() -> None:
     """The forward pass is launched ahead as well; only sampling waits for the previous step."""
     harness = AheadHarness()
     harness.submit(prompt(1, 9), 12, penalty=0.5)
@@ -108,7 +108,7 @@ def test_who_reads_its_history_loses_no_step() -> None:
     assert harness.late_choices == 11, "the other one is chosen at its launch when it is alone"
 
 
-def test_a_parallel_sample_that_is_cancelled_under_way_takes_only_its_own_token() -> None:
+def test_a_parallel_sample_cancelled_in_flight_drops_only_its_token() -> None:
     harness = AheadHarness()
     harness.submit(prompt(1, 9), 6, seed=1, parallel_seeds=(2, 3, 4))
     harness.step()
@@ -120,7 +120,7 @@ def test_a_parallel_sample_that_is_cancelled_under_way_takes_only_its_own_token(
         assert len(harness.records[seq_id].token_ids) == 6
 
 
-def test_who_is_cancelled_under_way_leaves_at_once_and_the_node_hears_later() -> None:
+def test_a_stream_cancelled_in_flight_leaves_at_once() -> None:
     harness = AheadHarness()
     harness.submit(prompt(1, 20), 40)
     for _ in range(8):
@@ -153,7 +153,7 @@ def stream(seq_id: int, length: int, slots: range, stop: frozenset[int] = frozen
     )
 
 
-def test_memory_that_waits_for_a_landing_spares_a_victim() -> None:
+def test_memory_freed_by_a_pending_step_avoids_a_preemption() -> None:
     """A stream stops while the node, not yet informed, reports exhaustion: streams without slots wait for the landing
     and the next answer instead of preempting the newest."""
     scheduler, stop = Scheduler(blocks=BlockManager(BLOCK), max_num_batched_tokens=64, max_num_seqs=8), 7
@@ -188,7 +188,7 @@ def test_memory_that_waits_for_a_landing_spares_a_victim() -> None:
     assert newest.state is SequenceState.RUNNING
 
 
-def test_what_was_launched_under_an_older_hold_is_void() -> None:
+def test_rows_launched_under_an_older_ticket_are_void() -> None:
     in_flight, sequence = InFlightSteps(), stream(1, 6, range(4))
     sequence.start_running()
     plan = StepPlan((ScheduledChunk(sequence, 0, 6, 1),))
@@ -200,7 +200,7 @@ def test_what_was_launched_under_an_older_hold_is_void() -> None:
 
 
 @pytest.mark.parametrize("gone", range(3))
-def test_a_text_that_ends_under_way_takes_its_own_vector_along(gone: int) -> None:
+def test_a_text_that_ends_in_flight_gets_its_own_vector(gone: int) -> None:
     in_flight = InFlightSteps()
     texts = [stream(n, 6, range(4 * n, 4 * n + 4)) for n in (1, 2, 3)]
     for text in texts:
@@ -216,7 +216,7 @@ def test_a_text_that_ends_under_way_takes_its_own_vector_along(gone: int) -> Non
 
 
 @pytest.mark.parametrize("slots", [16, 20, 24])
-def test_a_victim_under_way_says_every_token_once(slots: int) -> None:
+def test_a_stream_preempted_in_flight_emits_every_token_once(slots: int) -> None:
     harness = AheadHarness(slots=slots, max_num_seqs=4, budget=32)
     for kind in range(4):
         harness.submit(prompt(kind, 9), 24, seed=kind)
@@ -225,7 +225,7 @@ def test_a_victim_under_way_says_every_token_once(slots: int) -> None:
     assert harness.void_rows, "nobody was preempted with a token under way"
 
 
-def test_a_launch_that_fails_loses_no_token_before_it() -> None:
+def test_a_failed_launch_loses_no_earlier_token() -> None:
     harness = AheadHarness()
     harness.submit(prompt(1, 9), 20)
     for _ in range(5):
@@ -245,7 +245,7 @@ def test_a_launch_that_fails_loses_no_token_before_it() -> None:
     assert len(harness.records[2].token_ids) == 3
 
 
-def test_a_landing_that_fails_fails_who_was_in_it_and_nobody_else() -> None:
+def test_a_step_that_fails_on_completion_fails_only_its_sequences() -> None:
     harness = AheadHarness(budget=8)
     harness.submit(prompt(1, 9), 20)
     for _ in range(5):
@@ -261,7 +261,7 @@ def test_a_landing_that_fails_fails_who_was_in_it_and_nobody_else() -> None:
     assert len(harness.records[2].token_ids) == 5
 
 
-def test_a_landing_that_fails_after_somebody_left() -> None:
+def test_a_step_fails_after_one_of_its_streams_was_cancelled() -> None:
     harness = AheadHarness()
     for kind in (1, 2):
         harness.submit(prompt(kind, 6), 20)
@@ -273,7 +273,7 @@ def test_a_landing_that_fails_after_somebody_left() -> None:
     run_out(harness)
 
 
-def test_another_committer_was_first_while_a_step_reads_the_loser() -> None:
+def test_a_commit_race_is_lost_while_a_step_reads_the_block() -> None:
     harness = AheadHarness(slots=64, budget=32)
     harness.submit(prompt(1, 15), 12)
     harness.submit(prompt(1, 15), 12)
@@ -292,7 +292,7 @@ class SometimesDrafter(OracleDrafter):
         return super()._propose(sequence, most if self._knows(sequence.num_tokens) else 0)
 
 
-def test_a_step_runs_ahead_where_nothing_is_drafted() -> None:
+def test_steps_run_ahead_while_nothing_is_drafted() -> None:
     """Drafts follow known tokens, so drafting streams wait for each step; others never do."""
     drafting = AheadHarness(budget=32, drafter=OracleDrafter())
     drafting.submit(prompt(1, 9), 33)
@@ -306,7 +306,7 @@ def test_a_step_runs_ahead_where_nothing_is_drafted() -> None:
     assert silent.device.resolved >= 31, "only the first steps waited, until the drafter had said that it knows nothing"
 
 
-def test_a_stream_that_can_be_drafted_at_last_is() -> None:
+def test_a_stream_is_drafted_once_its_drafter_matches() -> None:
     harness = AheadHarness(slots=100, budget=32, drafter=SometimesDrafter(lambda length: length > 40))
     harness.submit(prompt(1, 9), 90)
     run_out(harness)
@@ -314,7 +314,7 @@ def test_a_stream_that_can_be_drafted_at_last_is() -> None:
     assert harness.launches < 70
 
 
-def test_a_step_that_waited_for_another_is_timed_from_that_ones_end() -> None:
+def test_a_queued_step_is_timed_from_the_end_of_the_previous_one() -> None:
     budget, scheduled = TokenBudget(256), decodes(4, 100)
     seen = []
     budget.cost.observe = lambda found, seconds, borrowed_s: seen.append(round(seconds, 6))  # type: ignore[method-assign]
@@ -410,7 +410,7 @@ def play(harness: AheadHarness, kind: str, numbers: list[int]) -> None:
     st.none() | st.integers(0, 3).map(OracleDrafter),
     CROWD,
 )
-def test_any_history_with_a_step_under_way(
+def test_any_request_history_with_a_step_in_flight(
     shape: tuple[int, int, int],
     events: list[tuple[object, ...]],
     draws: int,
@@ -446,7 +446,7 @@ def test_any_history_with_a_step_under_way(
     st.integers(0, 2),
     st.integers(3, 5),
 )
-def test_any_history_of_prefill_ranges_in_a_pipeline(
+def test_any_prefill_range_history_in_a_pipeline(
     shape: tuple[int, int, int], events: list[tuple[object, ...]], draws: int, max_loras: int, stages: int
 ) -> None:
     slots, budget, max_num_seqs = shape
@@ -464,7 +464,7 @@ def test_any_history_of_prefill_ranges_in_a_pipeline(
     run_out(harness)
 
 
-def test_the_chunks_of_a_prompt_are_under_way_together() -> None:
+def test_several_chunks_of_a_prompt_are_in_flight_together() -> None:
     """As many as there are stages; the next prompt follows without a gap."""
     harness = AheadHarness(budget=8, slots=200, max_in_flight=4)
     for kind in (1, 2):

@@ -41,7 +41,7 @@ def ended(harness: SchedulerHarness, ids: Iterable[int | None]) -> int:
 
 
 @EITHER_WAY
-def test_a_lone_request_beside_a_flood_waits_for_no_answer(make: MakeHarness) -> None:
+def test_a_lone_request_does_not_wait_for_a_flood(make: MakeHarness) -> None:
     harness = make(slots=400, budget=32, max_num_seqs=4)
     crowd = harness.flood(ONE, 12)
     steps(harness, 10)
@@ -59,7 +59,7 @@ def test_a_lone_request_beside_a_flood_waits_for_no_answer(make: MakeHarness) ->
     assert harness.preemptions == 0, "a place was taken with its memory"
 
 
-def test_who_gives_up_its_place_computes_nothing_again() -> None:
+def test_a_yielding_sequence_recomputes_nothing() -> None:
     harness = SchedulerHarness(slots=400, budget=32, max_num_seqs=4)
     crowd = harness.flood(ONE, 4, tokens=20)
     steps(harness, 5)
@@ -74,7 +74,7 @@ def test_who_gives_up_its_place_computes_nothing_again() -> None:
     harness.check_answers()
 
 
-def test_the_least_urgent_gives_up_its_place() -> None:
+def test_the_least_urgent_sequence_yields() -> None:
     harness = SchedulerHarness(slots=400, budget=32, max_num_seqs=3)
     patient, *_ = harness.flood(ONE, 1, priority=2), harness.flood(ONE, 2)
     steps(harness, 5)
@@ -86,7 +86,7 @@ def test_the_least_urgent_gives_up_its_place() -> None:
 
 
 @EITHER_WAY
-def test_nobody_gives_up_its_only_place(make: MakeHarness) -> None:
+def test_a_tenants_only_running_sequence_does_not_yield(make: MakeHarness) -> None:
     harness = make(slots=400, budget=64, max_num_seqs=2)
     one, half = harness.flood(ONE, 5, tokens=45), harness.flood(HALF, 1, tokens=30)
     steps(harness, 4)
@@ -99,7 +99,7 @@ def test_nobody_gives_up_its_only_place(make: MakeHarness) -> None:
     harness.check_answers()
 
 
-def test_what_runs_in_the_background_takes_no_place() -> None:
+def test_background_requests_displace_no_sequence() -> None:
     harness = SchedulerHarness(slots=400, budget=64, max_num_seqs=3)
     crowd = harness.flood(ONE, 6, tokens=20)
     steps(harness, 3)
@@ -111,7 +111,7 @@ def test_what_runs_in_the_background_takes_no_place() -> None:
 
 
 @EITHER_WAY
-def test_what_runs_in_the_background_gives_up_its_place_first(make: MakeHarness) -> None:
+def test_background_sequences_yield_first(make: MakeHarness) -> None:
     """Before tenants that had more, and even if it is the only one of its tenant."""
     harness = make(slots=400, budget=64, max_num_seqs=3)
     crowd = harness.flood(ONE, 2, tokens=40)
@@ -159,7 +159,7 @@ def test_weights_are_shares_within_five_percent(make: MakeHarness) -> None:
     harness.finish()
 
 
-def test_nobody_saves_up_by_being_away_or_by_asking_little() -> None:
+def test_idle_and_light_tenants_accumulate_no_credit() -> None:
     harness = SchedulerHarness(slots=800, budget=64, max_num_seqs=4)
     crowd = harness.flood(ONE, 40, tokens=16)
     half = []
@@ -179,7 +179,7 @@ def test_nobody_saves_up_by_being_away_or_by_asking_little() -> None:
     harness.finish()
 
 
-def test_a_step_has_the_other_tenants_prompt_before_the_rest_of_a_begun_one() -> None:
+def test_another_tenants_prompt_runs_before_the_rest_of_a_started_one() -> None:
     harness = SchedulerHarness(slots=400, budget=8, max_num_seqs=4)
     long = harness.submit(prompt(1, 100), 2, flow=ONE)
     steps(harness, 1)
@@ -188,7 +188,7 @@ def test_a_step_has_the_other_tenants_prompt_before_the_rest_of_a_begun_one() ->
     harness.finish()
 
 
-def test_urgent_goes_before_less_urgent_of_the_same_tenant_and_shares_before_that() -> None:
+def test_shares_count_before_the_priority_within_a_tenant() -> None:
     harness = SchedulerHarness(slots=400, budget=8, max_num_seqs=8)
     patient = harness.submit(prompt(1, 20), 2, flow=ONE, priority=5)
     usual = harness.submit(prompt(2, 20), 2, flow=ONE)
@@ -199,7 +199,7 @@ def test_urgent_goes_before_less_urgent_of_the_same_tenant_and_shares_before_tha
     assert list(dict.fromkeys(order)) == [usual, other, patient]
 
 
-def test_what_is_more_urgent_than_usual_goes_before_other_tenants() -> None:
+def test_raised_priority_goes_before_other_tenants() -> None:
     """Tenants need permission for that. Aging applies as everywhere: early requests go first."""
     for early_s, first in ((0.0, "urgent"), (PRIORITY_AGING_S + 1, "usual")):
         harness = SchedulerHarness(slots=400, budget=8, max_num_seqs=8)
@@ -214,7 +214,7 @@ def test_what_is_more_urgent_than_usual_goes_before_other_tenants() -> None:
         harness.finish()
 
 
-def test_the_victim_is_of_the_tenant_that_had_most() -> None:
+def test_the_most_served_tenant_is_preempted() -> None:
     harness = SchedulerHarness(slots=24, budget=32, max_num_seqs=4)
     harness.flood(ONE, 3, tokens=40)
     steps(harness, 12)
@@ -242,7 +242,7 @@ def test_answers_to_one_prompt_are_charged_for_it_once() -> None:
     assert not flows.absent, "an idle worker remembers nobody"
 
 
-def test_flows_that_are_away_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remembered_idle_flows_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queues_module, "MAX_ABSENT_FLOWS", 1)
     harness = SchedulerHarness(slots=400, budget=32, max_num_seqs=8)
     harness.submit(prompt(2, 5), 60, flow=THREE)
@@ -269,7 +269,7 @@ def test_a_weight_is_bounded(weight: float, counted: float) -> None:
     st.integers(1, 4),
     st.integers(4, 24),
 )
-def test_with_one_tenant_nothing_is_different(
+def test_a_single_tenant_gets_the_same_steps_as_none(
     asked: list[tuple[int, int, int]], max_num_seqs: int, budget: int
 ) -> None:
     """Every step has the same chunks with and without a tenant's name."""
@@ -294,7 +294,7 @@ def test_with_one_tenant_nothing_is_different(
     st.integers(4, 24),
     st.booleans(),
 )
-def test_whoever_is_next_had_least(
+def test_the_least_served_flow_starts_next(
     asked: list[tuple[int, int, int]], max_num_seqs: int, budget: int, ahead: bool
 ) -> None:
     """No other waiting flow is behind a starting sequence's flow by more than its step's prompt tokens."""

@@ -14,7 +14,7 @@ from tests.support.scheduler_harness import BLOCK, SchedulerHarness, prompt
 
 @pytest.mark.parametrize("kind", [SchedulerHarness, AheadHarness])
 @pytest.mark.parametrize("late_steps", [1, 2])
-def test_no_decode_misses_a_step_though_the_node_answers_late(late_steps: int, kind: type[SchedulerHarness]) -> None:
+def test_slow_node_replies_delay_no_decode(late_steps: int, kind: type[SchedulerHarness]) -> None:
     """Each outcome is heard by the node only ``late_steps`` steps later; a decode needs a slot every BLOCK steps.
 
     A stream that begins at the end of a block is no such decode yet: its first slot is asked for with its first token.
@@ -39,7 +39,7 @@ def decode(room_tokens: int) -> Any:
     return SimpleNamespace(num_blocks=2, next_start=2 * 16 - room_tokens)
 
 
-def test_the_free_slots_is_recallable_but_for_what_is_needed_at_once() -> None:
+def test_free_slots_are_recallable_unless_needed_at_once() -> None:
     block_manager = BlockManager(16)
     decodes = [decode(2), decode(10), decode(10), decode(16)]
     out = block_manager.finish_outcome(decodes, 0.0, urgent=False, wanted_blocks=0)

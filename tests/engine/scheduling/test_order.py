@@ -36,7 +36,7 @@ def test_the_more_urgent_prompt_tail_goes_first() -> None:
     harness.check_answers()
 
 
-def test_a_begun_prompt_tail_is_not_left_for_one_as_urgent() -> None:
+def test_a_started_prompt_tail_runs_before_an_equally_urgent_one() -> None:
     harness = SchedulerHarness(slots=100, budget=8, max_num_seqs=4)
     first = harness.submit(prompt(1, 30), 4)
     assert served(harness) == [first]
@@ -89,7 +89,7 @@ def test_a_long_prompt_waits_in_proportion_to_its_own_length_at_most() -> None:
     assert max(overtook) <= patience_s
 
 
-def test_a_stream_that_moves_here_keeps_the_place_of_its_arrival() -> None:
+def test_a_migrated_stream_keeps_its_arrival_order() -> None:
     harness = measured(slots=400, budget=8, max_num_seqs=4)
     moved = harness.submit(prompt(1, 60), 8)
     assert moved is not None
@@ -99,7 +99,7 @@ def test_a_stream_that_moves_here_keeps_the_place_of_its_arrival() -> None:
     assert sequence.prompt_order == sequence.queue_order
 
 
-def test_who_has_waited_long_enough_goes_before_the_urgent() -> None:
+def test_a_long_wait_outranks_urgency() -> None:
     harness = SchedulerHarness(slots=100, budget=8, max_num_seqs=4)
     patient = harness.submit(prompt(1, 30), 4, priority=2)
     harness.now = 2 * PRIORITY_AGING_S + 0.5
@@ -135,7 +135,7 @@ def test_an_urgent_prompt_goes_before_a_begun_one() -> None:
     assert served(harness) == [urgent]
 
 
-def test_the_least_urgent_gives_way_even_to_newer_ones() -> None:
+def test_the_least_urgent_is_preempted_even_for_newer_ones() -> None:
     harness = SchedulerHarness(slots=20, budget=32, max_num_seqs=4)
     patient = harness.submit(prompt(1, 8), 40, priority=1)
     urgent = [harness.submit(prompt(seed, 8), 40, priority=-1) for seed in (2, 3)]
@@ -149,7 +149,7 @@ def test_the_least_urgent_gives_way_even_to_newer_ones() -> None:
     harness.check_answers()
 
 
-def test_who_gives_way_to_a_later_one_does_not_run_in_that_step() -> None:
+def test_a_preempted_sequence_does_not_run_in_the_same_step() -> None:
     harness = SchedulerHarness(slots=14, budget=32, max_num_seqs=4)
     harness.submit(prompt(0, 8), 40)
     patient = harness.submit(prompt(1, 10), 40, priority=1)
@@ -167,7 +167,7 @@ def test_who_gives_way_to_a_later_one_does_not_run_in_that_step() -> None:
     harness.check_answers()
 
 
-def test_the_head_is_spared_even_if_it_is_the_least_urgent() -> None:
+def test_the_oldest_is_not_preempted_even_if_it_is_the_least_urgent() -> None:
     harness = SchedulerHarness(slots=16, budget=24, max_num_seqs=4)
     head = harness.submit(prompt(0, 8), 40, priority=1)
     harness.now = 2 * PRIORITY_AGING_S
@@ -183,7 +183,7 @@ def test_the_head_is_spared_even_if_it_is_the_least_urgent() -> None:
     harness.check_answers()
 
 
-def test_a_preempted_stream_comes_back_before_new_ones() -> None:
+def test_a_preempted_stream_resumes_before_new_ones() -> None:
     harness = SchedulerHarness(slots=16, budget=24, max_num_seqs=2)
     for seed in range(2):
         harness.submit(prompt(seed, 15), 20)

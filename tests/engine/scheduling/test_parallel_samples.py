@@ -26,7 +26,7 @@ def computed(harness: SchedulerHarness) -> int:
 
 
 @pytest.mark.parametrize("length", [1, 3, 8, 10, 11])
-def test_one_prefill_and_as_many_answers(length: int) -> None:
+def test_one_prefill_serves_all_parallel_samples(length: int) -> None:
     harness = SchedulerHarness(budget=16, max_num_seqs=4)
     harness.submit(prompt(1, length), 9, parallel_seeds=(5, 6, 7))
     ran = 0
@@ -63,7 +63,7 @@ def test_whole_blocks_are_shared_and_the_partial_one_is_not() -> None:
     harness.check_answers()
 
 
-def test_a_parallel_sample_whose_parent_is_gone_computes_the_few_tokens_again() -> None:
+def test_an_orphaned_parallel_sample_recomputes_the_partial_block() -> None:
     harness = SchedulerHarness(budget=16, max_num_seqs=4)
     first = harness.submit(prompt(1, 10), 9, parallel_seeds=(5,))
     assert first is not None
@@ -124,7 +124,7 @@ def test_a_parallel_sample_that_has_begun_is_not_delayed_by_a_long_prompt() -> N
     harness.check_answers()
 
 
-def test_nothing_is_copied_from_a_parent_that_let_go() -> None:
+def test_nothing_is_copied_from_a_parent_without_its_blocks() -> None:
     harness = SchedulerHarness(budget=16, max_num_seqs=4)
     first = harness.submit(prompt(1, 10), 30, parallel_seeds=(5,))
     assert first is not None
@@ -144,7 +144,7 @@ def test_nothing_is_copied_from_a_parent_that_let_go() -> None:
     assert copy_partial_block(parent, child) is not None
 
 
-def test_parallel_samples_of_a_prompt_of_two_steps_compute_nothing_again() -> None:
+def test_parallel_samples_of_a_two_step_prompt_recompute_nothing() -> None:
     harness = SchedulerHarness(slots=100, budget=16, max_num_seqs=4)
     harness.submit(prompt(1, 30), 9, parallel_seeds=(5, 6, 7))
     ran, hurried = 0, False
@@ -189,7 +189,7 @@ def stream(seq_id: int, length: int, slots: range, parallel_samples: tuple[Paral
 
 @pytest.mark.parametrize("recall", [0, 8])
 @pytest.mark.parametrize("victim", ["parallel_sample", "parent"])
-def test_a_step_copies_only_slots_that_are_ours(recall: int, victim: str) -> None:
+def test_a_step_copies_only_slots_that_it_still_owns(recall: int, victim: str) -> None:
     """A decode takes memory from the parallel sample or its parent in the very step that would start the sample."""
     scheduler = Scheduler(blocks=BlockManager(BLOCK), max_num_batched_tokens=64, max_num_seqs=4)
     scheduler.add(stream(1, 6, range(10, 12)), 0.0)

@@ -34,7 +34,7 @@ def ask(harness: SchedulerHarness, tokens: list[int], most: int, **options: int)
 
 
 @pytest.mark.parametrize("length", [1, 5, 6, 7, 8])
-def test_the_next_turn_computes_what_is_new(length: int) -> None:
+def test_the_next_turn_computes_only_new_tokens(length: int) -> None:
     harness = harness_of()
     first, ran = ask(harness, prompt(1, length), 6)
     assert ran == length + 5
@@ -47,7 +47,7 @@ def test_the_next_turn_computes_what_is_new(length: int) -> None:
     harness.check_answers()
 
 
-def test_only_what_agrees_is_copied() -> None:
+def test_only_matching_tokens_are_copied() -> None:
     harness = harness_of()
     first, _ = ask(harness, prompt(1, 5), 7)
     history = prompt(1, 5) + harness.records[first].token_ids
@@ -75,7 +75,7 @@ def test_a_scored_prompt_is_computed_whole() -> None:
     harness.check_answers()
 
 
-def test_an_adapter_finds_its_own_blocks_alone() -> None:
+def test_an_adapter_matches_only_its_own_partial_blocks() -> None:
     harness = SchedulerHarness(partial_blocks=2, max_loras=2)
     first, _ = ask(harness, prompt(1, 3), 3, adapter=1)
     history = prompt(1, 3) + harness.records[first].token_ids
@@ -100,7 +100,7 @@ def test_several_turns_may_follow_one_answer() -> None:
     harness.check_answers()
 
 
-def test_the_least_used_go_and_no_more_than_so_many_stay() -> None:
+def test_partial_blocks_are_limited_and_evicted_lru() -> None:
     harness = harness_of(most=2)
     histories = []
     for number in (1, 2, 3):
@@ -112,7 +112,7 @@ def test_the_least_used_go_and_no_more_than_so_many_stay() -> None:
         assert harness.copies == copied
 
 
-def test_memory_comes_first() -> None:
+def test_partial_blocks_are_freed_before_a_preemption() -> None:
     harness = harness_of(most=8, slots=12, max_num_seqs=2)
     for number in range(4):
         ask(harness, prompt(number, 5), 1)
@@ -132,7 +132,7 @@ def test_memory_comes_first() -> None:
     harness.check_answers()
 
 
-def test_a_turn_that_goes_before_its_copy_is_made_leaves_nothing() -> None:
+def test_a_turn_cancelled_before_its_copy_leaks_nothing() -> None:
     harness = harness_of()
     first, _ = ask(harness, prompt(1, 6), 6)
     history = prompt(1, 6) + harness.records[first].token_ids
@@ -193,7 +193,9 @@ def play(harness: SchedulerHarness, events: list[tuple[object, ...]]) -> None:
 
 @settings(max_examples=examples(150))
 @given(st.integers(17, 60), st.integers(4, 24), st.integers(1, 4), st.integers(0, 4), st.lists(EVENTS, max_size=40))
-def test_any_conversations(slots: int, budget: int, seqs: int, most: int, events: list[tuple[object, ...]]) -> None:
+def test_random_conversations_get_the_right_answers(
+    slots: int, budget: int, seqs: int, most: int, events: list[tuple[object, ...]]
+) -> None:
     harness = harness_of(most, slots=slots, budget=max(budget, seqs), max_num_seqs=seqs)
     play(harness, events)
     harness.finish()

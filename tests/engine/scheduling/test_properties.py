@@ -94,7 +94,7 @@ def play(harness: SchedulerHarness, events: list[tuple[object, ...]]) -> None:
     st.sampled_from([0.0, 0.005, 0.5]),
     CROWD,
 )
-def test_any_history(
+def test_any_request_history_gives_the_right_answers(
     shape: tuple[int, int, int],
     events: list[tuple[object, ...]],
     drafter: Drafter | None,

@@ -157,7 +157,7 @@ def room(members: list[QueuedSequence], spare: int) -> int:
 
 
 @given(random_scenes())
-def test_the_victim_is_the_least_urgent_then_of_who_had_most_then_the_newest(scenes: list[Random]) -> None:
+def test_victims_are_chosen_by_priority_then_service_then_age(scenes: list[Random]) -> None:
     for rng in scenes:
         members, spare = sequences(rng), rng.randint(0, 3)
         queues = queued(members, room(members, spare))
@@ -194,7 +194,7 @@ def tails_in_turn(
 
 
 @given(random_scenes())
-def test_tails_are_served_by_shares_and_place(scenes: list[Random]) -> None:
+def test_prompt_tails_are_ordered_by_shares_and_queue_order(scenes: list[Random]) -> None:
     for rng in scenes:
         members, free = sequences(rng), rng.randint(0, 3)
         queues = queued(members, room(members, free))
@@ -245,7 +245,7 @@ def test_the_load_counts_each_sequence_once(scenes: list[Random]) -> None:
 
 
 @given(random_scenes())
-def test_only_prompts_of_a_lone_tenant_that_are_waited_for_lengthen_steps(scenes: list[Random]) -> None:
+def test_only_foreground_prompts_of_a_lone_tenant_lengthen_steps(scenes: list[Random]) -> None:
     for rng in scenes:
         alone, members = sequences(rng, flows=1), sequences(rng)
         line = queued(alone, len(alone)).lengthening_tails(alone)
@@ -315,7 +315,7 @@ def test_places_go_to_tenants_without_any_once_launched_steps_have_ended(scenes:
 
 
 @given(random_scenes())
-def test_a_place_that_comes_free_is_not_taken_from_anybody(scenes: list[Random]) -> None:
+def test_a_freed_place_spares_the_sequence_that_was_to_yield_last(scenes: list[Random]) -> None:
     for rng in scenes:
         members = crowded(rng)
         queues = queued(members, room(members, 0))
@@ -375,7 +375,7 @@ class TenantModel:
 
 
 @given(random_scenes())
-def test_counters_are_what_tenants_were_served(scenes: list[Random]) -> None:
+def test_counters_match_the_service_of_each_tenant(scenes: list[Random]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(queues_module, "MAX_ABSENT_FLOWS", 1)
         for rng in scenes:
@@ -402,7 +402,7 @@ def test_counters_are_what_tenants_were_served(scenes: list[Random]) -> None:
                 assert queues.flows.absent == pytest.approx(model.absent)
 
 
-def test_a_sequence_that_is_in_no_queue_leaves_none() -> None:
+def test_removing_an_unqueued_sequence_has_no_effect() -> None:
     """Neither one that would be before the queue's own, nor one after it, nor one in another state."""
     own = QueuedSequence(2, WAITING, 0, FLOWS[0], 0.0, 5.0, 9, 0)
     queues = queued([own], 1)

@@ -49,7 +49,7 @@ def test_a_long_prompt_never_delays_a_decode() -> None:
     harness.check_answers()
 
 
-def test_no_more_run_than_max_num_seqs_and_the_line_is_fifo() -> None:
+def test_at_most_max_num_seqs_run_and_the_queue_is_fifo() -> None:
     harness = SchedulerHarness(budget=32, max_num_seqs=2)
     ids = [harness.submit(prompt(seed, 6), 5) for seed in range(5)]
     harness.step()
@@ -91,7 +91,7 @@ def test_a_stop_id_ends_the_stream_and_is_reported() -> None:
     assert record.end.ending.reason is FinishReason.STOP
 
 
-def test_the_newest_gives_way_and_says_the_same() -> None:
+def test_the_newest_is_preempted_without_changing_its_answer() -> None:
     harness = SchedulerHarness(slots=16, budget=16, max_num_seqs=4)
     for seed in range(3):
         assert harness.submit(prompt(seed, 8), 40) is not None
@@ -107,7 +107,7 @@ def test_the_newest_gives_way_and_says_the_same() -> None:
     harness.check_answers()
 
 
-def test_blocks_of_a_stream_may_wait_and_those_of_prefill_ranges_may_not() -> None:
+def test_commits_of_streams_may_wait_but_not_of_prefill_ranges() -> None:
     harness = SchedulerHarness(budget=64)
     stream = harness.submit(prompt(1, 10), 9)
     prefill_range = harness.submit(prompt(2, 16), 0, chunks=(8, 16))
@@ -126,7 +126,7 @@ def test_blocks_of_a_stream_may_wait_and_those_of_prefill_ranges_may_not() -> No
     assert not any(hurried)
 
 
-def test_a_stream_that_ends_hurries_the_run_that_waits() -> None:
+def test_the_end_of_a_stream_makes_its_deferred_commit_urgent() -> None:
     harness = SchedulerHarness(budget=64)
     assert harness.submit(prompt(1, 8), 7) is not None
     for _ in range(3):
@@ -161,7 +161,7 @@ def test_one_preemption_is_waited_for_before_the_next() -> None:
     harness.check_answers()
 
 
-def test_who_only_waits_gives_way_before_who_runs() -> None:
+def test_waiting_sequences_are_preempted_before_running_ones() -> None:
     harness = SchedulerHarness(slots=8, budget=16, max_num_seqs=1)
     running, waiting = harness.submit(prompt(1, 11), 12), harness.submit(prompt(2, 15), 2)
     while SequenceState.RESUMING not in states(harness):
@@ -178,7 +178,7 @@ def test_who_only_waits_gives_way_before_who_runs() -> None:
     harness.check_answers()
 
 
-def test_a_decode_waits_for_the_lease_under_way() -> None:
+def test_a_decode_waits_for_a_pending_lease() -> None:
     harness = SchedulerHarness(slots=40)
     seq_id = harness.submit(prompt(1, 8), 40)
     for _ in range(12):
@@ -193,7 +193,7 @@ def test_a_decode_waits_for_the_lease_under_way() -> None:
     harness.check_answers()
 
 
-def test_what_never_fits_fails_instead_of_looping() -> None:
+def test_a_sequence_that_never_fits_fails_instead_of_looping() -> None:
     harness = SchedulerHarness(slots=4)
     seq_id = harness.submit(prompt(1, 8), 40)
     harness.finish()
@@ -204,7 +204,7 @@ def test_what_never_fits_fails_instead_of_looping() -> None:
     assert end.ending.error is not None
 
 
-def test_a_lost_race_swaps_the_table_and_returns_the_own_slot() -> None:
+def test_a_lost_commit_race_swaps_the_block_and_frees_its_own_slot() -> None:
     harness = SchedulerHarness()
     # Both before anything is committed: two sequences write the same blocks.
     ids = [harness.submit(prompt(5, 14), 12) for _ in range(2)]
@@ -283,7 +283,7 @@ def test_cancel_frees_within_one_step(steps: int) -> None:
     assert harness.scheduler.sequences == {}
 
 
-def test_a_ticket_that_comes_for_a_cancelled_stream_is_let_go() -> None:
+def test_a_ticket_granted_to_a_cancelled_stream_is_released() -> None:
     harness = SchedulerHarness(slots=16, budget=16)
     for seed in range(3):
         harness.submit(prompt(seed, 8), 40)

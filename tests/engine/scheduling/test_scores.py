@@ -12,7 +12,7 @@ def preempt(harness: SchedulerHarness, seq_id: int) -> None:
     harness.scheduler._close(harness.scheduler.sequences[seq_id], harness.now, commit_rest=True, resume=True)
 
 
-def test_who_is_preempted_amid_a_prompt_finds_no_more_than_is_scored() -> None:
+def test_a_preempted_scored_prompt_skips_only_scored_tokens() -> None:
     harness = SchedulerHarness(slots=64, budget=10)
     harness.submit(prompt(1, 40), 2)
     harness.finish()
@@ -33,7 +33,7 @@ def test_who_is_preempted_amid_a_prompt_finds_no_more_than_is_scored() -> None:
     harness.check_answers()
 
 
-def test_who_computes_again_scores_nothing_twice() -> None:
+def test_recomputation_scores_no_token_twice() -> None:
     harness = SchedulerHarness(slots=64, budget=10)
     seq_id = harness.submit(prompt(1, 40), 3, scored=True)
     assert seq_id is not None
@@ -46,7 +46,7 @@ def test_who_computes_again_scores_nothing_twice() -> None:
     harness.check_answers()
 
 
-def test_scores_of_who_left_are_nobodys() -> None:
+def test_scores_of_a_cancelled_sequence_are_dropped() -> None:
     harness = AheadHarness(budget=24, max_num_seqs=3)
     ids = [harness.submit(prompt(seed, 8), 3, scored=True) for seed in (1, 2, 3)]
     harness.step()
@@ -56,7 +56,7 @@ def test_scores_of_who_left_are_nobodys() -> None:
     harness.check_answers()
 
 
-def test_a_step_has_no_more_scored_rows_than_it_may() -> None:
+def test_scored_rows_of_a_step_are_limited() -> None:
     harness = SchedulerHarness(slots=64, budget=16)
     harness.scheduler._max_scored_rows = 5
     scored = harness.submit(prompt(1, 30), 3, scored=True)
@@ -70,7 +70,7 @@ def test_a_step_has_no_more_scored_rows_than_it_may() -> None:
     assert beside is not None
 
 
-def test_texts_whose_logits_are_wanted_count_among_these_rows() -> None:
+def test_texts_with_requested_logits_count_as_scored_rows() -> None:
     """A text that would exceed the row limit waits; a text with a vector has no logits and does not."""
     harness = SchedulerHarness(slots=64, budget=64, max_num_seqs=8)
     harness.scheduler._max_scored_rows = 2

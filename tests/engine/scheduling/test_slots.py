@@ -7,7 +7,7 @@ import pytest
 from pillion.engine.scheduling.block_manager import LEASE_RETRY_S, SPARE_BLOCKS, FreeSlots
 
 
-def test_it_asks_below_low_up_to_the_target_and_once() -> None:
+def test_one_lease_refills_free_slots_to_the_target() -> None:
     free_slots = FreeSlots()
     free_slots.set_target(2, 5)
     assert free_slots.start_lease(0.0, urgent=False) == 5
@@ -18,7 +18,7 @@ def test_it_asks_below_low_up_to_the_target_and_once() -> None:
     assert free_slots.allocate() in {1, 2, 3, 4, 5}
 
 
-def test_a_short_answer_is_believed_for_a_while() -> None:
+def test_a_short_grant_suspends_leases_for_a_while() -> None:
     free_slots = FreeSlots()
     free_slots.set_target(1, 4)
     assert free_slots.start_lease(0.0, urgent=True) == 4
@@ -29,7 +29,7 @@ def test_a_short_answer_is_believed_for_a_while() -> None:
     assert not free_slots.exhausted(1.0 + LEASE_RETRY_S)
 
 
-def test_memory_let_go_since_makes_the_answer_void() -> None:
+def test_memory_released_meanwhile_voids_a_short_grant() -> None:
     free_slots = FreeSlots()
     free_slots.set_target(1, 4)
     assert free_slots.start_lease(0.0, urgent=True) == 4
@@ -41,7 +41,7 @@ def test_memory_let_go_since_makes_the_answer_void() -> None:
     assert free_slots.exhausted(0.0)
 
 
-def test_surplus_and_recall() -> None:
+def test_surplus_and_recalled_slots_are_returned() -> None:
     free_slots = FreeSlots()
     free_slots.set_target(2, 4)
     free_slots.free(range(4 + SPARE_BLOCKS))
@@ -58,7 +58,7 @@ def test_surplus_and_recall() -> None:
     assert free_slots.pop_surplus() == (7,)
 
 
-def test_integrity_sees_a_slot_that_is_here_twice() -> None:
+def test_check_integrity_finds_a_duplicate_slot() -> None:
     free_slots = FreeSlots()
     free_slots.free([1, 1])
     with pytest.raises(AssertionError, match="twice"):

@@ -45,7 +45,9 @@ def kept(of: StatePositions, ends: range) -> list[int]:
         (28, {"is_prefill": True, "known_blocks": 9}, []),
     ],
 )
-def test_the_last_whole_block_and_where_texts_part(num_tokens: int, fields: dict[str, Any], wanted: list[int]) -> None:
+def test_states_are_kept_at_the_last_whole_block_and_branch_points(
+    num_tokens: int, fields: dict[str, Any], wanted: list[int]
+) -> None:
     of = places(num_tokens, **fields)
     start = fields.get("num_computed", 0)
     assert of.left == wanted
@@ -53,7 +55,7 @@ def test_the_last_whole_block_and_where_texts_part(num_tokens: int, fields: dict
     assert kept(of, range(start + 1, num_tokens + 20)) == wanted
 
 
-def test_a_cheap_state_is_kept_now_and_then_where_a_step_ends_anyway() -> None:
+def test_cheap_states_are_kept_periodically_at_step_ends() -> None:
     """A one-page state: after 64 blocks without one. No step ends earlier for it, and none within an answer."""
     of = places(1000, pages=1, known_blocks=75)
     assert of.left == [300, 996]

@@ -102,7 +102,7 @@ class StatesAhead(AheadHarness):
     st.integers(1, 3),
     st.integers(2, 5),
 )
-def test_any_history_of_prefill_ranges_in_a_pipeline(
+def test_any_prefill_range_history_in_a_pipeline(
     shape: tuple[int, int, int], events: list[tuple[object, ...]], draws: int, pages: int, stages: int
 ) -> None:
     slots, budget, max_num_seqs = shape
@@ -130,7 +130,7 @@ def test_any_history_of_prefill_ranges_in_a_pipeline(
     st.none() | st.integers(0, 3).map(OracleDrafter),
     st.integers(1, 3),
 )
-def test_any_history_with_a_step_under_way(
+def test_any_request_history_with_a_step_in_flight(
     shape: tuple[int, int, int],
     events: list[tuple[object, ...]],
     draws: int,
@@ -176,7 +176,7 @@ def test_a_step_on_a_token_whose_mask_was_late_leaves_no_state() -> None:
         harness.check_answers()
 
 
-def test_steps_that_run_ahead_leave_the_state_where_texts_part() -> None:
+def test_steps_ahead_store_a_state_at_the_branch_point() -> None:
     """The second text leaves it for the third, although more steps than states are under way."""
     harness, found = StatesAhead(2, slots=300, budget=4, max_in_flight=5), []
     for seed in (1, 2, 3):
@@ -199,7 +199,7 @@ def test_steps_that_run_ahead_leave_the_state_where_texts_part() -> None:
     PUNCTUAL,
     st.integers(1, 3),
 )
-def test_any_history(
+def test_any_request_history_gives_the_right_answers(
     shape: tuple[int, int, int],
     events: list[tuple[object, ...]],
     draft_tokens: Drafter | MakeDraft | None,
@@ -261,12 +261,12 @@ def resumed_at(slots: int) -> int:
     return starts[0]
 
 
-def test_a_preempted_sequence_goes_on_from_its_last_whole_blocks_state() -> None:
+def test_a_preempted_sequence_resumes_from_its_last_whole_blocks_state() -> None:
     """If the pool has no room for it, the sequence restarts from the empty state."""
     assert [resumed_at(slots) for slots in (20, 26)] == [0, 28]
 
 
-def test_the_next_turn_goes_on_from_the_state_at_its_historys_end() -> None:
+def test_the_next_turn_continues_from_the_state_after_its_history() -> None:
     harness = StateHarness(2, slots=80)
     first = harness.submit(prompt(1, 18), 9, parallel_seeds=(3,))
     harness.run_all()
@@ -280,7 +280,7 @@ def test_the_next_turn_goes_on_from_the_state_at_its_historys_end() -> None:
         harness.run_all()
 
 
-def test_parallel_samples_go_on_from_the_state_at_the_prompts_last_whole_block() -> None:
+def test_parallel_samples_continue_from_the_prompts_last_whole_block_state() -> None:
     """They read their parent's state there, and write their own."""
     harness = StateHarness(2, slots=200)
     harness.submit(prompt(1, 42), 6, parallel_seeds=(3, 4))
@@ -304,7 +304,7 @@ def test_a_state_is_kept_where_a_prompt_ends_before_its_answer_does() -> None:
     harness.run_all()
 
 
-def test_all_slots_come_back_where_nothing_is_kept_for_long() -> None:
+def test_unread_states_are_evicted_in_a_small_pool() -> None:
     """In a pool for one sequence, unread states are evicted."""
     harness = StateHarness(2, slots=20)
     for seed in range(5):
@@ -314,7 +314,7 @@ def test_all_slots_come_back_where_nothing_is_kept_for_long() -> None:
     assert harness.ledger.num_slots * BLOCK == harness.pool.size
 
 
-def test_the_second_text_leaves_a_state_for_the_third_where_they_part() -> None:
+def test_the_second_text_stores_a_branch_point_state_for_the_third() -> None:
     """Three texts with a common prompt: the second finds no state there, and keeps one."""
     harness = StateHarness(2, slots=120)
     shared = prompt(1, 26)
@@ -327,7 +327,7 @@ def test_the_second_text_leaves_a_state_for_the_third_where_they_part() -> None:
     assert found == [0, 0, 24]
 
 
-def test_a_prefill_range_keeps_a_state_where_texts_part() -> None:
+def test_a_prefill_range_stores_a_state_at_the_branch_point() -> None:
     harness = StateHarness(2, slots=120)
     shared = prompt(1, 26)
     found = []

@@ -87,7 +87,7 @@ def run(
     return found
 
 
-def test_it_finds_the_machine() -> None:
+def test_the_fit_recovers_the_simulated_machine() -> None:
     model, machine, random = StepCost(), SimulatedMachine(), np.random.default_rng(3)
     for _ in range(60):
         scheduled = [*decodes(int(random.integers(1, 60)), int(random.integers(1, 8000)))]
@@ -119,7 +119,7 @@ def test_the_seconds_of_a_step_hold_all_its_prompt_tails(tokens: int, start: int
     assert room.at(start) == 0
 
 
-def test_a_chunk_late_in_a_prompt_is_priced_by_the_shape_before_one_was_measured() -> None:
+def test_unmeasured_late_chunks_are_priced_by_the_models_shape() -> None:
     """Only short prompts came so far, then the end of a long one."""
     machine, target_s, late = SimulatedMachine(per_pair=2.6e-8), 0.050, {}
     for pair_tokens in (0.0, 2.6e-4):
@@ -130,7 +130,7 @@ def test_a_chunk_late_in_a_prompt_is_priced_by_the_shape_before_one_was_measured
     assert max(late[2.6e-4]) <= 1.1 * target_s
 
 
-def test_a_shape_does_not_stand_against_what_was_measured() -> None:
+def test_measurements_override_the_models_shape() -> None:
     """Attention is three times as slow as the shape says, or free."""
     for per_pair in (7.8e-8, 0.0):
         budget, machine = TokenBudget(2048, 0.050, pair_tokens=2.6e-4), SimulatedMachine(per_pair=per_pair)
@@ -140,7 +140,7 @@ def test_a_shape_does_not_stand_against_what_was_measured() -> None:
         assert budget.cost.predict(features(scheduled)) == pytest.approx(machine.seconds(scheduled), rel=0.1)
 
 
-def test_late_steps_have_some_tokens_of_tails_in_all() -> None:
+def test_late_steps_have_a_minimum_of_prompt_tail_tokens() -> None:
     budget = TokenBudget(256, 0.001)
     run(budget, SimulatedMachine(), decodes(16, 500), 0, 10)
     room = budget.room(decodes(16, 500), 0, 3)
@@ -150,7 +150,7 @@ def test_late_steps_have_some_tokens_of_tails_in_all() -> None:
     assert room.at(0) == 0
 
 
-def test_it_reacts_within_a_few_steps() -> None:
+def test_the_budget_reacts_within_a_few_steps() -> None:
     budget, machine = TokenBudget(2048, 0.030), SimulatedMachine()
     run(budget, machine, decodes(16, 500), 4000, 30)
     # The machine slows down by half, for instance because of other programs.
@@ -165,7 +165,7 @@ def test_it_reacts_within_a_few_steps() -> None:
     assert np.median(late[10:]) == pytest.approx(0.030, rel=0.1)
 
 
-def test_a_hiccup_is_not_believed() -> None:
+def test_a_single_slow_step_is_ignored() -> None:
     budget, machine = TokenBudget(2048, 0.030), SimulatedMachine()
     run(budget, machine, decodes(16, 500), 4000, 30)
     before = budget.room(decodes(16, 500), 4000).at(4000)
@@ -190,13 +190,13 @@ def test_the_hard_limit_holds() -> None:
     assert TokenBudget(64, 10.0).room(decodes(16, 500), 0).at(0) == 48
 
 
-def test_without_a_target_the_budget_follows_nothing() -> None:
+def test_without_a_target_the_budget_is_constant() -> None:
     budget = TokenBudget(64)
     run(budget, SimulatedMachine(slow=100.0), decodes(16, 500), 0, 5)
     assert budget.room(decodes(16, 500), 0).at(0) == 48
 
 
-def test_what_the_planner_is_told_remembers_chunks() -> None:
+def test_costs_for_the_planner_remember_chunks() -> None:
     """The planner still knows a token's cost long after the last chunk, with or without a target."""
     budget, machine = TokenBudget(256), SimulatedMachine()
     assert budget.cost.weights_s() == ()
@@ -211,7 +211,7 @@ def test_what_the_planner_is_told_remembers_chunks() -> None:
     assert len(budget.cost.weights_s()) == 5
 
 
-def test_borrowed_cores_change_the_budget_and_not_what_the_planner_is_told() -> None:
+def test_borrowed_cores_change_the_budget_but_not_the_planners_costs() -> None:
     """Half of the steps have twice the cores. The fit is for own cores; the budget follows the current ones."""
     machine, target_s = SimulatedMachine(), 0.020
     own, lent = TokenBudget(2048, target_s), TokenBudget(2048, target_s)
@@ -229,7 +229,7 @@ def test_borrowed_cores_change_the_budget_and_not_what_the_planner_is_told() -> 
     assert lent.room(beside, 500).at(500) > 1.5 * own.room(beside, 500).at(500)
 
 
-def test_scored_rows_leave_the_fit_alone() -> None:
+def test_scored_rows_do_not_affect_the_fit() -> None:
     """Each scored token has a row of logits, far more expensive than a prompt token without one."""
     machine, budget = SimulatedMachine(), TokenBudget(256, 0.05)
     trained(machine, budget, (500,))
@@ -241,7 +241,7 @@ def test_scored_rows_leave_the_fit_alone() -> None:
     assert (budget.cost.weights_s(), budget.room(decodes(4, 500), 500).at(500)) == before
 
 
-def test_no_budget_is_guessed() -> None:
+def test_rare_chunks_do_not_overshoot_the_target() -> None:
     """A decode worker that rarely sees a chunk, on a machine for which a fourth stream costs next to nothing: neither
     its first chunk nor one after many plain steps overshoots its target of 100 ms."""
     budget, machine = (
@@ -269,7 +269,7 @@ def test_no_budget_is_guessed() -> None:
     assert np.median(prompt_tails) > 0.080
 
 
-def test_the_scheduler_keeps_to_it() -> None:
+def test_the_scheduler_meets_the_itl_target() -> None:
     """A prompt tail of 600 tokens beside a decode: its chunks shrink until a step takes 20 ms by its clock."""
     harness = SchedulerHarness(slots=400, budget=256, max_num_seqs=4)
     harness.scheduler = Scheduler(
@@ -315,7 +315,7 @@ def trained(machine: SimulatedMachine, budget: TokenBudget, contexts: tuple[int,
 
 @given(cost=COSTS, streams=st.integers(6, 32), context=st.sampled_from([100, 500, 2000]))
 @settings(max_examples=examples(60))
-def test_auto_keeps_gaps_to_a_number_of_plain_steps(cost: dict[str, float], streams: int, context: int) -> None:
+def test_auto_limits_gaps_to_a_multiple_of_plain_steps(cost: dict[str, float], streams: int, context: int) -> None:
     """On fast and slow machines, without waiting prompts."""
     machine, budget = SimulatedMachine(**cost), TokenBudget(256, target_steps=AUTO_TARGET_STEPS)
     trained(machine, budget, (context,))
@@ -335,7 +335,7 @@ def test_auto_keeps_gaps_to_a_number_of_plain_steps(cost: dict[str, float], stre
     more=st.floats(0, 10),
 )
 @settings(max_examples=examples(300))
-def test_prompts_share_the_time_with_streams(
+def test_step_time_is_shared_between_prompts_and_streams(
     plain_s: float, fixed_share: float, streams: int, waiting: float, more: float
 ) -> None:
     """A step is as long as the waiters' shares make it, between the target and the length needed for throughput; it
@@ -394,7 +394,7 @@ def test_the_longest_prompt_is_in_no_queue(tails: list[tuple[int, int]], more: t
 
 
 @pytest.mark.parametrize("budget_tokens", [256, 8192])
-def test_a_line_lengthens_steps_and_short_ones_come_back(budget_tokens: int) -> None:
+def test_a_queue_lengthens_steps_until_it_is_gone(budget_tokens: int) -> None:
     machine, budget = SimulatedMachine(), TokenBudget(budget_tokens, target_steps=AUTO_TARGET_STEPS)
     trained(machine, budget, (500,))
     plain = decodes(16, 500)
@@ -415,7 +415,7 @@ def test_a_line_lengthens_steps_and_short_ones_come_back(budget_tokens: int) -> 
 
 
 @pytest.mark.parametrize(("flow", "priority"), [(1, 0), (2, 0), (1, MAX_PRIORITY)])
-def test_only_a_line_of_the_same_tenant_lengthens_steps(flow: int, priority: int) -> None:
+def test_only_a_queue_of_the_same_tenant_lengthens_steps(flow: int, priority: int) -> None:
     """Sixteen streams of a tenant; then a long prompt, many short ones, and a long one again."""
     harness = SchedulerHarness(slots=3000, budget=400, max_num_seqs=64)
     scheduler = harness.scheduler
@@ -493,7 +493,7 @@ def test_auto_gives_up_little_of_the_throughput(cost: dict[str, float], streams:
     assert count >= budget.room(plain, start, 1).at(start)
 
 
-def test_no_target_holds_back_a_prompt_where_nobody_decodes() -> None:
+def test_no_target_limits_a_prompt_without_decodes() -> None:
     """The chunk is then as long as the budget: before any step was measured, and after all."""
     machine = SimulatedMachine()
     for target in ({"target_steps": AUTO_TARGET_STEPS}, {"target_s": 0.010}):
@@ -507,7 +507,7 @@ def test_no_target_holds_back_a_prompt_where_nobody_decodes() -> None:
 
 
 @pytest.mark.parametrize("even", [False, True])
-def test_even_steps_take_equally_long_wherever_they_are_in_a_prompt(even: bool) -> None:
+def test_even_steps_take_equal_time_throughout_a_prompt(even: bool) -> None:
     """Without a fit they have equal tokens. The second run of the prompt uses the fit of the first."""
     machine, budget = SimulatedMachine(per_pair=2e-8), TokenBudget(256, even=even)
     assert budget.room([], 3000).at(3000) == 256
@@ -526,13 +526,13 @@ def test_even_steps_take_equally_long_wherever_they_are_in_a_prompt(even: bool) 
     assert budget.room([], 1_000_000).at(1_000_000) == (64 if even else 256)
 
 
-def test_whole_prompts_are_not_even() -> None:
+def test_whole_prompts_disable_even_steps() -> None:
     shape = {"max_num_batched_tokens": 512, "max_num_seqs": 2, "even_steps": True}
     assert Scheduler(blocks=BlockManager(16), **shape).budget.even
     assert not Scheduler(blocks=BlockManager(16), **shape, max_whole_tokens=500).budget.even
 
 
-def test_auto_holds_back_no_draft() -> None:
+def test_auto_does_not_limit_drafts() -> None:
     machine, budget = SimulatedMachine(), TokenBudget(256, target_steps=AUTO_TARGET_STEPS)
     trained(machine, budget, (500,))
     assert budget.room(decodes(8, 500), 0, 0, min_tokens=0).at(0) == 248
@@ -554,7 +554,7 @@ def test_auto_bounds_a_step_beside_a_stream_whose_mask_is_late() -> None:
     assert plan.num_tokens <= FIRST_STEP_TOKENS
 
 
-def test_auto_needs_no_number_on_a_slow_and_on_a_fast_machine() -> None:
+def test_auto_suits_slow_and_fast_machines() -> None:
     """Plain steps of 6 and 58 ms: gaps beside prompts are two and a half of each."""
     for machine in (SimulatedMachine(), SimulatedMachine(slow=10.0)):
         budget = TokenBudget(2048, target_steps=AUTO_TARGET_STEPS)
@@ -565,7 +565,7 @@ def test_auto_needs_no_number_on_a_slow_and_on_a_fast_machine() -> None:
 
 @given(st.integers(0, 2**32 - 1))
 @settings(max_examples=examples(60))
-def test_a_fit_is_that_of_numpy(seed: int) -> None:
+def test_the_fit_matches_numpy(seed: int) -> None:
     random, cost = np.random.default_rng(seed), StepCost(pair_tokens=1e-4 * (seed % 2))
     scales = np.array(SCALES)
     moved = np.eye(5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pillion.engine.stages.stage_clock import StageClock, StageInterval
 
 
-def test_steps_of_equal_work_wait_at_the_ends_of_a_spell_alone():
+def test_equal_steps_wait_only_at_the_start_and_end_of_a_run():
     clock = StageClock(2)
     clock.launched(10.0)
     clock.launched(11.0)

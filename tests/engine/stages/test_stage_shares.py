@@ -46,7 +46,7 @@ def test_the_processes_of_a_stage_follow_one_another():
         (DecodeFlags, {}, "2 needs a prefill worker: a decode step would wait"),
     ],
 )
-def test_stages_that_cannot_be_are_refused_by_name(tmp_path, kind, flags, words):
+def test_impossible_stages_are_refused_by_name(tmp_path, kind, flags, words):
     shape = {"model": str(save_model(tmp_path / "model")), "dtype": "float32", "pipeline_parallel_size": 2}
     named = kind(**{**shape, **flags})
     with pytest.raises(ConfigError, match=f"--pipeline-parallel-size {words}"):
@@ -89,7 +89,7 @@ def test_memory_of_another_size_is_refused():
         (2, 2, 4, ""),
     ],
 )
-def test_gpus_that_are_too_few_or_cannot_share_a_pool_are_refused(tmp_path, monkeypatch, stages, ranks, gpus, words):
+def test_too_few_gpus_or_gpus_that_cannot_share_a_pool_are_refused(tmp_path, monkeypatch, stages, ranks, gpus, words):
     flags = PrefillFlags(
         model=str(save_model(tmp_path / "model", num_hidden_layers=3)),
         dtype="float32",

@@ -111,7 +111,7 @@ def test_logits_of_a_text_in_chunks_and_token_by_token(case):
         close(case.model(torch.tensor([text])).logits[0].float(), wanted)
 
 
-def test_mixed_batches(some_case):
+def test_mixed_batches_match_transformers(some_case):
     texts = [tokens_of(count, seed) for seed, count in enumerate((70, 20, 33, 50))]
     wanted = [some_case.logits(text) for text in texts]
     driver = some_case.driver(num_slots=200)
@@ -124,7 +124,7 @@ def test_mixed_batches(some_case):
     close(got, torch.stack([wanted[0][69], wanted[3][49], wanted[2][32], wanted[1][19]]))
 
 
-def test_inputs_of_layers_for_a_head_are_transformers_and_change_no_bit(headed_case):
+def test_inputs_of_layers_for_a_head_match_transformers(headed_case):
     """An EAGLE-3 head reads them, for all rows of a step, sampled or not."""
     case = headed_case
     plain, keeping = case.driver(num_slots=60), case.driver(num_slots=60)
@@ -142,7 +142,7 @@ def test_inputs_of_layers_for_a_head_are_transformers_and_change_no_bit(headed_c
     plain.backend.close()
 
 
-def test_greedy_continuation(some_case):
+def test_greedy_continuations_match_transformers(some_case):
     prompt = tokens_of(40, 5)
     got = some_case.driver(num_slots=60).greedy(prompt, 12)
     assert not first_difference(Oracle(some_case.model).greedy(prompt, 12), got, 1e-3)
@@ -191,7 +191,7 @@ def test_a_text_has_the_same_bits_however_it_is_cut(made, name, dtype):
         pytest.param("jamba", marks=pytest.mark.long),
     ],
 )
-def test_models_in_bfloat16_are_near(made, name):
+def test_bfloat16_logits_of_hybrids_are_close(made, name):
     case, text = made(name, "cpu", "bfloat16"), tokens_of(PROMPT_TOKENS, 2)
     wanted = case.logits(text)
     driver = case.driver(num_slots=400)

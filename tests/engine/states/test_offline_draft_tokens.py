@@ -58,7 +58,7 @@ def chances(outputs: list[RequestOutput]) -> list[float]:
         pytest.param("qwen3-next", "auto", ("another", "head"), marks=[needs_kernels, pytest.mark.long]),
     ],
 )
-def test_no_answer_changes(
+def test_drafting_does_not_change_answers(
     name: str,
     kernels: str,
     drafts: tuple[str, ...],

@@ -86,7 +86,7 @@ def test_state_spaces_have_the_same_bits_over_any_cut(cuts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("block_bytes", [64, 4096])
-def test_states_come_back_from_the_slots_that_they_went_to(block_bytes: int) -> None:
+def test_states_are_restored_from_the_slots_they_were_stored_in(block_bytes: int) -> None:
     shapes = (LayerState((2, 3)), None, LayerState((1, 4), (2, 3, 5)))
     size = 6 + 4 + 30
     pages = -(-size * 4 // block_bytes)

@@ -123,7 +123,7 @@ async def all_kinds(workers: Workers) -> Heard:
     return [(answer.token_ids, answer.logprobs) for answer in answers]
 
 
-async def test_every_kind_of_sampling_gives_the_same_streams_as_without() -> None:
+async def test_running_ahead_changes_no_kind_of_sampling() -> None:
     flags = {"max_num_seqs": 8}
     async with running_workers(decode=flags) as workers:
         assert type(workers.decode_backend) is FakeBackend
@@ -135,7 +135,7 @@ async def test_every_kind_of_sampling_gives_the_same_streams_as_without() -> Non
     assert len({tuple(tokens) for tokens, _ in expected}) == len(expected)
 
 
-async def test_a_pool_too_small_for_all_preempts_and_says_the_same() -> None:
+async def test_preemption_in_a_small_pool_does_not_change_answers() -> None:
     async with (
         ahead_workers(slots=40, decode={"max_num_seqs": 8}) as (workers, decode),
         connected(workers) as connection,
@@ -167,7 +167,7 @@ async def test_cancels_at_any_time_leak_nothing() -> None:
         await until("the cancels", lambda: not workers.decode.worker.epoch.listeners)
 
 
-async def test_a_step_that_fails_on_the_device_fails_its_streams_and_no_other() -> None:
+async def test_a_step_that_fails_on_the_device_fails_only_its_streams() -> None:
     async with ahead_workers() as (workers, decode), connected(workers) as connection:
 
         def fail(batch: StepBatch) -> None:

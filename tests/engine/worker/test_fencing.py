@@ -56,7 +56,7 @@ async def lost(answer: Answer) -> None:
     assert (answer.last.error.code, answer.last.error.retryable) == (UNAVAILABLE, True)
 
 
-async def test_a_fenced_decode_worker_comes_back_without_loading_again() -> None:
+async def test_a_fenced_decode_worker_rejoins_without_reloading() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         worker, backend = workers.decode.worker, workers.decode_backend
         ticket = await workers.ticket(PROMPT)
@@ -88,7 +88,7 @@ async def test_a_fenced_decode_worker_comes_back_without_loading_again() -> None
         await workers.quiet()
 
 
-async def test_a_fenced_prefill_worker_comes_back_too() -> None:
+async def test_a_fenced_prefill_worker_rejoins() -> None:
     async with running_workers(prefill={"max_num_batched_prefill_tokens": 8}) as workers:
         tokens = list(range(41))
         ticket = await workers.ticket(tokens)
@@ -112,7 +112,7 @@ async def test_a_fenced_prefill_worker_comes_back_too() -> None:
         await workers.quiet()
 
 
-async def test_it_says_drained_only_when_its_step_has_ended() -> None:
+async def test_a_worker_reports_drained_only_after_its_step_has_ended() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         worker, ticket = workers.decode.worker, await workers.ticket(PROMPT)
         workers.decode_backend.gate.clear()
@@ -134,7 +134,7 @@ async def test_it_says_drained_only_when_its_step_has_ended() -> None:
         await workers.quiet()
 
 
-async def test_it_leaves_the_registry_and_enters_it_again() -> None:
+async def test_a_fenced_worker_leaves_and_reenters_the_registry() -> None:
     with running_redis() as redis:
         registry = patient(Registry(redis.url, 5000))
         # Slots that it does not return itself would stay for a minute.
@@ -162,7 +162,7 @@ async def test_it_leaves_the_registry_and_enters_it_again() -> None:
         await registry.aclose()
 
 
-async def test_what_the_node_has_not_acknowledged_in_time_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_tokens_not_acknowledged_in_time_are_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """A paused process may be fenced without knowing, so it sends nothing."""
     async with running_workers(decode=SHORT) as workers, connected(workers) as connection:
         worker, backend = workers.decode.worker, workers.decode_backend
@@ -226,7 +226,7 @@ class SlowNode:
         return HeartbeatReply(fenced=False, recall_blocks=0)
 
 
-async def test_an_answer_to_an_old_question_renews_nothing() -> None:
+async def test_a_late_heartbeat_reply_does_not_renew_the_term() -> None:
     node, held, failures = SlowNode(), list[bool](), list[object]()
     term = EpochTerm(0.2, lambda: node.now)
     heartbeat = Heartbeats(
@@ -247,7 +247,7 @@ async def test_an_answer_to_an_old_question_renews_nothing() -> None:
     assert not failures
 
 
-async def test_slots_that_arrive_after_the_fence_are_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slots_granted_after_the_fence_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_workers() as workers, connected(workers) as connection:
         worker, answered, go_on = workers.decode.worker, asyncio.Event(), asyncio.Event()
         real = worker.node.adopt
@@ -273,7 +273,7 @@ async def test_slots_that_arrive_after_the_fence_are_nobodys(monkeypatch: pytest
         await workers.quiet()
 
 
-async def test_an_answer_that_got_lost_costs_the_epoch_and_not_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lost_reply_ends_the_epoch_but_not_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is unknown which slots it moved. The worker is silent until it is fenced."""
     async with running_workers() as workers, connected(workers) as connection:
         worker = workers.decode.worker
@@ -304,7 +304,7 @@ async def test_an_answer_that_got_lost_costs_the_epoch_and_not_the_process(monke
         await workers.quiet()
 
 
-async def test_a_node_that_gives_no_new_epoch_is_the_workers_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_exits_if_the_node_grants_no_new_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_epoch, "REATTACH_RETRY_S", 0.01)
     async with running_workers() as workers:
         asked = []
@@ -322,7 +322,7 @@ async def test_a_node_that_gives_no_new_epoch_is_the_workers_end(monkeypatch: py
             workers.decode.worker.check_open()
 
 
-async def test_stopping_meanwhile_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stopping_ends_a_pending_reattach(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_workers() as workers:
         worker = workers.decode.worker
 
@@ -337,7 +337,7 @@ async def test_stopping_meanwhile_ends_it(monkeypatch: pytest.MonkeyPatch) -> No
         await workers.node.check_integrity()
 
 
-async def test_stopping_ends_the_wait_for_the_nodes_next_life(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stopping_ends_the_wait_for_a_node_restart(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_workers() as workers:
         worker, waits, ended = workers.decode.worker, threading.Event(), list[bool]()
 
@@ -353,7 +353,7 @@ async def test_stopping_ends_the_wait_for_the_nodes_next_life(monkeypatch: pytes
         assert ended == [True], "its thread uses the attachment, and was not waited for"
 
 
-async def test_the_nodes_recall_reaches_the_free_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_recall_by_the_node_returns_free_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that waits for memory at the node makes a decode worker return free slots while a stream runs."""
     async with running_workers() as workers, connected(workers) as connection:
         backend = workers.decode_backend
@@ -418,7 +418,7 @@ class SlowToWarm(FakeBackend):
         time.sleep(WARM_UP_S)
 
 
-async def test_a_worker_that_warms_up_is_no_silent_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_is_not_fenced_while_it_warms_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence counts from its first heartbeat: it is neither fenced nor killed before."""
     beats, fenced_unheard = Counter[int](), list[int]()
     heartbeat, fence = Pool.heartbeat, Ledger.fence

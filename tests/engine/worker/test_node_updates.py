@@ -74,7 +74,7 @@ def _never(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "urgent", [Outcome(commits=[order(9, may_wait=False)]), Outcome(lease_blocks=3), Outcome(hurry=True)]
 )
-async def test_what_nobody_waits_for_goes_with_what_somebody_waits_for(urgent: Outcome) -> None:
+async def test_deferred_updates_are_sent_with_urgent_ones(urgent: Outcome) -> None:
     node = RecordingNode()
     async with running(node) as updates:
         for ticket in (1, 2):
@@ -90,7 +90,7 @@ async def test_what_nobody_waits_for_goes_with_what_somebody_waits_for(urgent: O
         assert len(node.calls) == before
 
 
-async def test_gathered_orders_go_when_their_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_deferred_updates_are_sent_after_a_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_updates, "GATHER_MS", 1)
     node = RecordingNode()
     async with running(node) as updates:
@@ -100,7 +100,7 @@ async def test_gathered_orders_go_when_their_time_is_over(monkeypatch: pytest.Mo
         assert node.calls == [("commit", (1,))]
 
 
-async def test_a_worker_that_drains_does_not_wait() -> None:
+async def test_a_draining_worker_does_not_defer_updates() -> None:
     node = RecordingNode()
     async with running(node) as updates:
         updates.put(Outcome(commits=[order(1, may_wait=True)]))
@@ -109,7 +109,7 @@ async def test_a_worker_that_drains_does_not_wait() -> None:
         assert node.calls == [("commit", (1,))]
 
 
-def test_an_outcome_knows_whether_somebody_waits() -> None:
+def test_outcomes_are_urgent_if_somebody_waits() -> None:
     urgent: list[dict[str, Any]] = [
         {"releases": [1]},
         {"returned_slots": [1]},

@@ -62,7 +62,7 @@ async def all_that_may_be_unread(scheduler: Counting) -> None:
     await until("the last step", lambda: scheduler.steps == MAX_UNREAD_OUTCOMES + 1)
 
 
-async def test_what_may_not_be_published_is_kept_in_order_and_bounded() -> None:
+async def test_unpublishable_outcomes_are_queued_in_order_and_limited() -> None:
     scheduler, published, allowed = Counting(), [], [False]
     loop = step_loop(
         scheduler,
@@ -84,7 +84,7 @@ async def test_what_may_not_be_published_is_kept_in_order_and_bounded() -> None:
     assert published == list(range(1, len(published) + 1))
 
 
-async def test_a_thread_that_waits_for_leave_to_speak_can_be_stopped() -> None:
+async def test_a_thread_that_waits_to_publish_can_be_stopped() -> None:
     scheduler = Counting()
     loop = step_loop(scheduler, may_publish=lambda: False)
     await all_that_may_be_unread(scheduler)
@@ -127,7 +127,7 @@ async def test_a_step_lands_before_the_next_one_is_scheduled_where_the_scheduler
 
 
 @pytest.mark.parametrize("broken", [False, True])
-async def test_choices_begin_when_the_step_before_is_committed(broken: bool) -> None:
+async def test_sampling_begins_once_the_previous_step_is_committed(broken: bool) -> None:
     """A choice that cannot be begun fails its own step, before another is launched."""
     scheduler = _Ahead()
 
@@ -154,7 +154,7 @@ class _Pipeline(_Ahead):
         return replace(super().schedule(now), unknown=())
 
 
-async def test_a_pipeline_has_as_many_steps_under_way_as_stages() -> None:
+async def test_a_pipeline_has_one_step_in_flight_per_stage() -> None:
     """With nothing to schedule one step is committed at a time: what comes meanwhile need not wait for all of them."""
     scheduler = _Pipeline()
     loop = step_loop(scheduler, max_in_flight=3)

@@ -24,7 +24,7 @@ UNAVAILABLE = 14
 PROMPT = list(range(20))
 
 
-async def test_the_nodes_end_is_the_workers_end() -> None:
+async def test_a_worker_exits_when_its_node_exits() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         ticket, backend = await workers.ticket(PROMPT), workers.decode_backend
         backend.hold_after = 20
@@ -123,7 +123,7 @@ class _NotedWarmUps(FakeBackend):
         self.warm_ups.append(max_tokens)
 
 
-async def test_a_worker_that_stands_by_has_only_to_attach_when_its_turn_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_standby_worker_is_warm_before_its_turn_to_attach(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until then nobody sees it."""
     attached, attach = [], worker_module.attach
     monkeypatch.setattr(worker_module, "attach", lambda *a, **named: attached.append(a) or attach(*a, **named))
@@ -149,7 +149,7 @@ async def test_a_worker_that_stands_by_has_only_to_attach_when_its_turn_comes(mo
             await serving.stop(0.0)
 
 
-async def test_a_registry_that_is_late_takes_nothing_from_the_time_until_a_worker_ends(
+async def test_a_slow_registry_does_not_shorten_the_grace_period(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The grace period of a stop begins when the worker is told to end, not when the registry knows."""

@@ -286,7 +286,7 @@ async def test_a_disallowed_adapter_is_refused_with_its_field(made, flags, folde
         assert [info.name for info in await fakes.client.models()] == ["toy", "models/toy", "fixed"]
 
 
-async def test_keys_decide_who_loads_and_who_uses(made, flags, folder, tmp_path, monkeypatch):
+async def test_api_keys_control_loading_and_use_of_adapters(made, flags, folder, tmp_path, monkeypatch):
     monkeypatch.setattr("pillion.gateway.gateway_server.WATCH_INTERVAL_S", 0.02)
     keys = tmp_path / "keys.toml"
     entries = "".join(f'[[key]]\ntenant = "{name}"\nhash = "{hash_of(key)}"\n' for name, key in KEYS.items())
@@ -382,7 +382,7 @@ async def test_concurrent_requests_find_an_adapter_of_another_gateway(made, flag
         await other.aclose()
 
 
-async def test_a_load_goes_on_when_its_caller_leaves(made, flags, folder, monkeypatch):
+async def test_an_adapter_load_continues_after_its_caller_is_cancelled(made, flags, folder, monkeypatch):
     async with running(made, **flags) as fakes:
         names, began, go_on = fakes.gateway.gateway.adapters, asyncio.Event(), threading.Event()
         real, loop = names._load, asyncio.get_running_loop()
@@ -401,7 +401,7 @@ async def test_a_load_goes_on_when_its_caller_leaves(made, flags, folder, monkey
         await until("the adapter to have its name", lambda: names.find("sql"))
 
 
-async def test_reading_an_adapter_blocks_no_request_and_ends_with_the_gateway(made, flags, folder):
+async def test_a_hung_adapter_reader_blocks_no_request_and_exits_with_the_gateway(made, flags, folder):
     """Even if the process that reads an adapter hangs."""
     async with running(made, **flags) as fakes:
         assert (await load(fakes, "sql", "v0")).status == 200
@@ -433,7 +433,7 @@ async def test_a_full_store_is_a_quota_error(made, flags, folder, monkeypatch):
         assert (refused.status, "at most 10 are allowed" in refused.error["message"]) == (429, True)
 
 
-async def test_loads_at_once_are_bounded(made, flags, monkeypatch):
+async def test_concurrent_adapter_loads_are_bounded(made, flags, monkeypatch):
     monkeypatch.setattr(adapter_names, "MAX_CHANGES_AT_ONCE", 1)
     async with running(made, **flags) as fakes:
         async with fakes.gateway.gateway.adapters._turn():
@@ -444,7 +444,7 @@ async def test_loads_at_once_are_bounded(made, flags, monkeypatch):
         assert (await load(fakes, "sql", "v0")).status == 200
 
 
-async def test_names_are_fixed_without_the_flag(made):
+async def test_runtime_adapter_changes_are_denied_without_the_flag(made):
     async with running(made, enable_lora=True, lora_modules=(f"sql={made[1][0]}",)) as fakes:
         with pytest.raises(PermissionDenied, match="--allow-runtime-lora-updating"):
             await fakes.client.load_adapter("x", "v0")
@@ -475,7 +475,7 @@ async def test_names_are_fixed_without_the_flag(made):
         ({"enable_lora": True, "lora_modules": ("nothing",)}, "write NAME=PATH"),
     ],
 )
-async def test_flags_that_cannot_work(flags, words, made, tmp_path):
+async def test_invalid_flag_combinations_are_rejected(flags, words, made, tmp_path):
     model = toy_model(tmp_path / "model")
     shutil.copy(made[0] / "config.json", model.folder)
     given = {"redis_url": "redis://127.0.0.1:1", "block_size": 4, "chunk_size": 8, "http_port": 0, "grpc_port": 0}

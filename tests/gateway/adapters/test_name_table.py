@@ -53,7 +53,7 @@ EVENTS = st.one_of(
 
 @settings(max_examples=examples(300))
 @given(st.lists(EVENTS, max_size=30), st.lists(st.integers(-5, 5), min_size=GATEWAYS, max_size=GATEWAYS))
-def test_all_gateways_end_up_alike(events, skews):
+def test_all_gateways_converge_to_the_same_names(events, skews):
     """Let clocks differ and changes happen without a registry; the fixed name stays."""
     registry, tables = FakeRegistry(), [NameTable([adapter("a", 99)]) for _ in range(GATEWAYS)]
     for now, (kind, *of) in enumerate(events):

@@ -90,7 +90,7 @@ def test_three_that_flood_leave_room_for_a_fourth(events: list[tuple[str, bool]]
     admission.check_integrity()
 
 
-def test_a_tenants_own_limits_and_a_gateway_without_keys() -> None:
+def test_tenant_limits_apply_and_only_gateway_limits_without_keys() -> None:
     admission = Admission(8, 100)
     small = Tenant(name="small", max_inflight_requests=2, max_inflight_tokens=5)
     permits = [admission.enter(small) for _ in range(2)]
@@ -105,7 +105,7 @@ def test_a_tenants_own_limits_and_a_gateway_without_keys() -> None:
         admission.enter(OPEN)
 
 
-async def test_turns_are_by_rank_and_fair() -> None:
+async def test_queued_requests_are_ordered_by_rank_and_fair_share() -> None:
     admission, order = Admission(100, 1000, lambda model: 1), []
 
     async def one(name: str, tenant: Tenant, priority: int) -> None:
@@ -173,7 +173,7 @@ async def test_a_turn_granted_during_a_cancel_is_returned() -> None:
     assert (admission.requests, admission.running, admission.waiting) == (0, 0, 0)
 
 
-async def test_a_request_with_many_answers_is_admitted_alone() -> None:
+async def test_a_request_with_more_answers_than_slots_runs_alone() -> None:
     admission = Admission(10, 1000, lambda model: 2)
     many = admission.enter(A, 4)
     await turn(admission, many)
@@ -186,7 +186,7 @@ async def test_a_request_with_many_answers_is_admitted_alone() -> None:
     admission.leave(one)
 
 
-async def test_more_slots_are_seen_with_the_next_event() -> None:
+async def test_a_changed_slot_count_applies_at_the_next_event() -> None:
     slots = [1]
     admission = Admission(10, 1000, lambda model: slots[0])
     permits = [admission.enter(A) for _ in range(4)]
@@ -230,7 +230,7 @@ async def test_a_deadline_nearer_than_the_predicted_wait_is_refused_at_once(monk
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_tenant_with_nothing_at_the_workers_waits_for_no_slot() -> None:
+async def test_an_idle_tenants_first_request_needs_no_slot() -> None:
     """Let its second request wait as all do; background requests always wait and do not count as its work."""
     admission = Admission(100, 1000, lambda model: 2)
     tasks = {}
@@ -262,7 +262,7 @@ async def test_a_tenant_with_nothing_at_the_workers_waits_for_no_slot() -> None:
     await asyncio.gather(*tasks.values(), return_exceptions=True)
 
 
-async def test_a_deadline_that_passes_in_the_queue() -> None:
+async def test_a_queued_request_fails_when_its_deadline_passes() -> None:
     admission = Admission(10, 1000, lambda model: 1)
     running, waits = admission.enter(A), admission.enter(A)
     await turn(admission, running)
@@ -289,7 +289,7 @@ async def test_a_shared_queue_gives_each_tenant_its_slots() -> None:
     assert slots.of(B) is not forgotten
 
 
-async def test_workers_get_their_slots_and_a_margin() -> None:
+async def test_request_slots_are_worker_capacity_plus_a_margin() -> None:
     cluster = Cluster("g", SimpleNamespace(refusal=""), None, 5.0)  # type: ignore[arg-type]
     assert cluster.request_slots("") == 0
     worker = ComponentRecord(

@@ -94,7 +94,7 @@ def test_nothing_is_predicted_without_observations() -> None:
     assert served.predicted_s(asked, 1, later_s=KEPT_S + 1) == 0.0
 
 
-def test_a_prediction_follows_the_load_before_an_answer_has_ended_under_it() -> None:
+def test_predictions_follow_the_load_before_any_answer_ends() -> None:
     served = ServedLine(slots=100)
     served.learn()
     asked = AdmissionPermit(OPEN, 1, tokens=100, allowed_tokens=101)
@@ -136,7 +136,7 @@ def test_observed_times_correct_the_step_model() -> None:
         ([(10, False)] * 8 + [(200, True), (220, True)], 10, 10),
     ],
 )
-def test_the_expected_number_of_tokens_of_an_answer(
+def test_expected_answer_length_is_estimated_from_past_answers(
     lengths: list[tuple[int, bool]], allowed: int, expected: int
 ) -> None:
     found = AnswerLengths.of(
@@ -163,7 +163,7 @@ def test_an_answer_that_would_come_too_late_is_refused_at_once() -> None:
     served.ask(left_s=0.01, allowed=101, tenant=OPEN.in_background())
 
 
-def test_a_request_that_is_late_at_its_turn_uses_no_slot() -> None:
+def test_a_request_too_late_at_its_turn_uses_no_slot() -> None:
     served = ServedLine(slots=1)
     served.learn()
     running = served.ask(allowed=200)

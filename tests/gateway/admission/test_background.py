@@ -61,7 +61,7 @@ async def line(slots: int = 4) -> AsyncIterator[Line]:
     assert (found.admission.waiting, found.admission.running) == (0, 0)
 
 
-async def test_the_background_uses_at_most_half_of_the_slots() -> None:
+async def test_background_requests_use_at_most_half_of_the_slots() -> None:
     async with line() as one:
         for number in range(4):
             await one.send(HIDDEN, f"h{number}")
@@ -101,7 +101,7 @@ async def test_an_old_background_request_is_served_first() -> None:
         assert one.order[-1] == "b4"
 
 
-async def test_queued_background_requests_refuse_no_deadline() -> None:
+async def test_queued_background_requests_cause_no_deadline_refusals() -> None:
     async with line() as one:
         for number in range(3):
             await one.send(HIDDEN, f"h{number}")
@@ -112,7 +112,7 @@ async def test_queued_background_requests_refuse_no_deadline() -> None:
         assert one.order == ["h0", "h1", *(f"b{number}" for number in range(8))]
 
 
-async def test_the_background_fills_at_most_half_of_every_limit() -> None:
+async def test_background_requests_use_at_most_half_of_every_limit() -> None:
     admission = Admission(8, 100, lambda model: 0)
     taken = [admission.enter(A) for _ in range(2)] + [admission.enter(OPEN.in_background()) for _ in range(2)]
     with pytest.raises(Overloaded, match=r"max_inflight_requests \(4\)"):

@@ -42,13 +42,13 @@ def test_a_flood_does_not_delay_another_tenant() -> None:
     assert served(queue, owners, 4).count("b") == 2
 
 
-def test_tokens_count_not_requests() -> None:
+def test_fairness_counts_tokens_not_requests() -> None:
     queue = FairQueue()
     owners = filled(queue, {A: (100, 100), B: (100, 10)})
     assert served(queue, owners, 44).count("a") == pytest.approx(4, abs=1)
 
 
-def test_weights_are_shares() -> None:
+def test_service_is_proportional_to_weight() -> None:
     queue = FairQueue()
     owners = filled(queue, {A: (200, 10), HEAVY: (200, 10)})
     assert served(queue, owners, 80).count("heavy") == pytest.approx(60, abs=1)
@@ -120,7 +120,7 @@ def test_each_request_is_served_once_and_waits_as_predicted(asked: list, data: s
 
 @settings(max_examples=examples(50))
 @given(st.lists(st.tuples(st.integers(1, 100), st.integers(1, 100)), min_size=20, max_size=100))
-def test_two_that_always_wait_get_the_same(sizes: list[tuple[int, int]]) -> None:
+def test_backlogged_tenants_get_equal_weighted_service(sizes: list[tuple[int, int]]) -> None:
     """Their counters differ by at most the largest requests."""
     queue, owners, got = FairQueue(), {}, {"a": 0, "heavy": 0}
     for mine, theirs in sizes:
@@ -152,7 +152,7 @@ def test_time_without_a_queue_is_ignored() -> None:
     assert pace.wait_s(0) == pytest.approx(1.0)
 
 
-def test_one_pause_is_left_out_of_the_pace() -> None:
+def test_the_departure_rate_ignores_a_single_pause() -> None:
     pace, now = DepartureRate(), 0.0
     pace.began(now)
     for number in range(12):
@@ -161,7 +161,7 @@ def test_one_pause_is_left_out_of_the_pace() -> None:
     assert pace.wait_s(9) == pytest.approx(10.0)
 
 
-def test_the_pace_follows() -> None:
+def test_the_departure_rate_adapts_to_slower_departures() -> None:
     pace, now = DepartureRate(), 0.0
     pace.began(now)
     for _ in range(20):

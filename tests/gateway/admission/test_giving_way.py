@@ -136,7 +136,7 @@ async def test_age_makes_up_for_priority_in_a_full_gateway() -> None:
         ([(B.in_background(), 7, 0), (A, 12, 50)], (A, 0), "b"),
     ],
 )
-async def test_who_gives_way_to_another_tenant(
+async def test_which_request_is_displaced_by_another_tenant(
     held: list[tuple[Tenant, int, int]], newcomer: tuple[Tenant, int], gives_way: str | None
 ) -> None:
     gateway = FullGateway(requests=32, slots=1)

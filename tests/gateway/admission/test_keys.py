@@ -32,7 +32,7 @@ def write(path: pathlib.Path, text: str) -> str:
     return str(path)
 
 
-def test_plain_keys_stand_beside_the_file(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_keys_work_alone_and_with_a_keys_file(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = KeyFile("", ("short", OTHER)).ring
     assert alone.tenant_of("Bearer short") == alone.tenant_of(f"Bearer {OTHER}") == Tenant(name="api-key")
     compared: list[bytes] = []
@@ -48,7 +48,7 @@ def test_plain_keys_stand_beside_the_file(tmp_path: pathlib.Path, monkeypatch: p
     assert both.tenant_of("Bearer short").requests_per_minute == 5
 
 
-def test_a_key_is_its_tenant() -> None:
+def test_a_key_identifies_its_tenant() -> None:
     text = """[tenant.acme]
         weight = 2
         requests_per_minute = 60
@@ -92,7 +92,7 @@ def test_an_unknown_key_has_no_tenant(header: str) -> None:
     assert len(caught.value.message) < 200
 
 
-def test_a_key_with_more_after_it_is_another_key() -> None:
+def test_a_key_with_a_suffix_is_rejected() -> None:
     longest = "k" * keys.MAX_API_KEY_CHARS
     ring = parse_keys(tomllib.loads("[tenant.acme]\n" + ENTRY.replace(HASH, hash_of(longest))))
     assert ring.tenant_of(f"Bearer {longest}").name == "acme"
@@ -147,7 +147,7 @@ def test_every_entry_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatc
         ("x = " + "9" * 5000, "keys file"),
     ],
 )
-def test_a_bad_file_is_one_line(tmp_path: pathlib.Path, text: str, complaint: str) -> None:
+def test_an_invalid_keys_file_is_a_one_line_error(tmp_path: pathlib.Path, text: str, complaint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_keys(write(tmp_path / "keys.toml", text))
     assert complaint in caught.value.message
@@ -155,7 +155,7 @@ def test_a_bad_file_is_one_line(tmp_path: pathlib.Path, text: str, complaint: st
     assert "\n" not in caught.value.message
 
 
-def test_a_missing_or_binary_file(tmp_path: pathlib.Path) -> None:
+def test_a_missing_binary_or_oversized_keys_file_is_rejected(tmp_path: pathlib.Path) -> None:
     for path in (tmp_path / "none", tmp_path):
         with pytest.raises(ConfigError, match="keys file"):
             read_keys(str(path))
@@ -209,14 +209,16 @@ SALTS = st.text(max_size=12) | st.from_regex(r"(tenant|group|open)?:?[0-9]?:?[a-
 
 
 @given(TENANTS, SALTS, TENANTS, SALTS)
-def test_no_two_pairs_have_one_salt(one: Tenant, mine: str, two: Tenant, theirs: str) -> None:
+def test_distinct_tenant_and_salt_pairs_have_distinct_cache_salts(
+    one: Tenant, mine: str, two: Tenant, theirs: str
+) -> None:
     def apart(tenant: Tenant, salt: str) -> tuple[str, str, str]:
         return ("group", tenant.cache_group, salt) if tenant.cache_group else ("tenant", tenant.name, salt)
 
     assert (cache_salt(one, mine) == cache_salt(two, theirs)) == (apart(one, mine) == apart(two, theirs))
 
 
-def test_a_client_cannot_write_itself_into_another_tenant() -> None:
+def test_a_client_salt_cannot_forge_another_tenants_cache_salt() -> None:
     acme = Tenant(name="acme")
     for given_salt in ("tenant:4:acme:", "4:acme:", ":4:acme:x", "group:1:g:"):
         for other in (OPEN, Tenant(name="a"), Tenant(name="b", cache_group="g"), Tenant(name="tenant")):

@@ -34,7 +34,7 @@ def test_a_prompt_has_at_least_one_token(tokens: int, computed: int) -> None:
     assert FLEET.prompt_s(tokens, 0) == MODEL.range_s(0, computed, ASSUMED_STEP_TOKENS)
 
 
-def test_streams_read_their_positions() -> None:
+def test_predicted_token_time_includes_reading_all_positions() -> None:
     assert FLEET.token_s(3) == MODEL.plain_s(3, 3 * ASSUMED_POSITION)
 
 
@@ -42,7 +42,7 @@ def test_work_of_no_duration_predicts_none() -> None:
     assert WorkTimes([MeasuredWork(1.0, 1.0, 0.0, 0.5)] * 3, ()).seconds(2.0) == 0.0
 
 
-def test_equal_sizes_have_no_pace() -> None:
+def test_work_of_equal_sizes_gives_no_rate() -> None:
     """Half of the work took three times as long, and the shorter half had no delay."""
     took_s = [1.0, 1.0, 1.0, 3.0, 3.0, 3.0, 3.0, 3.0]
     seen = [MeasuredWork(10.0 * number, 10.0 * number + took, took, 1.0) for number, took in enumerate(took_s)]
@@ -53,7 +53,7 @@ def test_equal_sizes_have_no_pace() -> None:
 @pytest.mark.parametrize(
     ("allowed", "expected"), [(2 * MAX_LENGTH_RATIO, 2 * MAX_LENGTH_RATIO), (2 * MAX_LENGTH_RATIO + 1, 2)]
 )
-def test_a_far_longer_limit_is_no_estimate(allowed: int, expected: int) -> None:
+def test_a_far_longer_token_limit_is_not_an_estimate(allowed: int, expected: int) -> None:
     assert AnswerLengths(0, 2).answer_tokens(allowed) == expected
 
 
@@ -68,7 +68,7 @@ def test_predictions_are_learnt_again_after_their_interval() -> None:
     assert times.seconds(100, 0, 1, 4, UPDATE_INTERVAL_S, token_times_s) > first_s
 
 
-def test_an_answer_is_used_for_its_time() -> None:
+def test_a_past_answer_expires_after_its_retention_time() -> None:
     times = AnswerTimes(lambda: FLEET)
     for _ in range(3):
         times.ended(served(40.0))

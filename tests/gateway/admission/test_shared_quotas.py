@@ -68,7 +68,9 @@ steps = st.tuples(
 @settings(max_examples=examples(60))
 @example(draws=[(0.0, 1, None, 5), (0.0, 1000, None, 1), (0.3, 1, 0, 1)])
 @given(st.lists(steps, max_size=25))
-def test_redis_counts_as_the_class_does(server: RedisServer, draws: list[tuple[float, int, int | None, int]]) -> None:
+def test_the_redis_script_matches_the_bucket_class(
+    server: RedisServer, draws: list[tuple[float, int, int | None, int]]
+) -> None:
     """The script and the class agree to the millisecond, for any sequence of demands, refunds and rates."""
     clock = "local function now_ms() return tonumber(ARGV[4]) end\n"
     script = (LUA / "common.lua").read_text() + clock + (LUA / "take_tokens.lua").read_text().replace("#ARGV / 3", "1")
@@ -187,7 +189,7 @@ async def test_a_refused_call_is_refunded_in_the_shared_count(server: RedisServe
 
 
 @pytest.mark.usefixtures("standing")
-async def test_an_answers_tokens_reach_the_others(server: RedisServer) -> None:
+async def test_answer_tokens_count_at_other_gateways(server: RedisServer) -> None:
     one, two = (Quotas(SharedBuckets(server.url)) for _ in range(2))
     tenant = Tenant(name="acme", tokens_per_minute=100)
     try:

@@ -109,7 +109,7 @@ def test_the_last_ended_requests_are_recorded() -> None:
     assert [one.prompt_tokens for one in scene.times.served] == list(range(3, MAX_ANSWERS + 3))
 
 
-def test_a_request_that_ended_is_before_no_prompt() -> None:
+def test_tokens_of_an_ended_request_precede_no_prompt() -> None:
     scene = Scene()
     scene.end(scene.begin(scene.permit(tokens=7)))
     scene.predict()
@@ -128,7 +128,7 @@ def test_times_of_tokens_are_sampled() -> None:
     assert scene.times.token_times_s == [100.0, 100.375, 100.625, 105.0]
 
 
-def test_an_end_samples_the_running_streams() -> None:
+def test_token_times_of_running_streams_are_sampled_when_a_request_ends() -> None:
     scene, last_s = Scene(), [100.5]
     scene.begin(scene.permit(first_token_s=lambda: 100.5, last_token_s=lambda: last_s[0]))
     other = scene.begin(scene.permit(last_token_s=lambda: 100.0))
@@ -139,7 +139,7 @@ def test_an_end_samples_the_running_streams() -> None:
     assert 103.0 in scene.times.token_times_s
 
 
-def test_the_last_times_of_tokens_are_kept() -> None:
+def test_only_the_latest_token_times_are_kept() -> None:
     scene = Scene()
     for at_s in range(1, MAX_TOKEN_TIMES + 4):
         scene.end(scene.begin(scene.permit(last_token_s=lambda at_s=float(at_s): at_s)))
@@ -176,7 +176,7 @@ def test_a_refusal_names_the_answers_time_if_it_is_known(answer_s: float, text: 
         scene.turns.wait(scene.permit(deadline_s=101.0), 100.0)
 
 
-def test_a_rate_needs_its_number_of_departures_and_no_more() -> None:
+def test_a_rate_needs_exactly_the_minimum_number_of_departures() -> None:
     rate = DepartureRate()
     rate.began(0.0)
     rate.left(2, True, 5.0)
@@ -203,7 +203,7 @@ def test_a_waiting_request_is_not_ahead_of_itself() -> None:
     assert queue.ahead(A, own) == 0
 
 
-def test_a_passed_over_tenant_is_ahead_by_its_own_counter() -> None:
+def test_a_skipped_tenant_keeps_its_own_counter() -> None:
     """One that waits keeps its counter, although another that was served instead has a higher one."""
     queue = FairQueue()
     for number, (tenant, tokens) in enumerate([(A, 1), (B, 10), (B, 10), (C, 5), (C, 5)]):
@@ -214,7 +214,7 @@ def test_a_passed_over_tenant_is_ahead_by_its_own_counter() -> None:
     assert queue.ahead(A, WaitingRequest(1.0, 9, 1, 1)) == 1
 
 
-def test_no_line_of_yielding_requests_is_empty() -> None:
+def test_empty_queues_of_displaceable_requests_are_removed() -> None:
     yielding, one = YieldingRequests(), AdmissionPermit(A, 1, order=0.0)
     yielding.add(one)
     yielding.remove(one)

@@ -76,7 +76,7 @@ def expected_to_give_way(
 
 
 @given(random_scenes())
-def test_who_gives_way(scenes: list[Random]) -> None:
+def test_the_displaced_requests_match_the_reference_model(scenes: list[Random]) -> None:
     for rng in scenes:
         of_prompts = rng.random() < 0.5
         name = "max_inflight_tokens" if of_prompts else "max_inflight_requests"
@@ -370,7 +370,7 @@ def test_jobs_get_threads_by_size_and_shares(scenes: list[Random]) -> None:
 
 
 @given(random_scenes())
-def test_a_gateway_gets_an_even_share_of_slots_and_what_others_leave(scenes: list[Random]) -> None:
+def test_a_gateway_gets_an_even_share_of_slots_plus_unused_ones(scenes: list[Random]) -> None:
     for rng in scenes:
         workers = [
             ComponentRecord(

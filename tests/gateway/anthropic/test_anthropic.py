@@ -231,7 +231,7 @@ async def test_an_empty_answer_has_no_blocks(fakes: FakeCluster, scripted: Scrip
     ],
     ids=lambda value: type(value).__name__,
 )
-async def test_errors_are_anthropics(
+async def test_errors_raise_the_anthropic_sdks_exceptions(
     fakes: FakeCluster, scripted: ScriptedGateway, error: Any, status: int, kind: str, raised: Any
 ) -> None:
     async with client_of(fakes) as client:

@@ -45,7 +45,7 @@ def refusal(**fields: Any) -> ApiError:
     return caught.value
 
 
-def test_every_field_arrives() -> None:
+def test_every_request_field_is_parsed() -> None:
     labels = {"metadata": {"user_id": "u"}, "service_tier": "auto", "speed": "standard", "mcp_servers": [], **MARK}
     asked = read(
         temperature=0.5,
@@ -82,7 +82,7 @@ def test_every_field_arrives() -> None:
     assert read().requests[0].chat == ChatOptions()
 
 
-def test_a_conversation_with_tools() -> None:
+def test_a_conversation_with_tools_is_parsed() -> None:
     use = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Rome"}}
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "a", **MARK}, {"type": "text", "text": "b"}]},
@@ -253,14 +253,14 @@ def test_max_tokens_is_required_except_for_counting() -> None:
     assert request.messages == (ChatMessage("system", "x"), ChatMessage("user", "hi"))
 
 
-def test_text_of_another_type_is_refused() -> None:
+def test_invalid_utf8_in_a_tool_schema_is_refused() -> None:
     body = json.dumps(LEAST | {"tools": [TOOL]}).encode().replace(b'"properties"', b'"\xff"')
     with pytest.raises(ApiError) as caught:
         messages_request(body, "r")
     assert caught.value.param == "tools[0].input_schema"
 
 
-def test_breakpoints_are_the_deepest_of_each_time_to_live() -> None:
+def test_the_deepest_breakpoint_of_each_ttl_counts() -> None:
     short, long = {"cache_control": {"type": "ephemeral"}}, MARK
     text = {"type": "text", "text": "t"}
     # The deepest one counts, and before it the deepest with a longer TTL.
@@ -372,7 +372,7 @@ def test_lines_that_change_with_each_request_are_cut(system: Any, kept: str) -> 
     assert asked[0].requests[0].messages[0] == ChatMessage("system", kept)
 
 
-def test_lines_elsewhere_stay() -> None:
+def test_similar_lines_elsewhere_are_kept() -> None:
     messages = [{"role": "user", "content": LINE}]
     system = [{"type": "text", "text": f"You are.\n{LINE}"}, {"type": "text", "text": ""}]
     made = messages_request(json.dumps(LEAST | {"messages": messages, "system": system}).encode(), "r")
@@ -519,7 +519,7 @@ def test_server_tools_are_hidden_from_the_model() -> None:
     assert from_pillion(wrong, asked.names[0]).param == f"tools[{len(SERVERS)}].input_schema"
 
 
-def test_an_older_name_of_the_answers_format() -> None:
+def test_output_format_is_accepted_as_an_older_name() -> None:
     shape = {"type": "json_schema", "schema": {"type": "object"}}
     old, new = read(output_format=shape), read(output_config={"format": shape})
     assert old.requests == new.requests

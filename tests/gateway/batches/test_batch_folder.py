@@ -254,7 +254,7 @@ def test_the_folder_is_bounded(folder: BatchFolder, monkeypatch: pytest.MonkeyPa
         folder.create("", file_id, CHAT, None)
 
 
-def test_concurrent_files_share_the_room(folder: BatchFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_uploads_share_the_folder_limit(folder: BatchFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reservations count across gateways that share the folder, and are returned. A file of unknown length reserves the
     maximum."""
     monkeypatch.setattr(batch_folder, "TENANT_UPLOADS", 11)

@@ -152,7 +152,7 @@ def test_each_line_runs_once() -> None:
     assert "tenant" not in shown
 
 
-def test_pauses_grow_and_end_with_a_result() -> None:
+def test_backoff_grows_and_resets_after_a_result() -> None:
     machine = begun()
     pauses, now_s = [], 10.0
     for _ in range(12):

@@ -137,7 +137,7 @@ async def test_a_batch_is_answered_line_by_line(tmp_path: pathlib.Path) -> None:
         assert readings == {("running",): 0, ("queued",): 0}
 
 
-async def test_texts_files_and_lists(tmp_path: pathlib.Path) -> None:
+async def test_a_completions_batch_is_answered_and_lists_are_paginated(tmp_path: pathlib.Path) -> None:
     content = lines({"model": "toy", "prompt": "x"}, url=TEXT)
     async with running(tmp_path) as (_, client):
         first = await ended(client, await begun(client, content, TEXT))
@@ -190,7 +190,7 @@ async def test_a_long_file_is_streamed_both_ways(tmp_path: pathlib.Path) -> None
         assert len(kept(tmp_path)) == 2
 
 
-async def test_an_input_that_is_wrong_fails_with_its_lines(tmp_path: pathlib.Path) -> None:
+async def test_an_invalid_input_file_fails_with_its_bad_lines(tmp_path: pathlib.Path) -> None:
     async with running(tmp_path) as (fakes, client):
         good = lines({"model": "toy", "messages": []})
         batch = await ended(client, await begun(client, good + good + b"{\n" + lines({}, url=TEXT)), "failed")
@@ -298,9 +298,7 @@ async def test_concurrent_uploads_per_tenant_are_limited(served: str, tmp_path: 
     assert (await call(served, "/v1/files", body, headers)).status == 200
 
 
-async def test_an_upload_that_comes_too_slowly_ends(
-    served: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_slow_upload_times_out(served: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches_api, "UPLOAD_GRACE_S", 0.0)
     body, headers = form(PURPOSE, FILE)
     async with connected(served) as (reader, writer):
@@ -536,7 +534,7 @@ async def test_a_full_disk_pauses_a_batch(tmp_path: pathlib.Path, monkeypatch: p
         assert len(await said(client, batch.output_file_id)) == 5
 
 
-async def test_a_disk_that_fails_is_one_line_until_it_works(
+async def test_a_failing_disk_is_logged_once_until_it_recovers(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Log one line, not tracebacks, for a failing scan or read; continue afterwards."""

@@ -462,7 +462,9 @@ WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 
 
 @pytest.mark.parametrize(("tools", "text", "content", "calls"), WRITTEN)
-def test_the_parts_of_an_answer(tools: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
+def test_tool_calls_are_separated_from_content(
+    tools: str, text: str, content: str, calls: list[tuple[str, str]]
+) -> None:
     assert read(text, tools) == (content, "", calls)
     assert read(text, tools, cuts=list(range(len(text)))) == (content, "", calls)
 
@@ -565,7 +567,9 @@ def test_random_text_parses_alike_in_any_chunks(text: str, tools: str, opened: b
         ("openai_gptoss", None, "plain, and <b>", "plain, and <b>", ""),
     ],
 )
-def test_reasoning(name: str, opened: bool | None, text: str, content: str, thought: str) -> None:
+def test_reasoning_is_separated_from_content(
+    name: str, opened: bool | None, text: str, content: str, thought: str
+) -> None:
     assert read(text, "", name, opened) == (content, thought, [])
     assert read(text, "", name, opened, list(range(len(text)))) == (content, thought, [])
 
@@ -676,7 +680,7 @@ def test_parsing_is_linear_in_the_length_of_any_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("unit", ["  ", "\n \t"])
-def test_held_white_space_is_not_copied_for_each_token(unit: str) -> None:
+def test_buffered_white_space_is_not_copied_per_token(unit: str) -> None:
     parts = AnswerParts("r", 0)
     parts.content("x")
     longest = 0
@@ -709,7 +713,7 @@ def test_held_white_space_is_not_copied_for_each_token(unit: str) -> None:
         ("qwen3_coder", "<tool_call>\n"),
     ],
 )
-def test_the_text_held_of_one_call_is_bounded(tools: str, begin: str, cuts: list[int]) -> None:
+def test_the_buffered_text_of_a_call_is_bounded(tools: str, begin: str, cuts: list[int]) -> None:
     filler = " " if begin.endswith((" ", "\n")) else "z"
     text = begin + filler * MAX_HELD_CHARS
     form = OutputFormat(None, None, TOOL_FORMATS[tools], SCHEMAS, {})
@@ -723,7 +727,7 @@ def test_the_text_held_of_one_call_is_bounded(tools: str, begin: str, cuts: list
     assert read(text + "z" + call, tools, cuts=cuts) == (text + "z", "", [("g", "{}")])
 
 
-def test_rereading_for_false_calls_is_bounded() -> None:
+def test_rescanning_after_false_calls_is_bounded() -> None:
     broken = '<tool_call>{"x": "' + "y" * (MAX_REREAD_CHARS // 2) + '<tool_call>{"name": "g"}'
     # The object within the unterminated string is found; if the string is too long, it is not searched.
     content, _, calls = read(broken, "hermes")
@@ -764,14 +768,14 @@ def test_an_unknown_type_is_ignored(schema: dict[str, Any]) -> None:
     assert types_of({"properties": {"a": schema}}, "a") == {"string"}
 
 
-def test_the_types_of_a_deep_schema() -> None:
+def test_types_of_a_deeply_nested_schema_are_found() -> None:
     deep: dict[str, Any] = {"type": "integer"}
     for _ in range(5000):
         deep = {"anyOf": [deep]}
     assert types_of({"properties": {"a": deep}}, "a") == {"integer"}
 
 
-def test_ids_of_calls() -> None:
+def test_call_ids_are_unique_and_alphanumeric() -> None:
     ids = {call_id(request, answer, number) for request in "ab" for answer in (0, 1) for number in (0, 1)}
     assert len(ids) == 8
     assert all(one.startswith("call_") and one[5:].isalnum() for one in ids)

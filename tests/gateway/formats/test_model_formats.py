@@ -17,7 +17,7 @@ from pillion.types import ChatMessage, ChatOptions, GenerateRequest, Tool, ToolO
 TOOLS = ToolOptions(tools=(Tool(name="f"),))
 
 
-def test_tables_name_the_same_formats() -> None:
+def test_aliases_and_writers_match_the_format_tables() -> None:
     assert set(TOOL_ALIASES.values()) <= TOOL_FORMATS.keys()
     assert set(REASONING_ALIASES.values()) <= REASONING_FORMATS.keys()
     assert TOOL_ALIASES.keys().isdisjoint(TOOL_FORMATS)
@@ -41,7 +41,7 @@ def test_tables_name_the_same_formats() -> None:
         ("", "none", "none"),
     ],
 )
-def test_auto_finds_the_formats(template: str, tools: str, reasoning: str) -> None:
+def test_formats_are_detected_from_the_template(template: str, tools: str, reasoning: str) -> None:
     codec = byte_tokenizer()
     codec.add_special_tokens([AddedToken(mark, special=True) for mark in HARMONY_MARKS])
     found = choose_formats(template, codec)
@@ -57,7 +57,7 @@ def test_a_flag_overrides_the_template() -> None:
         choose_formats("", byte_tokenizer(), "x")
 
 
-def test_messages_in_channels_need_both_formats_and_their_tokens() -> None:
+def test_channel_formats_need_both_parsers_and_their_tokens() -> None:
     with pytest.raises(ConfigError, match="--tool-call-parser hermes and --reasoning-parser openai_gptoss cannot be"):
         choose_formats("", byte_tokenizer(), "hermes", "openai_gptoss")
     with pytest.raises(ConfigError, match="--tool-call-parser openai and --reasoning-parser qwen3 cannot be combined"):
@@ -66,7 +66,7 @@ def test_messages_in_channels_need_both_formats_and_their_tokens() -> None:
         choose_formats("", byte_tokenizer(), "openai")
 
 
-def test_marks_that_are_tokens() -> None:
+def test_marks_in_the_vocabulary_are_matched_by_token_id() -> None:
     codec = byte_tokenizer()
     codec.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True)])
     codec.add_tokens([AddedToken("[ARGS]", special=False), AddedToken("</think>", special=False)])

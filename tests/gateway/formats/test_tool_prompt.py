@@ -21,7 +21,7 @@ TURNS = [
 ]
 
 
-def test_everything_becomes_text_and_turns_stay_turns() -> None:
+def test_tools_calls_and_results_become_text_in_their_turns() -> None:
     told = spelled_out([ChatMessage("system", "Be brief."), *TURNS], introduction(TOOLS))
     assert [one.role for one in told] == ["system", "user", "assistant", "user"]
     assert not any(one.tool_calls or one.tool_call_id or one.name for one in told)
@@ -44,7 +44,7 @@ def test_calls_are_written_in_the_format_that_is_parsed() -> None:
     assert "".join(delta.arguments for delta in deltas if delta.index == 0) == CALLS[0].arguments
 
 
-def test_a_template_without_system_messages_gets_none() -> None:
+def test_without_a_system_message_tools_go_into_the_first_user_message() -> None:
     told = spelled_out([ChatMessage("user", "Hi.")], introduction(TOOLS))
     assert [one.role for one in told] == ["user"]
     assert told[0].content.startswith("# Tools\n")

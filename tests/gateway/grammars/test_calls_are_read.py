@@ -108,7 +108,7 @@ def roots(draw: st.DrawFn) -> dict[str, Any]:
     return {**made, "$defs": {"leaf": {"enum": ["red", 5]}, "root": draw(members())}}
 
 
-def test_every_format_is_tried() -> None:
+def test_every_tool_format_is_covered() -> None:
     assert {parser for parser, _, _ in MODELS.values()} | {"generic"} == {*TOOL_FORMATS}
 
 

@@ -171,7 +171,7 @@ def test_an_exclusive_bound_is_never_written(bounds: dict[str, Any], fits: list[
     assert [text for text in fits + others if allows(matcher, text)] == fits
 
 
-def test_a_multiple_that_may_leave_no_integer_is_refused_by_its_place() -> None:
+def test_a_multiple_of_that_may_exclude_all_integers_is_refused() -> None:
     schema = {"allOf": [{"type": "integer", "minimum": 1, "maximum": 2}, {"type": "number", "multipleOf": 0.75}]}
     with pytest.raises(InvalidRequest, match=r"at /allOf/1/multipleOf: in a schema with integers"):
         structured_matcher(StructuredOutputs(json=json.dumps(schema)))
@@ -204,7 +204,7 @@ def test_an_unsatisfiable_part_is_refused(structured: dict[str, str], part: str)
     assert not refusal(grammar='start: "a" B\nB: /[a-z]+/ & ~/b/\n')
 
 
-def test_patterns_of_few_texts() -> None:
+def test_patterns_with_few_matches_are_enumerated() -> None:
     found = {
         pattern: finite_matches(pattern, 16, 20)
         for pattern in (
@@ -272,7 +272,7 @@ def test_unsupported_parts_of_a_schema_can_be_left_out() -> None:
     assert relax(plain(deep)) == ({}, [""])
 
 
-def test_the_rest_of_a_schema_keeps_its_order() -> None:
+def test_rewriting_a_schema_preserves_property_order() -> None:
     schema = {"type": "object", "properties": {"b": {}, "a": {}}, "patternProperties": {"^[abc]$": NUMBER, "^x": {}}}
     made = written(schema | {"required": ["c"]})
     assert list(made["properties"]) == ["b", "a", "c"]

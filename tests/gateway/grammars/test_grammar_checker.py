@@ -107,7 +107,7 @@ async def test_a_refused_schema_names_the_place(checker: GrammarChecker, childre
     assert child.is_running()
 
 
-async def test_other_shapes_name_their_field(checker: GrammarChecker) -> None:
+async def test_regex_and_grammar_refusals_name_their_field(checker: GrammarChecker) -> None:
     assert (await refusal(checker, regex="a(b"))[0] == "regex"
     field, text = await refusal(checker, grammar='start: "a" other\n')
     assert (field, "other" in text) == ("grammar", True)

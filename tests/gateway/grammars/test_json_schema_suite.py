@@ -86,7 +86,7 @@ def python_pattern(pattern: str) -> str:
 
 
 @pytest.mark.parametrize("draft", VALIDATORS)
-def test_valid_values_alone_can_be_written(draft: str) -> None:
+def test_only_valid_values_can_be_generated(draft: str) -> None:
     wrong, taken = [], 0
     for case in cases(draft):
         matcher = matcher_of(case["schema"])

@@ -89,7 +89,7 @@ EQUAL: dict[str, tuple[Any, list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", EQUAL)
-def test_an_equal_schema_is_followed_exactly(name: str) -> None:
+def test_an_equivalent_schema_is_enforced_exactly(name: str) -> None:
     schema, good, bad = EQUAL[name]
     matcher = matcher_of(schema)
     assert matcher is not None
@@ -143,7 +143,7 @@ def test_an_unsupported_place_is_named_and_the_rest_enforced(name: str, model: s
 
 
 @pytest.mark.parametrize("model", ["hermes", "glm", "gemma 4", "llama 4"])
-def test_inherited_members_are_those_of_arguments(model: str) -> None:
+def test_inherited_properties_apply_to_arguments(model: str) -> None:
     base = {"type": "object", "properties": {"n": {"type": "INTEGER"}}, "required": ["n"]}
     schema = {
         "$defs": {"base": base, "middle": {"allOf": [{"$ref": "#/$defs/base"}, {"title": "Middle"}]}},

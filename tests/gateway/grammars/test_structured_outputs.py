@@ -42,7 +42,7 @@ def grammar_of(**structured: Any) -> str:
 
 @given(st.lists(TEXTS, min_size=1, max_size=4), TEXTS)
 @example(["\x7f", '"', "\\", "\n", "a/b", "\u2028", "🙂", "<|x|>"], "/")
-def test_a_choice_is_one_of_its_texts(choices: list[str], other: str) -> None:
+def test_a_choice_grammar_accepts_only_its_choices(choices: list[str], other: str) -> None:
     grammar = grammar_of(choice=tuple(choices))
     assert all(takes(grammar, choice) for choice in choices)
     assert takes(grammar, other) is (other in choices)
@@ -50,14 +50,14 @@ def test_a_choice_is_one_of_its_texts(choices: list[str], other: str) -> None:
 
 @given(TEXTS, TEXTS)
 @example("/\n\r", "\\")
-def test_an_escaped_text_is_an_expression_that_matches_it_alone(text: str, other: str) -> None:
+def test_an_escaped_literal_regex_matches_only_that_literal(text: str, other: str) -> None:
     grammar = grammar_of(regex=re.escape(text))
     assert takes(grammar, text)
     assert takes(grammar, other) is (other == text)
 
 
 @given(st.lists(st.sampled_from(["/", "\\/", "\n", "\\\n", "\\\\", "[/]", "a", "\\d"]), min_size=1, max_size=6), TEXTS)
-def test_an_expression_matches_what_pythons_matches(parts: list[str], text: str) -> None:
+def test_a_regex_matches_what_pythons_re_matches(parts: list[str], text: str) -> None:
     pattern = "".join(parts)
     grammar = grammar_of(regex=pattern)
     for one in (text, pattern, "".join({"\\d": "7", "[/]": "/"}.get(part, part.strip("\\") or "\\") for part in parts)):
@@ -75,7 +75,7 @@ def test_an_expression_matches_what_pythons_matches(parts: list[str], text: str)
         (r"\\d", [r"\d"], ["1"]),
     ],
 )
-def test_the_classes_of_an_expression_are_ascii(pattern: str, fits: list[str], others: list[str]) -> None:
+def test_regex_character_classes_are_ascii(pattern: str, fits: list[str], others: list[str]) -> None:
     tag = {"format": {"type": "tag", "begin": "", "content": {"type": "regex", "pattern": pattern}, "end": "."}}
     for end, grammar in [("", grammar_of(regex=pattern)), (".", grammar_of(structural_tag=json.dumps(tag)))]:
         assert [one for one in fits + others if takes(grammar, one + end)] == fits
@@ -86,7 +86,7 @@ def test_an_expression_cannot_end_within_an_escape() -> None:
         grammar_of(regex="a\\\\\\")
 
 
-def test_the_names_of_a_clients_grammar_are_separate() -> None:
+def test_client_grammar_rule_names_do_not_collide_with_ours() -> None:
     clients = structured_piece(StructuredOutputs(grammar='start: answer\nanswer: "a" | "b" answer'))
     ours = Piece("answer", rules=('answer: "<" /[0-9]+/ ">"',))
     grammar = join([ours, clients]).text
@@ -95,7 +95,7 @@ def test_the_names_of_a_clients_grammar_are_separate() -> None:
 
 
 @pytest.mark.parametrize("text", ['{"a": 1}', '{"a": 1, "b": [null, -1.5]}'])
-def test_a_json_schema_and_any_object(text: str) -> None:
+def test_json_schema_and_json_object_are_enforced(text: str) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     assert takes(grammar_of(json=json.dumps(schema)), text)
     assert takes(grammar_of(json_object=True), text)
@@ -103,7 +103,7 @@ def test_a_json_schema_and_any_object(text: str) -> None:
     assert not takes(grammar_of(json_object=True), f"[{text}]")
 
 
-def test_a_schema_is_json() -> None:
+def test_a_schema_that_is_not_json_is_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"structured_outputs\.json: not JSON"):
         grammar_of(json="{")
 
@@ -262,7 +262,7 @@ def test_the_work_for_a_tag_does_not_grow_with_the_special_tokens() -> None:
 
 
 @pytest.mark.parametrize("name", MARKED)
-def test_special_tokens_are_marks_of_a_structural_tag(name: str) -> None:
+def test_structural_tags_may_use_special_tokens(name: str) -> None:
     tag, good, bad = MARKED[name]
     codec = byte_tokenizer()
     codec.add_special_tokens([AddedToken(text, special=True) for text in TOKENS])

@@ -82,7 +82,7 @@ def test_calls_are_complete_and_fit_their_schemas(model: str, choice: str, sever
 
 
 @pytest.mark.parametrize("choice", ["required", "auto"])
-def test_calls_of_kimi_k3_follow_its_reasoning_and_its_answer(choice: str) -> None:
+def test_kimi_k3_calls_follow_reasoning_and_answer(choice: str) -> None:
     """Each mark is three tokens and a word."""
     codec = codec_of("kimi k3")
     formats = choose_formats("", codec, "kimi_k3", "kimi_k3")
@@ -252,7 +252,7 @@ def test_minimax_m3_writes_lists_and_objects_as_elements(model: str) -> None:
         assert not accepts(codec, grammar, call(bad)), bad
 
 
-def test_schemas_that_gemmas_notation_cannot_follow_are_refused() -> None:
+def test_schemas_that_gemma_call_syntax_cannot_express_are_refused() -> None:
     codec = codec_of("gemma 4")
     formats = choose_formats("", codec, "gemma4", "none")
 
@@ -276,7 +276,7 @@ def test_schemas_that_gemmas_notation_cannot_follow_are_refused() -> None:
 
 @pytest.mark.parametrize("tokens", [True, False])
 @pytest.mark.parametrize("name", ["cohere_command3", "kimi_k3"])
-def test_content_may_stand_between_the_marks_of_its_format(name: str, tokens: bool) -> None:
+def test_content_may_be_enclosed_in_the_formats_marks(name: str, tokens: bool) -> None:
     codec = byte_tokenizer()
     own = REASONING_FORMATS[name]
     marks = own.parts or own.marks
@@ -307,7 +307,7 @@ def known_at(state: GrammarState) -> tuple[tuple[int, ...], bool, bytes]:
 
 @pytest.mark.parametrize("model", CASES)
 @pytest.mark.parametrize("choice", ["required", "auto"])
-def test_a_worker_continues_within_a_call(model: str, choice: str, tmp_path: pathlib.Path) -> None:
+def test_a_worker_resumes_inside_a_call(model: str, choice: str, tmp_path: pathlib.Path) -> None:
     """After a preemption or a killed worker the state is rebuilt from the answer's tokens alone, at any position."""
     codec = codec_of(model)
     codec.save(str(tmp_path / "tokenizer.json"))
@@ -331,7 +331,7 @@ def test_a_worker_continues_within_a_call(model: str, choice: str, tmp_path: pat
 
 
 @pytest.mark.parametrize(("prompt", "opened"), [("", None), ("<think>", True), ("<think></think>", False)])
-def test_reasoning_comes_before_calls_and_shapes(prompt: str, opened: bool | None) -> None:
+def test_reasoning_precedes_calls_and_structured_outputs(prompt: str, opened: bool | None) -> None:
     codec = codec_of("hermes with tokens")
     formats = choose_formats("", codec, "hermes", "qwen3")
     thoughts = []
@@ -359,7 +359,7 @@ def test_reasoning_comes_before_calls_and_shapes(prompt: str, opened: bool | Non
 
 @pytest.mark.parametrize("prompt", ["", "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"])
 @pytest.mark.parametrize("tools", ["openai", "none"])
-def test_messages_in_channels_hold_reasoning_calls_and_shapes(prompt: str, tools: str) -> None:
+def test_channel_messages_contain_reasoning_calls_and_structured_outputs(prompt: str, tools: str) -> None:
     codec = codec_of("gpt-oss")
     formats = choose_formats("", codec, tools, "openai_gptoss")
     begun, thoughts, contents = prompt.endswith("final<|message|>"), [], []
@@ -422,7 +422,7 @@ def test_strict_arguments_follow_the_schema(choice: str, strict: bool | None, le
     assert (matcher.try_consume_tokens(ids) < len(ids)) is held
 
 
-def test_marks_have_llguidances_names() -> None:
+def test_special_token_marks_match_llguidance() -> None:
     """The rule for which added tokens have no text is llguidance's."""
     codec = byte_tokenizer()
     special, plain = ["[TOOL_CALLS]", "<think>"], ["</think>", "[ARGS]", "<|python_tag|>"]

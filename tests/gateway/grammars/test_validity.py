@@ -141,7 +141,7 @@ def schemas() -> Iterator[tuple[str, Any]]:
             yield file.name, json.loads(file.read_text(encoding="utf-8"))
 
 
-def test_every_answer_that_ends_fits_its_schema() -> None:
+def test_every_complete_answer_fits_its_schema() -> None:
     """Own kinds are all accepted; others may be refused, and accepted ones are followed."""
     wrong, taken, ended, cut = [], 0, 0, 0
     for name, schema in schemas():
@@ -166,6 +166,6 @@ def test_every_answer_that_ends_fits_its_schema() -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_any_object_is_one(seed: int) -> None:
+def test_json_object_mode_produces_objects(seed: int) -> None:
     text = answer(structured_matcher(StructuredOutputs(json_object=True)), random.Random(seed))
     assert text is None or isinstance(json.loads(text), dict)

@@ -62,7 +62,7 @@ async def test_an_answer_of_several_calls_can_be_sent_back(path: str, monkeypatc
     )
 
 
-async def test_a_text_that_would_be_lost_is_an_error() -> None:
+async def test_a_message_dropped_by_the_template_is_an_error() -> None:
     silent = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     async with running_fake_cluster(template=silent) as fakes:
         said = [USER, {"role": "assistant", "content": "Sunny"}, USER]

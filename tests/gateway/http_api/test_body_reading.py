@@ -82,7 +82,7 @@ def read(body: Any, *, strict: bool = False) -> tuple[TreeBody, str]:
     ],
     ids=lambda value: str(value)[:70],
 )
-def test_repairs(body: dict[str, Any], made: dict[str, Any], ignored: str) -> None:
+def test_tolerable_mistakes_in_a_body_are_repaired(body: dict[str, Any], made: dict[str, Any], ignored: str) -> None:
     tree, named = read(body)
     expected = TreeBody(**{"messages": [], **made})
     tree.tree_schema, expected.tree_schema = Raw(), Raw()
@@ -110,7 +110,7 @@ def test_repairs(body: dict[str, Any], made: dict[str, Any], ignored: str) -> No
     ],
     ids=lambda value: str(value)[:70],
 )
-def test_values_that_are_refused(body: Any, param: str | None, code: str) -> None:
+def test_invalid_values_are_refused_with_their_field(body: Any, param: str | None, code: str) -> None:
     with pytest.raises(ApiError) as caught:
         read(body)
     assert (caught.value.status, caught.value.param, caught.value.code) == (400, param, code)
@@ -147,7 +147,7 @@ def test_strict_fields_are_refused_at_any_depth(body: dict[str, Any]) -> None:
         ("", "", False),
     ],
 )
-def test_one_edit(name: str, other: str, near: bool) -> None:
+def test_names_one_edit_apart_are_recognized(name: str, other: str, near: bool) -> None:
     assert (is_one_edit(name, other), is_one_edit(other, name)) == (near, near)
 
 

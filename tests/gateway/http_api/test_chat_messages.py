@@ -128,7 +128,9 @@ def test_calls_and_results_without_ids_are_matched_in_order() -> None:
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_contents_of_an_assistant_message(message: dict[str, Any], read_as: tuple[str, str], ignored: str) -> None:
+def test_assistant_contents_are_split_into_text_and_reasoning(
+    message: dict[str, Any], read_as: tuple[str, str], ignored: str
+) -> None:
     (_, read, _), named = told([USER, {"role": "assistant", **message}, USER])
     assert (read, named) == (ChatMessage("assistant", read_as[0], reasoning=read_as[1]), ignored)
 

@@ -43,7 +43,7 @@ EVIL, FRIEND = "https://evil.example", "https://chat.example.org"
         ("GET", {"sec-fetch-site": "cross-site", "origin": EVIL}, False),
     ],
 )
-def test_the_sender_of_a_call_is_classified(method: str, headers: dict[str, str], foreign: bool) -> None:
+def test_cross_origin_writes_are_detected(method: str, headers: dict[str, str], foreign: bool) -> None:
     raw = {name.encode(): value.encode() for name, value in headers.items()}
     assert is_cross_origin_write(method, raw, {FRIEND}) is foreign
     assert not is_cross_origin_write(method, raw, {"*"}) or "origin" not in headers
@@ -115,7 +115,7 @@ async def test_an_allowed_page_may_access_a_private_network(
         ("2130706433", "2130706433"), ("[evil]:1", "[evil]"),
     ],
 )  # fmt: skip
-def test_the_name_in_a_host_header(host: str, name: str) -> None:
+def test_the_host_name_is_parsed_from_the_host_header(host: str, name: str) -> None:
     assert host_name(host) == name
 
 

@@ -41,7 +41,7 @@ async def ask(fakes: FakeCluster, api: str, priority: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("api", BODIES)
-async def test_a_flood_costs_no_urgent_request_its_answer(api: str) -> None:
+async def test_urgent_requests_are_answered_despite_a_flood(api: str) -> None:
     async with running_fake_cluster(ANSWER, max_inflight_requests=MOST, max_running_requests=SLOTS) as fakes:
         admission = fakes.gateway.gateway.admission
         fakes.decode.gate.clear()
@@ -117,7 +117,7 @@ WHOLE = {path: body for path, body in BODIES.items() if path != "grpc"} | {
 
 @pytest.mark.parametrize("header", ["X-Stainless-Read-Timeout", "X-Stainless-Timeout"])
 @pytest.mark.parametrize("path", WHOLE)
-async def test_a_timeout_of_a_whole_answer_frees_everything(path: str, header: str) -> None:
+async def test_a_unary_request_timeout_frees_everything(path: str, header: str) -> None:
     async with running_fake_cluster(ANSWER) as fakes:
         fakes.decode.gate.clear()
         reply = await call(fakes.gateway.http_address, path, WHOLE[path], {header: "0.2"})

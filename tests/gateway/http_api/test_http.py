@@ -71,7 +71,7 @@ NEAR = {
 }
 
 
-async def test_the_auxiliary_pages_of_other_servers() -> None:
+async def test_auxiliary_endpoints_of_other_servers_are_served() -> None:
     async with running_fake_cluster() as fakes:
         address = fakes.gateway.http_address
         for method in ("GET", "POST"):
@@ -98,7 +98,7 @@ async def test_the_auxiliary_pages_of_other_servers() -> None:
         await fakes.settled()
 
 
-async def test_the_description_names_the_statuses_that_occur() -> None:
+async def test_the_openapi_document_lists_the_returned_statuses() -> None:
     async with running_fake_cluster() as fakes:
         address = fakes.gateway.http_address
         paths = (await call(address, "/openapi.json")).json["paths"]
@@ -182,7 +182,7 @@ async def test_an_idle_port_stops_without_a_delay(monkeypatch: pytest.MonkeyPatc
             await call(address, "/health")
 
 
-async def test_other_paths_and_methods_are_refused_in_openais_words() -> None:
+async def test_unknown_paths_and_methods_get_openai_errors() -> None:
     async with running_fake_cluster() as fakes:
         address = fakes.gateway.http_address
         for path in ("/v2", "/v1", "/v1/completions/", "/v1/pooling", "/%00"):
@@ -267,7 +267,7 @@ async def test_the_size_of_bodies_is_checked_before_reading() -> None:
         assert (await call(address, "/v1/completions", TEXT)).status == 200
 
 
-async def test_only_json_is_taken() -> None:
+async def test_only_json_bodies_are_accepted() -> None:
     async with running_fake_cluster() as fakes:
         address = fakes.gateway.http_address
         for headers in ({"Content-Type": "text/plain"}, {"Content-Type": ""}, {"Content-Encoding": "gzip, br"}):
@@ -309,7 +309,7 @@ async def test_an_invalid_request_is_400(body: bytes, fakes) -> None:
     assert (await call(fakes.gateway.http_address, "/v1/completions", TEXT)).status == 200
 
 
-async def test_a_posts_path_may_end_with_a_slash_and_its_body_begin_with_a_byte_order_mark(fakes) -> None:
+async def test_a_trailing_slash_and_a_byte_order_mark_are_accepted(fakes) -> None:
     for path in ("/v1/completions", "/v1/completions/", "/v1/completions//"):
         for mark in (b"", b"\xef\xbb\xbf"):
             reply = await call(fakes.gateway.http_address, path, mark + json.dumps(TEXT).encode())
@@ -427,7 +427,7 @@ async def test_tokenize_and_detokenize_round_trip() -> None:
                 assert (await call(address, path, body)).status == 400, body
 
 
-async def test_pipelined_and_repeated_requests_on_one_connection() -> None:
+async def test_pipelined_requests_on_one_connection_are_answered() -> None:
     async with running_fake_cluster() as fakes:
         body = json.dumps(TEXT).encode()
         one = request_bytes("POST", "/v1/completions", body, {"Connection": "keep-alive"})
@@ -440,7 +440,7 @@ async def test_pipelined_and_repeated_requests_on_one_connection() -> None:
         await fakes.settled()
 
 
-async def test_garbage_on_the_wire_is_answered_or_dropped(fakes) -> None:
+async def test_garbage_on_the_wire_gets_a_400(fakes) -> None:
     address = fakes.gateway.http_address
     for raw in (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"GET\r\n\r\n", b"POST / HTTP/1.1\r\n\r\n"):
         assert (await send(address, raw)).status == 400

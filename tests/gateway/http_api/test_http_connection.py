@@ -97,7 +97,7 @@ async def test_a_half_closed_client_gets_its_answers(stream: bool, requests: int
 
 
 @pytest.mark.parametrize("begun", [False, True])
-async def test_a_closed_client_differs_from_a_half_closed_one(begun: bool) -> None:
+async def test_a_fully_closed_connection_cancels_its_stream(begun: bool) -> None:
     """Before any output, and amid a stream, whose next write the client's kernel resets."""
     async with running_fake_cluster("x" * 200) as fakes:
         fakes.decode.hold_after = 3 if begun else 0

@@ -135,7 +135,7 @@ def _rises(counts: list[int], last: int) -> bool:
     return counts == sorted(set(counts)) and counts[-1] == last
 
 
-async def test_several_prompts_answers_and_an_echo() -> None:
+async def test_several_prompts_with_several_answers_are_echoed() -> None:
     async with running_fake_cluster("ab") as fakes:
         asked = {**TEXT, "prompt": ["one", "two"], "n": 2, "echo": True, "stream_options": {"include_usage": True}}
         *events, last = (await call(fakes.gateway.http_address, "/v1/completions", asked)).events
@@ -186,7 +186,7 @@ async def test_a_stream_that_never_began_has_a_status() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("where", ["node", "prefill", "decode"])
-async def test_a_client_that_leaves_before_the_first_token(where: str, stream: bool) -> None:
+async def test_a_disconnect_before_the_first_token_frees_everything(where: str, stream: bool) -> None:
     async with running_fake_cluster() as fakes:
         part = getattr(fakes, where)
         part.gate.clear()
@@ -201,7 +201,7 @@ async def test_a_client_that_leaves_before_the_first_token(where: str, stream: b
 
 
 @pytest.mark.parametrize(("more", "streams"), [({}, 1), ({"n": 3}, 3), ({"prompt": ["a", "b", "c"]}, 3)], ids=str)
-async def test_a_client_that_leaves_mid_stream(more: dict, streams: int) -> None:
+async def test_a_disconnect_mid_stream_cancels_all_answers(more: dict, streams: int) -> None:
     async with running_fake_cluster("x" * 200) as fakes:
         fakes.decode.hold_after = 3
         async with connected(fakes.gateway.http_address) as (reader, writer):
@@ -212,7 +212,7 @@ async def test_a_client_that_leaves_mid_stream(more: dict, streams: int) -> None
         assert len(fakes.decode.cancelled) == streams
 
 
-async def test_a_client_that_leaves_while_its_prompts_wait_for_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_disconnect_drops_prompts_that_are_still_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.gateway.http_api.model_calls.MAX_PROMPTS_AT_ONCE", 1)
     async with running_fake_cluster() as fakes:
         fakes.decode.gate.clear()
@@ -236,7 +236,7 @@ async def test_a_slow_reader_blocks_only_its_stream() -> None:
         await fakes.settled()
 
 
-async def test_streams_share_what_the_gateway_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_events_are_merged_above_the_write_rate_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.gateway.http_api.model_calls.MAX_WRITES_PER_S", 2)
     async with running_fake_cluster("z" * 100) as fakes:
         fakes.decode.pace_s = 0

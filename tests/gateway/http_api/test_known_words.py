@@ -119,7 +119,7 @@ async def test_a_wrong_or_missing_key_has_the_expected_wording(tmp_path: pathlib
             assert "invalid x-api-key" in reply.json["error"]["message"]
 
 
-async def test_anthropics_tool_runner_goes_on_without_a_thread(
+async def test_anthropics_tool_runner_falls_back_without_threads(
     fakes: FakeCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9, "thread": {"type": "create"}}

@@ -100,7 +100,7 @@ FIELDS: dict[str, tuple[dict[str, Any], StructuredOutputs]] = {
 @every_door
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_format_is_read_alike_everywhere(door: str, place: str, form: str) -> None:
+def test_a_response_format_is_parsed_the_same_by_every_api(door: str, place: str, form: str) -> None:
     sent, asked = FORMATS[form]
     request, ignored = read(door, PLACES[place](sent))
     assert (request.sampling.structured_outputs, ignored) == (asked, "")
@@ -108,7 +108,7 @@ def test_a_format_is_read_alike_everywhere(door: str, place: str, form: str) -> 
 
 @every_door
 @pytest.mark.parametrize("field", FIELDS)
-def test_a_structures_field_is_read_alike_everywhere(door: str, field: str) -> None:
+def test_a_structured_output_field_is_parsed_the_same_by_every_api(door: str, field: str) -> None:
     sent, asked = FIELDS[field]
     request, ignored = read(door, sent)
     assert (request.sampling.structured_outputs, ignored) == (asked, "")
@@ -182,7 +182,7 @@ TOOLS: dict[str, Any] = {
 
 @every_chat
 @pytest.mark.parametrize("shape", TOOLS)
-def test_a_tool_is_read_alike_everywhere(door: str, shape: str) -> None:
+def test_a_tool_is_parsed_the_same_by_every_api(door: str, shape: str) -> None:
     request, ignored = read(door, {"tools": [TOOLS[shape]]})
     (tool,) = request.tools.tools
     assert (tool.name, tool.description, tool.parameters, ignored) == ("f", "d", TEXT, "")
@@ -190,7 +190,7 @@ def test_a_tool_is_read_alike_everywhere(door: str, shape: str) -> None:
 
 @every_chat
 @pytest.mark.parametrize("shape", ["chat", "responses", "messages", "cursor"])
-def test_a_tool_without_a_schema_is_read_alike_everywhere(door: str, shape: str) -> None:
+def test_a_tool_without_a_schema_is_parsed_the_same_by_every_api(door: str, shape: str) -> None:
     sent = json.loads(json.dumps(TOOLS[shape]))
     for held in (sent, sent.get("function", {})):
         held.pop("parameters", held.pop("input_schema", None))
@@ -200,7 +200,7 @@ def test_a_tool_without_a_schema_is_read_alike_everywhere(door: str, shape: str)
 
 @every_chat
 @pytest.mark.parametrize("nested", [True, False])
-def test_a_custom_tool_is_read_alike_everywhere(door: str, nested: bool) -> None:
+def test_a_custom_tool_is_parsed_the_same_by_every_api(door: str, nested: bool) -> None:
     grammar = {"syntax": "regex", "definition": "a"}
     form = {"type": "grammar", "grammar": grammar} if nested else {"type": "grammar", **grammar}
     custom = {**ABOUT, "format": form}
@@ -211,7 +211,7 @@ def test_a_custom_tool_is_read_alike_everywhere(door: str, nested: bool) -> None
 
 
 @every_chat
-def test_a_server_tool_is_left_out_and_named_alike_everywhere(door: str) -> None:
+def test_a_server_tool_is_left_out_and_named_by_every_api(door: str) -> None:
     tools = [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}, {"type": "mcp", "server_url": "x"}]
     request, ignored = read(door, {"tools": tools})
     assert (request.tools.tools, ignored) == ((), "tools.mcp, tools.web_search_20250305")
@@ -242,13 +242,13 @@ def test_a_server_tool_is_left_out_and_named_alike_everywhere(door: str) -> None
     ],
     ids=str,
 )
-def test_a_choice_among_tools_is_read_alike_everywhere(door: str, choice: Any, chosen: ToolOptions) -> None:
+def test_tool_choice_is_parsed_the_same_by_every_api(door: str, choice: Any, chosen: ToolOptions) -> None:
     request, ignored = read(door, {"tool_choice": choice})
     assert (request.tools, ignored) == (chosen, "")
 
 
 @every_chat
-def test_parallel_calls_are_switched_off_alike_everywhere(door: str) -> None:
+def test_parallel_calls_are_disabled_the_same_way_by_every_api(door: str) -> None:
     assert read(door, {"parallel_tool_calls": False})[0].tools.parallel_tool_calls is False
 
 
@@ -261,7 +261,7 @@ def test_a_choice_of_an_unknown_tool_is_refused(door: str, choice: Any) -> None:
 
 
 @every_chat
-def test_the_oldest_names_of_tools_are_refused(door: str) -> None:
+def test_legacy_function_fields_are_refused(door: str) -> None:
     assert refusal(door, {"functions": [{"name": "f"}]}).param == "functions"
     assert refusal(door, {"function_call": {"name": "f"}}).param == "function_call"
     assert read(door, {"functions": [], "function_call": "none"})[1] == ""
@@ -288,7 +288,7 @@ RESULTS: dict[str, list[Any]] = {
 @every_chat
 @pytest.mark.parametrize("call", [CALLED, USED], ids=["chat", "messages"])
 @pytest.mark.parametrize("result", RESULTS)
-def test_calls_and_results_are_read_alike_everywhere(door: str, call: Any, result: str) -> None:
+def test_calls_and_results_are_parsed_the_same_by_every_api(door: str, call: Any, result: str) -> None:
     field = "input" if door == "responses" else "messages"
     request, ignored = read(door, {field: [USER, call, *RESULTS[result], {"role": "user", "content": "so?"}]})
     user, called, answered, asks = request.messages
@@ -315,7 +315,7 @@ def test_a_result_and_the_users_text_are_two_messages(door: str) -> None:
 
 @every_door
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict"])
-def test_a_limit_of_tokens_is_read_alike_everywhere(door: str, name: str) -> None:
+def test_a_token_limit_is_parsed_the_same_by_every_api(door: str, name: str) -> None:
     body = {key: value for key, value in DOORS[door][1].items() if key != "max_tokens"} | {name: 7}
     reading = BodyReading()
     asked = with_reading(reading, DOORS[door][0], json.dumps(body).encode(), "r")
@@ -325,7 +325,7 @@ def test_a_limit_of_tokens_is_read_alike_everywhere(door: str, name: str) -> Non
 @every_door
 @pytest.mark.parametrize("stops", ["a", ["a", "b"]], ids=str)
 @pytest.mark.parametrize("name", ["stop", "stop_sequences"])
-def test_stops_are_read_alike_everywhere(door: str, name: str, stops: Any) -> None:
+def test_stop_strings_are_parsed_the_same_by_every_api(door: str, name: str, stops: Any) -> None:
     request, ignored = read(door, {name: stops})
     assert (request.sampling.stop, ignored) == (tuple(stops), "")
 
@@ -338,7 +338,7 @@ def test_an_aliased_field_loses_to_its_own_name(door: str) -> None:
 
 
 @every_door
-def test_minus_one_is_no_limit_of_tokens(door: str) -> None:
+def test_minus_one_means_no_token_limit(door: str) -> None:
     names = {"chat": ["max_tokens", "max_completion_tokens"], "responses": ["max_output_tokens"]}
     for name in names.get(door, ["max_tokens"]):
         request, ignored = read(door, {name: -1})

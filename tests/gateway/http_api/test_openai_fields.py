@@ -55,7 +55,7 @@ def refusal(read, **fields: Any) -> ApiError:
 
 @pytest.mark.parametrize("read", [complete, chat])
 @pytest.mark.parametrize("name", SAMPLING)
-def test_sampling_fields_arrive(read, name: str) -> None:
+def test_sampling_fields_are_parsed(read, name: str) -> None:
     before, after = read().requests[0].sampling, read(**{name: SAMPLING[name]}).requests[0].sampling
     assert getattr(after, name) == SAMPLING[name]
     assert after != before
@@ -64,7 +64,7 @@ def test_sampling_fields_arrive(read, name: str) -> None:
 
 
 @pytest.mark.parametrize("read", [complete, chat])
-def test_other_fields_arrive(read) -> None:
+def test_routing_and_stop_fields_are_parsed(read) -> None:
     request = read(model="m", cache_salt="s", priority=-5, user="me").requests[0]
     assert (request.model, request.cache_salt, request.priority, request.request_id) == ("m", "s", -5, "r")
     sampling = read(stop="a", stop_token_ids=[5], logit_bias={"7": -1, "8": 0.5}).requests[0].sampling
@@ -73,7 +73,7 @@ def test_other_fields_arrive(read) -> None:
     assert read(stop=None, logit_bias=None, stop_token_ids=None).requests[0] == read().requests[0]
 
 
-def test_a_conversations_options_arrive() -> None:
+def test_chat_options_are_parsed() -> None:
     options = chat(add_generation_prompt=False, chat_template_kwargs={"thinking": False, "n": 5}).requests[0].chat
     assert (options.add_generation_prompt, options.continue_final_message) == (False, False)
     assert json.loads(options.chat_template_kwargs) == {"thinking": False, "n": 5}
@@ -97,14 +97,14 @@ def test_reasoning_effort_is_a_variable_of_the_template() -> None:
 
 
 @pytest.mark.parametrize("read", [complete, chat])
-def test_labels_change_nothing(read) -> None:
+def test_metadata_fields_have_no_effect(read) -> None:
     labels = {"metadata": {"a" * 65: ["b"], "c": 5}, "user": 17, "store": "yes", "service_tier": "x" * 10_000}
     assert read(**labels).requests == read().requests
     assert read(metadata="a", user=None, model=None).requests == read().requests
 
 
 @pytest.mark.parametrize("read", [complete, chat])
-def test_neutral_and_sloppy_values(read) -> None:
+def test_neutral_and_lenient_values_are_accepted(read) -> None:
     """Values that request the default behaviour, or spell a supported one differently."""
     assert read(max_tokens=4.0).requests[0].sampling.max_tokens == 4
     assert read(top_p=0).requests[0].sampling.top_p == 0
@@ -127,7 +127,7 @@ def test_unset_fields_stay_unset() -> None:
     assert not any((chat().stream, chat().include_usage, chat().logprobs, complete().body.echo))
 
 
-def test_lengths_and_logprobs_of_a_conversation() -> None:
+def test_chat_token_limits_and_logprobs_are_parsed() -> None:
     assert chat(max_completion_tokens=5).requests[0].sampling.max_tokens == 5
     assert chat(max_completion_tokens=5, max_tokens=5).requests[0].sampling.max_tokens == 5
     assert refusal(chat, max_completion_tokens=5, max_tokens=6).param == "max_completion_tokens"
@@ -142,7 +142,7 @@ def test_lengths_and_logprobs_of_a_conversation() -> None:
     assert refusal(chat, logprobs=3).param == "logprobs"
 
 
-def test_echo_and_logprobs_of_a_completion() -> None:
+def test_completion_echo_and_logprobs_are_parsed() -> None:
     assert complete(logprobs=3).requests[0].sampling.logprobs == 3
     assert complete(echo=True).body.echo
     scored = complete(echo=True, logprobs=1, max_tokens=0)
@@ -167,7 +167,7 @@ def test_echo_and_logprobs_of_a_completion() -> None:
     ],
     ids=str,
 )
-def test_prompts(prompt: Any, read: list[Any]) -> None:
+def test_prompts_of_every_form_are_parsed(prompt: Any, read: list[Any]) -> None:
     requests = complete(prompt=prompt).requests
     assert [request.token_ids or request.text for request in requests] == read
 
@@ -191,7 +191,7 @@ def test_too_long_lists_are_refused() -> None:
     assert refusal(complete, logit_bias={str(n): 1 for n in range(20_000)}).param == "logit_bias"
 
 
-def test_no_messages() -> None:
+def test_missing_or_invalid_messages_are_refused() -> None:
     assert refusal(chat, messages=[]).param == "messages"
     assert refusal(chat, messages=None).param == "messages"
     assert refusal(chat, messages="hi").param == "messages"
@@ -221,12 +221,12 @@ def undone(kind: type[Any]) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("name", undone(ChatBody))
-def test_fields_that_chats_refuse(name: str) -> None:
+def test_unsupported_chat_fields_are_refused(name: str) -> None:
     check_undone(chat, name)
 
 
 @pytest.mark.parametrize("name", undone(CompletionBody))
-def test_fields_that_completions_refuse(name: str) -> None:
+def test_unsupported_completion_fields_are_refused(name: str) -> None:
     check_undone(complete, name)
 
 
@@ -311,7 +311,7 @@ def test_tool_choice_is_read(choice: Any, read_as: ToolOptions) -> None:
     assert named == "tools[0].function.name: x; tools[1].custom.name: x; tools[1].custom.format: x"
 
 
-def test_calls_of_custom_tools_come_back() -> None:
+def test_custom_tool_calls_can_be_sent_back() -> None:
     call = {"id": "c1", "type": "custom", "custom": {"name": "patch", "input": 'a"\n'}}
     messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
     (made,) = chat(messages=messages).requests[0].messages[1].tool_calls
@@ -372,7 +372,7 @@ SHAPES: dict[str, tuple[Any, StructuredOutputs]] = {
 
 
 @pytest.mark.parametrize("read", [complete, chat])
-def test_shapes_arrive(read) -> None:
+def test_structured_outputs_are_parsed(read) -> None:
     for sent, shape in FORMATS.values():
         assert read(response_format=sent).requests[0].sampling.structured_outputs == shape
     for sent, shape in SHAPES.values():

@@ -65,7 +65,7 @@ def read(encoding: str, *chunks: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(("encoding", "pack"), PACKED.values(), ids=PACKED)
-def test_compressed_chunks_of_any_size_are_the_body(encoding: str, pack: Callable[[bytes], bytes]) -> None:
+def test_compressed_bodies_may_arrive_in_chunks_of_any_size(encoding: str, pack: Callable[[bytes], bytes]) -> None:
     body = json.dumps({"prompt": "Größe " * 200_000, "n": list(range(1000))}).encode()
     packed = pack(body)
     for size in (1, 7, 1000, len(packed)):

@@ -49,7 +49,7 @@ async def test_default_template_variables() -> None:
         assert usage[-1].prompt_tokens == len("xcalm")
 
 
-async def test_the_root_path_of_a_proxy() -> None:
+async def test_a_proxys_root_path_is_served() -> None:
     async with running_fake_cluster(root_path="/models/small", ui=True, allowed_hosts=("llm.example.org",)) as fakes:
         address = fakes.gateway.http_address
         for path in ("/health", "/models/small/health", "/models/small/v1/models", "/models/small/docs"):
@@ -67,10 +67,10 @@ async def test_the_root_path_of_a_proxy() -> None:
 
 
 @pytest.mark.parametrize("host", ["", "a b", "x<script>", "$(id)", "a'b", "a;b", "[::1", "x:port", "a" * 300])
-def test_an_invalid_host_is_not_shown(host: str) -> None:
+def test_an_invalid_host_header_is_not_used_in_the_public_url(host: str) -> None:
     assert public_url(host, "", encrypted=False) == "http://127.0.0.1:8000"
 
 
-def test_hosts_that_are_shown() -> None:
+def test_valid_host_headers_are_used_in_the_public_url() -> None:
     shown = {host: public_url(host, "/a", encrypted=True) for host in ("x.org", "x.org:81", "[::1]:80", "10.0.0.1")}
     assert json.dumps(shown) == json.dumps({host: f"https://{host}/a" for host in shown})

@@ -238,7 +238,7 @@ async def test_a_body_of_tiny_chunks_is_refused(monkeypatch: pytest.MonkeyPatch)
         await fakes.settled()
 
 
-async def test_clients_that_leave_leave_a_bounded_number_of_connections(
+async def test_disconnected_clients_leave_a_bounded_number_of_connections(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The links to Redis remain, which pool the connections of the peak."""

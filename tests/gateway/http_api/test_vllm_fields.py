@@ -60,7 +60,7 @@ async def clients(answer: str = "The answer.", **flags: Any) -> AsyncIterator[tu
         ({"truncate_prompt_tokens": 9}, {"truncate_prompt_tokens": 9}),
     ],
 )
-def test_vllms_sampling_arrives(read: Any, sent: dict[str, Any], read_as: dict[str, Any]) -> None:
+def test_vllm_sampling_fields_are_parsed(read: Any, sent: dict[str, Any], read_as: dict[str, Any]) -> None:
     sampling = read(**sent).requests[0].sampling
     assert {name: getattr(sampling, name) for name in read_as} == read_as
     assert read(**dict.fromkeys(sent)).requests[0].sampling == read().requests[0].sampling
@@ -78,7 +78,9 @@ STRUCTURES = [
 
 @pytest.mark.parametrize("read", [complete, chat])
 @pytest.mark.parametrize(("sent", "structure", "field"), STRUCTURES)
-def test_other_names_of_structures(read: Any, sent: dict[str, Any], structure: dict[str, str], field: str) -> None:
+def test_vllm_names_of_structured_outputs_are_accepted(
+    read: Any, sent: dict[str, Any], structure: dict[str, str], field: str
+) -> None:
     asked, (kind,) = read(**sent), structure
     assert asked.requests[0].sampling.structured_outputs == StructuredOutputs(**structure)
     assert asked.names[0][f"sampling.structured_outputs.{kind}"] == field
@@ -114,7 +116,7 @@ def test_switches_that_contradict_each_other_are_refused() -> None:
     assert refusal(complete, allowed_token_ids=[7] * (MAX_ALLOWED_TOKEN_IDS * 20)).param == "allowed_token_ids"
 
 
-async def test_options_that_restrict_the_vocabulary_arrive() -> None:
+async def test_vocabulary_restrictions_are_parsed() -> None:
     async with clients() as (fakes, client):
         for words in (["ab", " ab", "c"], []):
             await client.completions.create(
@@ -183,7 +185,7 @@ async def test_stop_strings_and_special_tokens_may_be_included(sent: dict[str, A
         assert output.outputs[0].text == text
 
 
-async def test_tokens_without_text() -> None:
+async def test_detokenize_false_returns_no_text() -> None:
     async with clients() as (fakes, _):
         (output,) = await fakes.client.batch(["x"], sampling=SamplingParams(detokenize=False))
         assert (output.outputs[0].text, tuple(output.outputs[0].token_ids)) == ("", fakes.decode.script)
@@ -312,7 +314,7 @@ async def test_the_last_message_is_echoed(stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_reasoning_is_left_out_or_stays_in_the_content(stream: bool) -> None:
+async def test_reasoning_is_omitted_or_kept_in_the_content(stream: bool) -> None:
     async with clients("<think>\nHm, hm.\n</think>\n\nThe sea.", reasoning_parser="qwen3") as (_, client):
         for fields, content, reasoning in (
             ({}, "The sea.", "Hm, hm."),
@@ -334,7 +336,7 @@ async def test_reasoning_is_left_out_or_stays_in_the_content(stream: bool) -> No
             assert bool(shown) == bool(ids) == (fields != {"include_reasoning": False})
 
 
-async def test_usage_in_a_stream() -> None:
+async def test_stream_chunks_have_usage_only_on_request() -> None:
     """The role chunk counts no tokens, and chunks have usage only on request."""
     async with clients() as (fakes, client):
         for options in ({}, {"continuous_usage_stats": True}, {"include_usage": False, "continuous_usage_stats": True}):
@@ -360,7 +362,7 @@ async def test_usage_in_a_stream() -> None:
         assert last["usage"]["completion_tokens"] == len(fakes.decode.script)
 
 
-async def test_a_replay_chooses_among_the_same_tokens() -> None:
+async def test_a_replay_keeps_the_vocabulary_restrictions() -> None:
     """After a worker loss amid the answer the next worker gets the same fields, and the text continues."""
     async with clients() as (fakes, client):
         fakes.decode.break_after = 4

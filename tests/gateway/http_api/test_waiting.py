@@ -153,7 +153,7 @@ async def test_an_error_after_the_wait_is_an_event(path: str, fakes: FakeCluster
 
 
 @pytest.mark.parametrize("where", ["prefill", "queue"])
-async def test_a_client_that_leaves_while_it_waits(where: str, fakes: FakeCluster) -> None:
+async def test_a_disconnect_while_waiting_ends_the_request(where: str, fakes: FakeCluster) -> None:
     async with held(fakes, where):
         under_way = fakes.gateway.gateway.active_requests
         async with connected(fakes.gateway.http_address) as (reader, writer):
@@ -163,7 +163,7 @@ async def test_a_client_that_leaves_while_it_waits(where: str, fakes: FakeCluste
     await fakes.settled()
 
 
-async def test_unary_answers_are_unchanged(fakes: FakeCluster) -> None:
+async def test_unary_answers_get_no_keep_alives(fakes: FakeCluster) -> None:
     """They have a status once complete."""
     async with connected(fakes.gateway.http_address) as (reader, writer):
         async with held(fakes, "prefill"):

@@ -64,7 +64,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(("path", "body", "param"), WRONG, ids=lambda value: str(value)[:40])
-async def test_the_item_is_named(fakes: FakeCluster, path: str, body: dict[str, Any], param: str) -> None:
+async def test_errors_name_the_invalid_item(fakes: FakeCluster, path: str, body: dict[str, Any], param: str) -> None:
     reply = await call(fakes.gateway.http_address, path, body)
     if body.get("stream") and reply.status == 200:
         assert json.loads(reply.body.rpartition(b"data: ")[2])["error"]["param"] == param

@@ -38,7 +38,7 @@ def ids(found: tuple[ComponentRecord, ...], role: str) -> list[str]:
     return [record.component_id for record in found if record.role == role]
 
 
-def test_candidates_are_bounded_and_include_those_beside_the_prompt(cluster: Cluster) -> None:
+def test_candidates_are_bounded_and_include_workers_near_the_prefix(cluster: Cluster) -> None:
     served = cluster.served("m", "")
     found = cluster.candidates(served, 100, {"kv-7": 5, "kv-70": 50}, 3)
     assert len(found) == len({record.component_id for record in found})
@@ -57,7 +57,7 @@ def test_every_worker_has_a_turn(cluster: Cluster) -> None:
     assert len(seen) == NODES * WORKERS_EACH
 
 
-def test_the_few_live_workers_are_found_at_any_position(cluster: Cluster) -> None:
+def test_a_few_live_workers_are_found_at_any_rotation(cluster: Cluster) -> None:
     fenced = tuple(
         record.component_id for record in RECORDS if record.role != "kvnode" and record.node_id not in ("kv-5", "kv-95")
     )
@@ -85,7 +85,7 @@ def with_adapters(cluster: Cluster, ranks: dict[str, int], **more: dict[str, obj
     cluster.view.update(runs, 101.0)
 
 
-def test_the_few_that_run_the_adapter_are_found_on_every_turn(cluster: Cluster) -> None:
+def test_workers_that_support_the_adapter_rank_are_always_found(cluster: Cluster) -> None:
     with_adapters(cluster, {"decode-5-0": 16, "decode-95-1": 16, "decode-50-1": 8, "prefill-7-2": 8, "prefill-8-2": 64})
     served = cluster.served("m", "", 16)
     for number in range(9):
@@ -97,7 +97,7 @@ def test_the_few_that_run_the_adapter_are_found_on_every_turn(cluster: Cluster) 
         cluster.served("m", "", 32)
 
 
-def test_those_that_have_the_adapter_are_candidates_of_every_turn(cluster: Cluster) -> None:
+def test_workers_with_the_adapter_loaded_are_always_candidates(cluster: Cluster) -> None:
     names = [record.component_id for record in RECORDS if record.role == "decode"]
     loaded = {name: {"adapters": (OURS,)} for name in ("decode-33-0", "decode-66-1")}
     with_adapters(cluster, dict.fromkeys(names, 16), **loaded)

@@ -43,13 +43,13 @@ def read(names: set[str]) -> tuple[DecodeDelta, DecodeDelta]:
 
 
 @pytest.mark.parametrize("name", sorted(SAID.keys() - {"queued"}))
-def test_each_field_is_read_beside_tokens(name: str) -> None:
+def test_each_delta_field_is_parsed_alongside_tokens(name: str) -> None:
     found, expected = read({"tokens", name})
     assert found == expected
 
 
 @given(st.sets(st.sampled_from(sorted(SAID))))
-def test_any_fields_are_read_together(names: set[str]) -> None:
+def test_any_combination_of_delta_fields_is_parsed(names: set[str]) -> None:
     found, expected = read(names)
     assert found._replace(queued=None) == expected._replace(queued=None)
     assert found.queued == expected.queued or names == {"tokens", "queued"}

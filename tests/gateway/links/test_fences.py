@@ -71,7 +71,7 @@ def test_a_fenced_worker_is_reported_once_until_it_returns() -> None:
     assert view.update([node("b")], 0.0) == {"b"}
 
 
-def test_a_record_survives_the_registry() -> None:
+def test_a_component_record_round_trips_through_json() -> None:
     record = node("a", "b")
     assert ComponentRecord.from_json(record.to_json()) == record
     assert ComponentRecord.from_json('{"component_id": "x", "role": "kvnode", "address": ""}').fenced_components == ()

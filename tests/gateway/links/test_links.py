@@ -49,7 +49,7 @@ async def test_a_connection_closed_by_the_worker_is_reopened(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("stage", ["ticket", "prefill"])
-async def test_a_link_closed_during_a_call_is_a_lost_part(stage: str) -> None:
+async def test_a_link_closed_during_a_call_is_a_lost_component(stage: str) -> None:
     """A component may return at another address before its old connection is found dead."""
     async with running_fake_cluster() as fakes:
         peer, cluster = (fakes.node, fakes.prefill)[stage == "prefill"], fakes.gateway.cluster
@@ -67,7 +67,7 @@ async def test_a_link_closed_during_a_call_is_a_lost_part(stage: str) -> None:
         await fakes.settled()
 
 
-async def test_full_workers_are_an_overload() -> None:
+async def test_full_workers_raise_overloaded() -> None:
     async with running_fake_cluster(max_attempts=2) as fakes:
         fakes.decode.refusals = [(Overloaded.code, True)] * 2
         with pytest.raises(Overloaded, match="given up after 2 attempts"):
@@ -75,7 +75,7 @@ async def test_full_workers_are_an_overload() -> None:
         await fakes.settled()
 
 
-async def test_a_deadline_months_away_is_a_deadline() -> None:
+async def test_a_deadline_months_away_is_clamped() -> None:
     async with running_fake_cluster() as fakes:
         assert await replays(fakes, timeout_s=90 * 86_400.0) == 0
         assert fakes.decode.submits[0].timeout_ms == 2**32 - 1
@@ -161,7 +161,7 @@ async def start_node_again(fakes: FakeCluster) -> None:
     fakes.servers["kvnode"].server = (await rpc.start_server(address, [("pillion.v1.KVNode", add)])).server
 
 
-async def test_an_outage_costs_one_search_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_without_a_worker_share_one_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests without a worker share one search, and all continue when it finds one."""
     many = 60
     async with running_fake_cluster() as fakes:

@@ -180,7 +180,7 @@ async def test_the_load_of_a_lost_gateway_expires(redis: RedisServer, monkeypatc
     await lost.aclose()
 
 
-def test_a_finished_answer_is_no_load() -> None:
+def test_a_finished_answer_adds_no_load() -> None:
     """A chunk's acknowledgement may come after the stream's end."""
     load = OwnLoad()
     answer = AssignedLoad(load)

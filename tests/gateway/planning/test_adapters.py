@@ -35,7 +35,7 @@ def test_workers_that_have_the_adapter_are_preferred(policy, spread):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_long_queue_is_worse_than_loading(policy):
+def test_loading_an_adapter_beats_a_long_queue(policy):
     busy = decode(0, streams=64, adapters=(OURS,), free_seqs=0, queued_tokens=4000, waiting_requests=20)
     assert chosen(policy, busy, decode(1), adapter=OURS)[0] == "decode-1"
 

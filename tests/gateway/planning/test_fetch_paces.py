@@ -33,7 +33,7 @@ LINKS = {
 
 @pytest.mark.parametrize("truth", LINKS.values(), ids=LINKS)
 @pytest.mark.parametrize("blocks", [1, 6, 20, 60, 120])
-def test_the_planner_takes_about_the_better_of_fetching_and_computing(truth: FetchCost, blocks: int) -> None:
+def test_the_choice_between_fetching_and_computing_is_near_optimal(truth: FetchCost, blocks: int) -> None:
     planner = RoutePlanner()
     for now, size in enumerate(SIZES):
         planner.fetch_paces.observe("kv-1", "kv-0", size, truth.seconds(size), now)
@@ -84,7 +84,9 @@ def test_each_pair_of_nodes_has_its_own_pace() -> None:
     lost_s=st.lists(st.floats(0.01, 5.0), max_size=3),
 )
 @settings(max_examples=examples(200))
-def test_the_pace_of_a_link(call_s: float, block_s: float, sizes: list[int], lost_s: list[float]) -> None:
+def test_fetch_costs_are_fitted_to_observed_fetches(
+    call_s: float, block_s: float, sizes: list[int], lost_s: list[float]
+) -> None:
     """Interpolate between observed fetches; failed fetches make none cheaper."""
     truth, pace = FetchCost(call_s, block_s), FetchPace()
     for size in sizes:
@@ -105,7 +107,7 @@ def test_the_pace_of_a_link(call_s: float, block_s: float, sizes: list[int], los
     assert later.seconds(10) == pytest.approx(pace.cost(0.0).seconds(10) / 2)
 
 
-def test_pairs_are_bounded() -> None:
+def test_the_number_of_measured_node_pairs_is_bounded() -> None:
     paces = FetchPaces()
     for number in range(FetchPaces.MAX_PAIRS + 1):
         paces.observe(f"kv-{number}", "kv", 1, 1.0, 0.0)

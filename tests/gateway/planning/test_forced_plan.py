@@ -36,7 +36,7 @@ def test_the_syntax_of_a_plan() -> None:
         ("split=50", 5, (80, 80, ())),
     ],
 )
-def test_where_a_forced_split_falls(words: str, hit: int, expected: tuple[int, int, tuple[int, ...]]) -> None:
+def test_a_forced_split_policy_sets_the_split(words: str, hit: int, expected: tuple[int, int, tuple[int, ...]]) -> None:
     policy = parse_plan(words).policy
     assert policy is not None
     seen = snapshot(hits={"kv-0": hit})
@@ -44,7 +44,7 @@ def test_where_a_forced_split_falls(words: str, hit: int, expected: tuple[int, i
     assert shape(make_plan(seen)) == expected
 
 
-async def test_operators_force_plans_and_others_may_not(tmp_path: pathlib.Path) -> None:
+async def test_only_operators_may_force_plans(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "keys.toml"
     entries = [f'[[key]]\ntenant = "{name}"\nhash = "{hash_of(key)}"\n' for name, key in KEYS.items()]
     file.write_text("[tenant.ops]\noperator = true\n[tenant.acme]\n" + "".join(entries))

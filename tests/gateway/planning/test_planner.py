@@ -75,7 +75,9 @@ def shape(decided: RequestPlan) -> tuple[int, int, tuple[int, ...]]:
         (100, "fraction:1.0", 0, (0, 96, (32, 32, 32))),
     ],
 )
-def test_where_the_split_falls(prompt: int, policy: str, hit: int, expected: tuple[int, int, tuple[int, ...]]) -> None:
+def test_the_policy_and_the_prefix_hit_set_the_split(
+    prompt: int, policy: str, hit: int, expected: tuple[int, int, tuple[int, ...]]
+) -> None:
     assert shape(make_plan(snapshot(prompt, policy, hits={"kv-0": hit}))) == expected
 
 
@@ -103,7 +105,7 @@ def test_the_decode_worker_recomputes_the_end_of_a_replayed_answer(
 @pytest.mark.parametrize(
     "text", ["", "automatic", "fraction", "fraction:", "fraction:1.1", "fraction:-0.1", "fraction:nan", "fraction:1/0"]
 )
-def test_other_policies_are_refused(text: str) -> None:
+def test_unknown_split_policies_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="split-policy"):
         parse_policy(text)
 
@@ -125,7 +127,7 @@ def test_no_prefill_worker_means_co_located() -> None:
         assert decided.reason == "disaggregated: co-located, no prefill worker; decode-0 is the only one; no prefix"
 
 
-def test_a_prefill_worker_of_another_node_is_taken_where_the_own_node_has_none() -> None:
+def test_a_remote_prefill_worker_is_used_if_the_own_node_has_none() -> None:
     nodes = (node(0), node(1), node(2), decode(0))
     far = (prefill(1, 1, tokens=500), prefill(2, 2, tokens=100))
     decided = make_plan(snapshot(components=(*nodes, *far)))
@@ -143,7 +145,7 @@ def test_a_prefill_worker_of_another_node_is_taken_where_the_own_node_has_none()
     assert other.prefill.component_id == "prefill-1"
 
 
-def test_the_sources_are_live_nodes_the_longest_first() -> None:
+def test_fetch_sources_are_live_nodes_with_the_longest_prefix_first() -> None:
     components = (*(node(n) for n in range(8)), decode(0))
     hits = {"kv-0": 1, "kv-1": 5, "kv-2": 0, "kv-3": 6, "kv-9": 6, "kv-4": 4, "kv-5": 3, "kv-6": 2}
     decided = make_plan(snapshot(components=components, hits=hits, avoid=frozenset({"kv-1"})))
@@ -171,7 +173,9 @@ def test_the_sources_are_live_nodes_the_longest_first() -> None:
         ({"kv-1": 12}, 9, 9, None),
     ],
 )
-def test_the_fetch_decision(hits, here: int, limit: int, expected: tuple[int, tuple[str, ...]] | None) -> None:
+def test_a_fetch_is_planned_only_if_a_source_has_more_blocks(
+    hits, here: int, limit: int, expected: tuple[int, tuple[str, ...]] | None
+) -> None:
     sources = [PrefixSource(name, blocks) for name, blocks in hits.items()]
     wanted = plan_fetch(sources, "kv-0", here, limit)
     assert (wanted and (wanted.blocks, wanted.source_node_ids)) == expected
@@ -234,7 +238,7 @@ def test_parts_that_failed_are_avoided() -> None:
     assert (decided.decode.component_id, decided.prefill) == ("decode-0", None)
 
 
-def test_ties_spread() -> None:
+def test_ties_are_spread_evenly() -> None:
     components = (node(0), *(decode(n) for n in range(3)), *(prefill(n) for n in range(3)))
     chosen = Counter(make_plan(snapshot(components=components, spread=n)).decode.component_id for n in range(30))
     assert set(chosen.values()) == {10}
@@ -333,7 +337,7 @@ def test_a_pooling_text_goes_to_the_least_loaded_prefill_worker(policy: str) -> 
         assert (cached.decode.component_id, cached.cached_tokens) == (f"prefill-{at}", 80)
 
 
-def test_decode_workers_compute_a_text_that_every_prefill_worker_lost() -> None:
+def test_decode_workers_compute_a_text_without_a_usable_prefill_worker() -> None:
     line = (node(0), prefill(0), decode(0))
     assert texts_of(*line, avoid=frozenset({"prefill-0"})).decode.component_id == "decode-0"
     assert texts_of(*line, prefill(1), avoid=frozenset({"prefill-0"})).decode.component_id == "prefill-1"

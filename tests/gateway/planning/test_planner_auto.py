@@ -109,7 +109,7 @@ def test_a_popular_prefix_does_not_overload_its_node() -> None:
     assert max(streams.values()) < 3 * min(streams.values())
 
 
-def test_equal_workers_share() -> None:
+def test_equal_workers_get_equal_shares_of_requests() -> None:
     components = (node(0), *(decode(n) for n in range(3)), *(prefill(n) for n in range(3)))
     for prompt in (40, 2000):
         plans = [make_plan(snapshot(prompt, components, spread=n)) for n in range(30)]
@@ -117,7 +117,7 @@ def test_equal_workers_share() -> None:
         assert set(Counter(d.prefill and d.prefill.component_id for d in plans).values()) == {10}
 
 
-def test_a_prefill_worker_elsewhere_costs_its_transfers() -> None:
+def test_a_remote_prefill_worker_is_charged_for_its_transfers() -> None:
     components = (node(0), node(1), decode(0, 0, streams=30), prefill(0, 0), prefill(1, 1))
     near = make_plan(snapshot(components=components))
     assert near.prefill is not None
@@ -172,7 +172,7 @@ def test_chunks_pay_for_attention_to_earlier_tokens() -> None:
     assert pairs.range_s(0, 3, 1) == pairs.range_s(0, 3, 3) == 1 + 2 + 3
 
 
-def test_the_pace_of_fetches() -> None:
+def test_the_fetch_rate_follows_recent_fetches() -> None:
     pace = FetchPace()
     pace.observe(0, 0.0, now=1.0)
     assert pace.block_s(1.0) == 0.0
@@ -307,7 +307,7 @@ def test_properties(prompt, block_size, chunk, hits, pinned, components, avoid, 
     hit=st.integers(0, 100),
 )
 @settings(max_examples=examples(300))
-def test_monotone_in_load(prompt, cost, queue, more, streams, further, waiting, target, hit) -> None:
+def test_the_split_is_monotone_in_load(prompt, cost, queue, more, streams, further, waiting, target, hit) -> None:
     """More prefill load never moves the split right, more decode load never left."""
     targets = dict(zip(("target_itl_ms", "target_itl_steps"), target, strict=True))
 

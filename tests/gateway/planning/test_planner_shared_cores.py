@@ -38,7 +38,7 @@ def test_queued_prompts_do_not_take_cores_from_running_ones() -> None:
         assert is_shared(make_plan(snapshot(prompt, strangers)))
 
 
-def test_disturbed_fits_of_one_board_do_not_contradict_each_other() -> None:
+def test_a_disturbed_step_model_on_shared_cores_does_not_change_the_plan() -> None:
     """Both workers are equally fast with equal cores, whichever was disturbed while learning."""
     _, prefill_ranges, streams = on_shared_cores(streams=2, queued_tokens=3000, running_requests=5)
     for slow in (1.0, 3.0, 9.0):
@@ -47,7 +47,7 @@ def test_disturbed_fits_of_one_board_do_not_contradict_each_other() -> None:
 
 
 @pytest.mark.parametrize("share", [1e-9, 0.5, 1.0, 1e18])
-def test_absurd_records_of_a_board_are_no_error(share: float) -> None:
+def test_implausible_core_sharing_records_are_no_error(share: float) -> None:
     free = (0.0, 0.0, 0.0, 1e-7, 0.0)
     lending_table = {"core_lending_table": "table-1", "core_share": share, "step_cost_s": free}
     parts = (
@@ -58,7 +58,7 @@ def test_absurd_records_of_a_board_are_no_error(share: float) -> None:
     assert make_plan(snapshot(1000, parts)).decode.component_id == "decode-0"
 
 
-def test_a_fetch_is_compared_with_the_cores_that_the_decode_worker_has() -> None:
+def test_a_fetch_is_compared_with_computing_on_the_lent_cores() -> None:
     """With an idle prefill worker's cores it computes blocks faster than they arrive."""
     other = replace(node(1), node_id="kv-1")
     own_s = StepModel._make(COST).range_s(0, 960, 256)

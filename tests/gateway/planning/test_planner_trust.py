@@ -30,7 +30,7 @@ def test_several_gateways_do_not_herd() -> None:
     assert max(got.values()) <= 32
 
 
-def test_a_workers_model_survives_the_registry_or_is_ignored() -> None:
+def test_a_step_model_round_trips_through_the_registry_or_is_ignored() -> None:
     record = decode(streams=3, queued_tokens=7, heartbeat_age_ms=4)
     assert ComponentRecord.from_json(record.to_json()) == record
     for broken in ("[1, 2]", "[1, 2, 3, 4, -5]", "[0, 0, 0, 0, 0]", '"abcde"', "[1, 2, 3, 4, NaN]", "null"):

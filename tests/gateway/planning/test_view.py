@@ -31,7 +31,7 @@ def test_a_vanished_part_stays_for_a_while() -> None:
     assert ids(view.records()) == "b"
 
 
-def test_a_part_that_signs_off_is_forgotten_at_once() -> None:
+def test_an_unregistered_component_that_refuses_is_dropped_at_once() -> None:
     view = ClusterView(grace_s=5)
     view.update([A, B], 100)
     view.note_refusal("a")
@@ -55,7 +55,7 @@ def test_times_without_heartbeats_are_remembered() -> None:
     assert view.last_stall("b", 104.5) is None
 
 
-def test_without_an_answer_the_last_view_is_used() -> None:
+def test_the_last_view_is_used_without_a_registry_answer() -> None:
     view = ClusterView(grace_s=5)
     view.update([A], 100)
     assert ids(view.records()) == "a"
@@ -93,7 +93,7 @@ def test_suspects_are_left_out_for_a_moment() -> None:
         assert [name for name in "ab" if view.trusts(name, now)] == [*trusted, "b"]
 
 
-def test_neighbours_in_protocol_are_peers_and_others_are_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_components_of_adjacent_protocols_are_used(caplog: pytest.LogCaptureFixture) -> None:
     """Logged once per component, not per heartbeat."""
     view = ClusterView(grace_s=5)
     for now in (100, 101):
@@ -102,7 +102,7 @@ def test_neighbours_in_protocol_are_peers_and_others_are_not(caplog: pytest.LogC
     assert caplog.messages == [f"{n} is not used: it speaks protocol {PROTOCOL + n}, not {PROTOCOL}" for n in (-2, 2)]
 
 
-def test_versions_are_counted_and_those_that_are_not_used_are_named() -> None:
+def test_versions_are_counted_and_incompatible_components_listed() -> None:
     view = ClusterView(grace_s=5)
     new, old = replace(A, component_id="new", version="9.9"), replace(A, component_id="old", protocol=PROTOCOL - 1)
     far = replace(A, component_id="far", protocol=PROTOCOL - 2, version="0.0")
@@ -144,7 +144,7 @@ def test_one_prompt_is_always_admitted() -> None:
     ("prompt", "pool", "outcome"),
     [(30, None, 100), (30, 100, 100), (30, 120, 100), (30, 50, 50), (49, 50, 50), (50, 50, "text"), (90, 99, 99)],
 )
-def test_what_the_pool_can_hold(prompt: int, pool: int | None, outcome: int | str) -> None:
+def test_max_tokens_and_prompts_are_limited_by_the_pool(prompt: int, pool: int | None, outcome: int | str) -> None:
     if isinstance(outcome, int):
         assert check_pool(prompt, "text", 100, pool) == outcome
         return

@@ -77,19 +77,19 @@ def test_the_checkpoints_prompt_precedes_texts_but_not_ids(llm: LLM) -> None:
         llm.embed("x", prompt_name="passage")
 
 
-def test_a_cut_vector_has_the_length_one(llm: LLM, folder: pathlib.Path) -> None:
+def test_a_truncated_vector_is_normalized(llm: LLM, folder: pathlib.Path) -> None:
     (found,) = llm.embed({"prompt_token_ids": [5, 6, 7]}, dimensions=9)
     assert np.abs(expected(folder, [5, 6, 7], 9) - np.array(found.outputs.embedding)).max() < 1e-5
     with pytest.raises(InvalidRequest, match=r"dimensions: 65 is not in \[1, 64\]"):
         llm.embed("x", dimensions=65)
 
 
-def test_a_wrong_text_is_named_by_its_number(llm: LLM) -> None:
+def test_a_too_long_text_is_named_by_its_index(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match=r"inputs\[1\]: .* 512 tokens, however you requested 601 tokens"):
         llm.embed(["x", [5] * 600])
 
 
-def test_vectors_beside_answers(llm: LLM) -> None:
+def test_embedding_does_not_change_generated_tokens(llm: LLM) -> None:
     asked = SamplingParams(temperature=0, max_tokens=8)
     before = llm.generate("The sea", asked, use_tqdm=False)[0].outputs[0].token_ids
     llm.embed(TEXTS)
@@ -128,7 +128,7 @@ def test_mean_pooling_equals_the_oracle(tmp_path: pathlib.Path, folder: pathlib.
 
 
 @torch.inference_mode()
-def test_the_first_row_is_the_oracles(tmp_path: pathlib.Path, folder: pathlib.Path) -> None:
+def test_cls_pooling_equals_the_oracle(tmp_path: pathlib.Path, folder: pathlib.Path) -> None:
     options = {"max_model_len": "512", "kv_pool_bytes": "32MiB", "cpu_threads": 1, "max_num_batched_tokens": 64}
     model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     with LLM(pooled_by(folder, tmp_path, "cls_token"), dtype="float32", max_num_seqs=16, **options) as llm:

@@ -51,7 +51,9 @@ def unit(token_ids: list[int], dimensions: int | None = None) -> np.ndarray:
     ids=["text", "ids", "lists of ids", "texts"],
 )
 @pytest.mark.parametrize("dimensions", [None, 2])
-async def test_every_form_of_an_input_in_its_order(inputs: Any, ids: list[list[int]], dimensions: int | None) -> None:
+async def test_every_form_of_input_is_embedded_in_order(
+    inputs: Any, ids: list[list[int]], dimensions: int | None
+) -> None:
     async with running_fake_cluster() as fakes:
         shape = {} if dimensions is None else {"dimensions": dimensions}
         reply = await embed(fakes, inputs, user="u", **shape)

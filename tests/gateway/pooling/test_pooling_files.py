@@ -35,7 +35,7 @@ def three(prefix: str = OLD) -> list[str]:
     return [f"{prefix}{kind}" for kind in ("Transformer", "Pooling", "Normalize")]
 
 
-def test_a_checkpoint_without_such_files_has_normalized_vectors(tmp_path: pathlib.Path) -> None:
+def test_a_checkpoint_without_pooling_files_has_normalized_vectors(tmp_path: pathlib.Path) -> None:
     assert read_vector_form(tmp_path) == VectorForm(normalized=True, prompts={}, default_prompt="")
 
 
@@ -45,7 +45,7 @@ def test_a_checkpoint_without_such_files_has_normalized_vectors(tmp_path: pathli
     ids=["old", "not normalized", "new"],
 )
 @pytest.mark.parametrize("pooling", [LAST, {"embedding_dimension": 64, "pooling_mode": "lasttoken"}], ids=str)
-def test_the_last_token_in_every_form(tmp_path: pathlib.Path, kinds: list[str], pooling: Any) -> None:
+def test_last_token_pooling_is_read_in_every_form(tmp_path: pathlib.Path, kinds: list[str], pooling: Any) -> None:
     assert read_vector_form(written(tmp_path, kinds, pooling)) == VectorForm(normalized=len(kinds) == 3)
 
 
@@ -53,14 +53,14 @@ def test_the_last_token_in_every_form(tmp_path: pathlib.Path, kinds: list[str], 
     ("pooling", "wanted"),
     [(MEAN, "mean"), ({"pooling_mode": "mean"}, "mean"), ({"pooling_mode_cls_token": True}, "cls")],
 )
-def test_the_mean_and_the_first_token(tmp_path: pathlib.Path, pooling: Any, wanted: str) -> None:
+def test_mean_and_first_token_pooling_are_read(tmp_path: pathlib.Path, pooling: Any, wanted: str) -> None:
     assert read_vector_form(written(tmp_path, three(), pooling)) == VectorForm(pooling=Pooling(wanted))
     # Without prompts no text contains prompt rows.
     without = {**pooling, "include_prompt": False}
     assert read_vector_form(written(tmp_path, three(), without)) == VectorForm(pooling=Pooling(wanted))
 
 
-def test_prompts_and_the_one_that_is_the_default(tmp_path: pathlib.Path) -> None:
+def test_prompts_and_the_default_prompt_are_read(tmp_path: pathlib.Path) -> None:
     own = {"prompts": {"query": "Find: ", "document": ""}, "default_prompt_name": "query"}
     form = read_vector_form(written(tmp_path, three(), config_sentence_transformers=own))
     assert (form.prompts, form.default_prompt) == (own["prompts"], "query")
@@ -69,7 +69,9 @@ def test_prompts_and_the_one_that_is_the_default(tmp_path: pathlib.Path) -> None
 @pytest.mark.parametrize(
     ("kinds", "wanted"), [({"text": {}}, False), ({"text": {}, "message": {"format": "flat"}}, True), ({}, False)]
 )
-def test_texts_that_are_messages(tmp_path: pathlib.Path, kinds: dict[str, Any], wanted: bool) -> None:
+def test_message_input_is_read_from_the_modality_config(
+    tmp_path: pathlib.Path, kinds: dict[str, Any], wanted: bool
+) -> None:
     bounds = {"modality_config": kinds, "max_seq_length": 9}
     form = read_vector_form(written(tmp_path, three(), sentence_bert_config=bounds))
     assert (form.as_messages, form.max_tokens) == (wanted, 9)
@@ -86,7 +88,9 @@ def test_texts_that_are_messages(tmp_path: pathlib.Path, kinds: dict[str, Any], 
         ({"tokenizer_config": {}}, None),
     ],
 )
-def test_the_max_length_in_every_form(tmp_path: pathlib.Path, files: dict[str, Any], wanted: int | None) -> None:
+def test_the_max_length_is_read_in_every_form(
+    tmp_path: pathlib.Path, files: dict[str, Any], wanted: int | None
+) -> None:
     """Version 6 stores the length with the tokenizer, older ones in a file named after the model."""
     assert read_vector_form(written(tmp_path, three(), **files)).max_tokens == wanted
 

@@ -39,7 +39,7 @@ async def ask(fakes: FakeCluster, path: str, **body: Any) -> Reply:
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
-async def test_documents_are_sorted_in_the_form_of_each_page(path: str) -> None:
+async def test_reranked_documents_have_each_endpoints_format(path: str) -> None:
     async with running_fake_cluster() as fakes:
         scores = [cosine(QUERY, text) for text in TEXTS]
         order = sorted(range(len(TEXTS)), key=lambda n: -scores[n])
@@ -63,7 +63,7 @@ async def test_documents_are_sorted_in_the_form_of_each_page(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])
-async def test_pairs_one_to_one_one_to_many_and_many_to_many(path: str) -> None:
+async def test_one_to_one_one_to_many_and_many_to_many_pairs_are_scored(path: str) -> None:
     async with running_fake_cluster() as fakes:
         for first, second in [(QUERY, "x"), (QUERY, TEXTS), ([QUERY], TEXTS), (TEXTS[::-1], TEXTS)]:
             reply = await ask(fakes, path, text_1=first, text_2=second)
@@ -81,7 +81,7 @@ async def test_pairs_one_to_one_one_to_many_and_many_to_many(path: str) -> None:
 
 
 @pytest.mark.parametrize("one", SCORED_FIELDS)
-async def test_pairs_have_any_of_vllms_names(one: tuple[str, str]) -> None:
+async def test_pairs_are_accepted_under_all_vllm_names(one: tuple[str, str]) -> None:
     first, second = one
     async with running_fake_cluster() as fakes:
         reply = await ask(fakes, "/score", **{first: QUERY, second: TEXTS})

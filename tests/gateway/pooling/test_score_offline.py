@@ -135,7 +135,7 @@ def test_a_reranker_has_no_vectors(llm: LLM) -> None:
         llm.embed("x")
 
 
-def test_a_qwen3_reranker_without_such_files_reads_the_text_of_its_card(tmp_path: pathlib.Path) -> None:
+def test_a_qwen3_reranker_without_pooling_files_uses_its_cards_prompt(tmp_path: pathlib.Path) -> None:
     folder = save_model(tmp_path / "Qwen3-Reranker-tiny", model_type="qwen3", marks=("yes", "no"))
     text = (
         "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
@@ -152,14 +152,14 @@ def test_a_qwen3_reranker_without_such_files_reads_the_text_of_its_card(tmp_path
             assert found.outputs.score == pytest.approx(wanted, abs=1e-5)
 
 
-def test_one_of_two_model_names_may_be_a_reranker(tmp_path: pathlib.Path) -> None:
+def test_the_score_kind_depends_on_the_model_name(tmp_path: pathlib.Path) -> None:
     folder = save_model(tmp_path / "model", model_type="qwen3", marks=("yes", "no"))
     tokenizer = ModelTokenizer.load(folder)
     kinds = [read_pair_form(folder, tokenizer, is_reranker_name(name)).kind for name in ("chat", "My-Reranker", "chat")]
     assert kinds == [ScoreKind.COSINE, ScoreKind.TOKENS, ScoreKind.COSINE]
 
 
-def test_vllms_field_names_the_tokens_and_activation_fn_may_leave_logits(tmp_path: pathlib.Path) -> None:
+def test_classifier_from_token_and_activation_fn_are_applied(tmp_path: pathlib.Path) -> None:
     folder = save_model(tmp_path / "model", template=PAIR_TEMPLATE, marks=("ja", "nein"))
     config = json.loads((folder / "config.json").read_text())
     config |= {
@@ -174,7 +174,7 @@ def test_vllms_field_names_the_tokens_and_activation_fn_may_leave_logits(tmp_pat
         assert found == pytest.approx(wanted, abs=1e-4)
 
 
-def test_the_scores_of_a_model_of_vectors_are_their_cosines(tmp_path: pathlib.Path) -> None:
+def test_scores_of_an_embedding_model_are_cosines(tmp_path: pathlib.Path) -> None:
     folder = save_model(tmp_path / "model")
     with LLM(str(folder), **OPTIONS) as llm:
         query, *others = (torch.tensor(one.outputs.embedding) for one in llm.embed([QUERY, *DOCUMENTS]))

@@ -19,7 +19,7 @@ def found_blocks(ids: list[int], other: list[int], block: int) -> int:
 
 
 @given(TEXTS, st.integers(1, 3))
-def test_a_text_waits_for_the_earliest_of_those_that_share_most(texts: list[list[int]], block: int) -> None:
+def test_a_text_waits_for_the_first_text_with_the_longest_shared_prefix(texts: list[list[int]], block: int) -> None:
     for number, leader in enumerate(leaders(texts, block)):
         shared = [found_blocks(texts[number], earlier, block) for earlier in texts[:number]]
         most = max(shared, default=0)

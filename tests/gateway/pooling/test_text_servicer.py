@@ -76,7 +76,7 @@ async def test_a_wrong_text_is_named_before_any_is_computed(message: object, fie
         await fakes.settled()
 
 
-async def test_a_long_list_has_few_texts_under_way_and_its_end_cancels_them() -> None:
+async def test_concurrent_texts_of_a_list_are_bounded_and_cancelled_with_it() -> None:
     async with running_fake_cluster() as fakes:
         fakes.decode.gate.clear()
         work = asyncio.create_task(fakes.client.embed([[5, 6, 1 + n % 200] for n in range(MAX_TEXTS)]))
@@ -161,7 +161,7 @@ async def test_priority_and_salt_apply_to_every_text() -> None:
         await fakes.settled()
 
 
-async def test_a_document_waits_for_the_first_one_whose_beginning_it_shares() -> None:
+async def test_a_document_waits_for_the_first_one_with_a_shared_prefix() -> None:
     """Shared whole blocks of BLOCK tokens, as the pairs of a reranker share a query."""
     async with running_fake_cluster() as fakes:
         fakes.decode.gate.clear()

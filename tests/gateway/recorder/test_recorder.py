@@ -100,7 +100,7 @@ async def test_a_whole_request_is_recorded(tmp_path: pathlib.Path) -> None:
     assert [(one.decode, one.prefill, one.chosen) for one in plan.weighed] == [("decode-0", "prefill-0", True)]
 
 
-async def test_the_recorded_end_is_the_clients(tmp_path: pathlib.Path) -> None:
+async def test_the_recorded_finish_reason_is_the_clients(tmp_path: pathlib.Path) -> None:
     call_of_a_tool = '<tool_call>\n{"name": "near", "arguments": {}}\n</tool_call>'
     flags = {"record_path": str(tmp_path), "record_share": 1.0}
     async with running_fake_cluster(call_of_a_tool, template=TEMPLATE, **flags) as fakes:
@@ -183,7 +183,7 @@ async def test_a_request_that_fails_is_recorded(retryable: bool, tmp_path: pathl
     assert any(event.what == "decode_lost" and event.worker == "decode-0" for event in bundle.story)
 
 
-async def test_a_slow_request_is_recorded_and_one_that_is_given_up(tmp_path: pathlib.Path) -> None:
+async def test_slow_and_abandoned_requests_are_recorded(tmp_path: pathlib.Path) -> None:
     async with recording(tmp_path, record_slow_ms=1) as fakes:
         fakes.decode.pace_s = 0.01
         await ask(fakes)
@@ -265,7 +265,7 @@ def test_the_oldest_bundles_make_room(tmp_path: pathlib.Path) -> None:
         RecordFolder(tmp_path, 10, 1000.0).store(ids[5], raw)
 
 
-def test_a_folder_is_made_with_its_key_before_the_start(tmp_path: pathlib.Path) -> None:
+def test_the_record_folder_and_its_key_are_created_before_the_start(tmp_path: pathlib.Path) -> None:
     folder = tmp_path / "new" / "records"
     check_files(GatewayFlags(model="", record_path=str(folder)))
     assert folder.stat().st_mode & 0o777 == 0o700

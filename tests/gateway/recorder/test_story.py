@@ -74,7 +74,7 @@ def test_requests_ahead_in_the_queue_are_recorded(
     assert waits.figures == {"running": 7, "waiting": before}
 
 
-def test_moments_are_bounded_and_end_with_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_events_are_bounded_and_end_with_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stories, "MAX_MOMENTS", 3)
     story = story_of()
     now = story.admitted.arrived

@@ -177,7 +177,7 @@ def test_timings_are_sums_over_attempts(scenes: list[Random]) -> None:
             sums.check()
 
 
-def test_a_request_that_waits_has_no_times_of_workers() -> None:
+def test_a_queued_request_has_no_worker_timings() -> None:
     found = machine(arrived=10.0).timings(12.0)
     assert (found.decode_worker, found.prefill_worker, found.plan_reason) == ("", "", "")
     assert (found.admission_ms, found.total_ms, found.tail_tokens) == (2000.0, 2000.0, 21)
@@ -246,7 +246,7 @@ def test_further_answers_add_no_prompt_tokens() -> None:
     assert (found.cached_tokens, found.admission_ms, found.replays) == (8, 1000.0, 0)
 
 
-def test_a_further_answer_uses_memory_from_its_first_token_on() -> None:
+def test_a_parallel_sample_is_charged_memory_from_its_first_token() -> None:
     parts = planned(1, 21, 2, components=[replace(one, block_bytes=40) for one in PARTS]).plan
     each = 40 / BLOCK
     for starts in ([ev.TokensSampled(1, (5,) * 4)], [ev.LeaderStarted(), ev.TokensSampled(1, (5,) * 4)]):
@@ -289,7 +289,7 @@ def test_no_token_follows_the_last_one() -> None:
     assert m.emitted == [1, 2]
 
 
-def test_an_end_without_timings_leaves_those_that_came() -> None:
+def test_an_end_without_timings_keeps_the_earlier_ones() -> None:
     m = machine()
     to_decoding(m)
     m.handle(ev.TokensSampled(1, (1,), DecodeTimings(tail_steps=3, guessed_tokens=4)), 1.0)
@@ -319,7 +319,7 @@ def test_a_resumed_answer_continues_after_its_tokens(
     assert m.usage() == Usage(21, 8, len(answer)), "what the first gateway found is what counts"
 
 
-def test_a_further_answer_without_a_stream_has_none_to_cancel() -> None:
+def test_cancelling_a_parallel_sample_without_a_stream_only_fails_it() -> None:
     (fail,) = follower().handle(ev.RequestCancelled(), 1.0)
     assert isinstance(fail, ev.Fail)
 

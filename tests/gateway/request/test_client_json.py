@@ -45,7 +45,7 @@ def test_values_that_are_not_objects(text: str) -> None:
 
 
 @pytest.mark.parametrize("item", ["[]", "{}", "0", "[[[]]]", '{"a":0}', "1.5"])
-def test_more_items_than_a_call_may_make_are_refused_unread(item: str) -> None:
+def test_too_many_items_are_refused_before_parsing(item: str) -> None:
     fits = MAX_PARSED_ITEMS // items_in(item + ",") - 1
     assert len(parsed("[" + ",".join([item] * fits) + "]")) == fits
     with pytest.raises(ValueError, match="more than 65536 brackets, braces and commas"):

@@ -248,7 +248,7 @@ class LossyRun:
 
 
 @given(random_scenes())
-def test_losses_follow_the_model(scenes: list[Random]) -> None:
+def test_losses_match_the_reference_model(scenes: list[Random]) -> None:
     for rng in scenes:
         run = LossyRun(rng)
         for _ in range(60):
@@ -290,7 +290,7 @@ def test_only_a_whole_answer_waits_for_its_last_acknowledgement(end: ev.Event, c
     assert m.handle(end, 2.0)[:-1] == ([ev.CancelDecode(1), *left] if cancelled else left)
 
 
-def test_pauses_between_lost_tickets_begin_anew_after_a_ticket() -> None:
+def test_ticket_retry_backoff_resets_after_a_ticket() -> None:
     m, pauses = machine(attempts=9), []
     to_decoding(m)
     for attempt in (2, 3):
@@ -304,7 +304,7 @@ def test_pauses_between_lost_tickets_begin_anew_after_a_ticket() -> None:
     assert pauses == [100, 200, 400] * 2
 
 
-def test_a_prefill_range_without_news_is_stopped_at_once() -> None:
+def test_a_silent_prefill_range_is_stopped_at_once() -> None:
     left = to_prefilling().handle(ev.AttemptSilent(1), 9.0)[:-1]
     assert left == [ev.CancelDecode(1), ev.StopWork(1), ev.ReleaseTicket(hold())]
 

@@ -81,7 +81,7 @@ async def test_a_stream_broken_mid_answer_continues(after: int) -> None:
         await fakes.settled()
 
 
-async def test_a_stream_that_is_lost_in_its_first_step_goes_on() -> None:
+async def test_a_stream_lost_in_its_first_step_continues() -> None:
     """A slow worker reports the step's begin, its token and the loss in one delta."""
     async with running_fake_cluster(SCRIPT) as fakes:
         fakes.decode.refuses_in_step = True
@@ -101,7 +101,7 @@ async def test_all_streams_of_a_broken_connection_continue() -> None:
         await fakes.settled()
 
 
-async def test_a_decode_worker_that_dies_and_comes_back_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_restarting_decode_worker_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_fake_cluster(SCRIPT) as fakes:
         served, looks = fakes.gateway.cluster.served, 0
 
@@ -258,7 +258,7 @@ async def test_a_lost_prefill_range_is_planned_again(error: PillionError, chunks
         await fakes.settled()
 
 
-async def test_an_unreachable_prefill_worker() -> None:
+async def test_an_unreachable_prefill_worker_costs_no_replay() -> None:
     async with running_fake_cluster(SCRIPT) as fakes:
         link = fakes.gateway.cluster.prefill("prefill-0")
         await fakes.servers["prefill"].stop(0)
@@ -317,7 +317,7 @@ async def test_a_returning_node_is_waited_for(error: PillionError) -> None:
 
 
 @pytest.mark.parametrize("code", [Unavailable.code, Conflict.code])
-async def test_a_returning_worker_is_waited_for(code: int) -> None:
+async def test_temporary_worker_refusals_cost_no_attempt(code: int) -> None:
     """While stopping or changing its epoch it refuses with a reason that costs no attempt."""
     async with running_fake_cluster(SCRIPT, max_attempts=2) as fakes:
         fakes.decode.refusals = [(code, True)] * 5
@@ -366,7 +366,7 @@ async def test_waiting_in_a_queue_costs_no_attempt(in_prefill: int, in_decode: i
         await fakes.settled()
 
 
-async def test_workers_that_go_with_their_node_did_not_die_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_workers_lost_with_their_node_are_not_blamed_on_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_fake_cluster(SCRIPT) as fakes:
         monkeypatch.setattr(fakes.gateway.cluster, "holds", lambda hold: False)
         fakes.decode.is_killed_by = lambda submit: len(fakes.decode.submits) <= 3
@@ -374,7 +374,7 @@ async def test_workers_that_go_with_their_node_did_not_die_of_a_request(monkeypa
         await fakes.settled()
 
 
-async def test_streams_beside_a_request_that_kills_workers_go_on() -> None:
+async def test_streams_beside_a_worker_killing_request_continue() -> None:
     """They had tokens from that worker, so they are not suspects."""
     async with running_fake_cluster(SCRIPT) as fakes:
         fakes.decode.pace_s = 0.05
@@ -388,7 +388,7 @@ async def test_streams_beside_a_request_that_kills_workers_go_on() -> None:
         await fakes.settled()
 
 
-async def test_a_full_node_is_an_overload() -> None:
+async def test_a_full_node_raises_overloaded() -> None:
     async with running_fake_cluster(SCRIPT) as fakes:
         fakes.node.failures = [Overloaded("the prompt can never fit")]
         with pytest.raises(Overloaded, match="never fit"):
@@ -552,7 +552,7 @@ MORE_AND_MORE_TIME_S = (0.2, 2.0, 8.0, 32.0)
 
 
 @pytest.mark.parametrize("stage", ["ticket", "prefill", "decode"])
-async def test_deadlines_travel_and_free_everything(stage: str) -> None:
+async def test_deadlines_are_propagated_and_free_everything(stage: str) -> None:
     async with running_fake_cluster(SCRIPT) as fakes:
         await stuck(fakes, stage)
         came: list[Any] = {
@@ -570,7 +570,7 @@ async def test_deadlines_travel_and_free_everything(stage: str) -> None:
             assert 0 < fakes.decode.submits[0].timeout_ms <= timeout_s * 1000
 
 
-async def test_the_gateway_keeps_the_deadline_itself() -> None:
+async def test_the_gateway_enforces_the_deadline_itself() -> None:
     async with running_fake_cluster(SCRIPT) as fakes:
         await stuck(fakes, "decode")
         for timeout_s in MORE_AND_MORE_TIME_S:

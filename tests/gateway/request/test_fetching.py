@@ -30,7 +30,7 @@ GRACE_S = 1.0
 
 
 @pytest.mark.parametrize(("brought", "cached"), [(5, 20), (4, 16), (2, 8), (0, 8), (99, 20)])
-def test_a_fetch_moves_the_split_and_never_back(brought: int, cached: int) -> None:
+def test_a_fetch_only_moves_the_split_forward(brought: int, cached: int) -> None:
     m = machine(arrived=1.0)
     m.handle(planned(1, 21, 2, far=9), 1.0)
     (fetch,) = m.handle(ev.TicketGranted(1, hold(), 2), 1.5)
@@ -98,7 +98,7 @@ async def test_a_complete_fetch_needs_no_prefill() -> None:
         await fakes.settled()
 
 
-async def test_the_nodes_own_disk_is_asked_without_a_source() -> None:
+async def test_a_fetch_from_the_nodes_own_disk_needs_no_source() -> None:
     async with running_fake_cluster(SCRIPT) as fakes:
         fakes.node.pinned = 1
         knows(fakes, kv_0=5, kv_7=7)
@@ -149,7 +149,7 @@ async def test_a_cancelled_request_does_not_wait_for_its_fetch(end: str) -> None
         assert not fakes.decode.submits
 
 
-async def test_a_node_lost_while_it_fetches() -> None:
+async def test_a_node_lost_during_a_fetch_costs_one_replay() -> None:
     async with running_fake_cluster(SCRIPT, BOTH) as fakes:
         fakes.node.fetch_gate.clear()
         knows(fakes, kv_1=6)

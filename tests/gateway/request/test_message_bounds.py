@@ -111,7 +111,7 @@ def test_the_largest_good_messages_pass() -> None:
 
 @given(st.binary(max_size=200), st.integers(0, 200))
 @settings(max_examples=examples(300))
-def test_noise_is_counted_to_its_end(noise: bytes, cut: int) -> None:
+def test_counting_terminates_on_arbitrary_bytes(noise: bytes, cut: int) -> None:
     """Counting ends for any bytes, and for a valid message cut anywhere."""
     good = gateway_pb2.GenerateRequest(text="x" * LARGE, messages=[gateway_pb2.ChatMessage(role="a")])
     for raw in (noise + bytes(LARGE), good.SerializeToString()[:-1] + noise, good.SerializeToString()[: LARGE + cut]):
@@ -119,7 +119,7 @@ def test_noise_is_counted_to_its_end(noise: bytes, cut: int) -> None:
             bounds.check_generate_message(raw)
 
 
-def test_a_prompt_to_warm_is_counted_like_one_to_answer() -> None:
+def test_warm_prefix_prompts_have_the_same_bounds() -> None:
     ids = gateway_pb2.GenerateRequest(token_ids=[1] * (MAX_PROMPT_IDS + 1))
     fields = gateway_pb2.GenerateRequest(messages=[gateway_pb2.ChatMessage(role="r", content="c")] * bounds.MAX_FIELDS)
     for prompt in (ids, fields):

@@ -238,7 +238,7 @@ EVENTS = ["planned", "granted", "granted", "fetched", "prefillended",
 
 @given(st.data())
 @settings(max_examples=examples(120))
-def test_any_order_of_events(data) -> None:
+def test_invariants_hold_in_any_order_of_events(data) -> None:
     count, length = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 20))
     c = choices(count, data.draw(st.integers(1, 9)), attempts=6, prompt=tuple(range(length)))
     world = AnswersWorld(c)
@@ -308,7 +308,7 @@ def probs(*values: float) -> list[TokenLogprob]:
     return [TokenLogprob(n, value) for n, value in enumerate(values)]
 
 
-def test_the_best_answers_have_the_highest_mean() -> None:
+def test_answers_are_ranked_by_mean_log_probability() -> None:
     answers = [
         probs(-1.0, -1.0, -1.0),
         probs(-2.0),
@@ -359,7 +359,7 @@ def test_best_of_emits_nothing_before_the_end() -> None:
 
 
 @pytest.mark.parametrize("given_", [1, 2])
-def test_a_failure_comes_after_what_is_pending(given_: int) -> None:
+def test_a_failure_is_raised_after_pending_deltas(given_: int) -> None:
     box = outbox(2, given_)
     box.add(0, AnswerDelta("a", (1,)))
     box.fail(Unavailable("gone"))
@@ -372,7 +372,7 @@ def test_a_failure_comes_after_what_is_pending(given_: int) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.booleans()), max_size=40))
-def test_any_reader_gets_every_token(steps: list[tuple[int, int, bool]]) -> None:
+def test_every_token_is_delivered_at_any_reading_pace(steps: list[tuple[int, int, bool]]) -> None:
     box, counter = outbox(3, 3, logprobs=0), itertools.count()
     put: dict[int, list[int]] = {0: [], 1: [], 2: []}
     got: dict[int, list[int]] = {0: [], 1: [], 2: []}

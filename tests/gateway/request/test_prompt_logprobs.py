@@ -49,7 +49,7 @@ async def test_a_prompt_is_scored_once_for_all_answers(fields) -> None:
         await fakes.settled()
 
 
-async def test_a_worker_lost_amid_a_prompt_is_replayed_from_there() -> None:
+async def test_prompt_scoring_resumes_where_a_worker_was_lost() -> None:
     async with running_fake_cluster("Paris, of course") as fakes:
         fakes.decode.breaks_amid_scores = 2
         deltas = await ask(fakes, n=2)

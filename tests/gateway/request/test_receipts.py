@@ -54,7 +54,7 @@ class AttemptDriver:
         self.machine.handle(ev.DecodeFinished(self.machine.attempt, FinishReason.STOP, None), at_s)
 
 
-def test_one_attempt() -> None:
+def test_one_attempt_is_charged_for_tokens_and_memory() -> None:
     driver = AttemptDriver()
     driver.begin(cached=8, at_s=1.0)
     driver.tokens(10, 3.0)
@@ -93,14 +93,14 @@ def test_a_prefill_range_counts_up_to_its_last_chunk() -> None:
     assert driver.machine.held.computed_tokens == 20
 
 
-def test_no_memory_costs_nothing() -> None:
+def test_a_request_cancelled_at_once_costs_nothing() -> None:
     driver = AttemptDriver()
     driver.machine.handle(ev.RequestCancelled(), 1.0)
     held = driver.machine.held
     assert (held.computed_tokens, held.byte_s) == (0, 0.0)
 
 
-def test_tiers_and_further_answers() -> None:
+def test_cached_tokens_are_charged_by_tier_and_parallel_samples_as_computed() -> None:
     """Cached tokens count under their tier; all others, with further answers to the same prompt, as computed."""
     driver = AttemptDriver()
     driver.begin(cached=16, at_s=0.0)

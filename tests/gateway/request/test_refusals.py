@@ -11,7 +11,7 @@ from pillion.gateway.request import refusals
 from pillion.gateway.request.refusals import MAX_LINES_PER_S, MAX_ROWS, MAX_TENANTS, Caller, Refusals
 
 
-def test_no_tenant_fills_the_table_or_evicts_others() -> None:
+def test_one_tenant_cannot_fill_the_table_or_evict_others() -> None:
     found = Refusals()
     found.without_effect(Caller("/v1/a", "quiet", "one"), ["field"])
     for number in range(2 * MAX_ROWS):

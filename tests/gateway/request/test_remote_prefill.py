@@ -60,7 +60,7 @@ async def test_chunks_flow_from_node_to_node() -> None:
         assert not fakes.far_node.fetches
 
 
-async def test_one_fetch_at_a_time_and_the_newest_end_wins() -> None:
+async def test_one_fetch_runs_at_a_time_up_to_the_newest_chunk() -> None:
     async with running_fake_cluster(SCRIPT, APART) as fakes:
         fakes.node.fetch_gate.clear()
         reading = asyncio.create_task(read(fakes.client.generate(PROMPT)))
@@ -147,7 +147,7 @@ async def test_a_source_lost_between_chunks() -> None:
 
 
 @pytest.mark.parametrize("wait", [False, True])
-async def test_no_memory_at_the_prefill_workers_node(wait: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_remote_node_falls_back_to_the_decode_worker(wait: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two requests that each hold one node and wait for the other must not deadlock."""
     monkeypatch.setattr(events, "MAX_REMOTE_ADMISSION_WAIT_S", 0.1)
     async with running_fake_cluster(SCRIPT, APART) as fakes:

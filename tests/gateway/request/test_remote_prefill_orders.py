@@ -146,7 +146,7 @@ JOB = admitted_request(options=OPTIONS)
 
 @given(st.data())
 @settings(max_examples=examples(300))
-def test_any_order_of_a_remote_prefill_range(data: st.DataObject) -> None:
+def test_remote_prefill_invariants_hold_in_any_order_of_events(data: st.DataObject) -> None:
     def draw(strategy: Any) -> Any:
         return data.draw(strategy)
 

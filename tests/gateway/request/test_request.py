@@ -78,7 +78,7 @@ def to_decoding(m: RequestMachine, attempt: int = 1, now: float = 1.0) -> ev.Sub
     return submit
 
 
-def test_a_whole_request() -> None:
+def test_a_request_passes_through_all_its_states() -> None:
     m = machine(arrived=10.0)
     (look_up,) = m.start()
     assert what(look_up) == (1, frozenset(), 0, None)
@@ -165,7 +165,7 @@ def test_with_fewer_pinned_blocks_the_gateway_opens_the_ticket() -> None:
     assert (m.state, m.timings(2.0).tail_tokens, m.timings(2.0).prefill_chunks) == (RequestState.DECODING, 13, 0)
 
 
-def test_a_ticket_refused_to_the_decode_worker() -> None:
+def test_a_ticket_refused_to_the_decode_worker_fails_or_is_replanned() -> None:
     m, full = opening(), Overloaded("no KV memory came free", 1000)
     assert m.handle(ev.DecodeLost(1, full, False), 2.0) == [ev.Fail(full)]
     m = opening()
@@ -454,7 +454,7 @@ def follower(max_tokens: int = 5) -> RequestMachine:
     return RequestMachine(admitted_request(tuple(range(100, 121)), max_tokens, (EOS,)), 1)
 
 
-def test_a_follower_has_no_work_of_its_own_until_it_is_lost_after_the_first_token() -> None:
+def test_a_follower_has_its_own_work_only_after_a_loss_past_the_first_token() -> None:
     m = follower()
     assert m.start() == []
     assert m.handle(ev.LeaderSubmitted(1, planned(1, 21).plan), 1.0) == []
@@ -485,7 +485,7 @@ def test_a_follower_ignores_losses_before_the_first_token() -> None:
     assert m.attempt == 2
 
 
-def test_a_parallel_sample_that_was_lost_alone_is_tried_again_once_the_first_answer_has_a_token() -> None:
+def test_a_lost_parallel_sample_is_retried_once_the_first_answer_has_a_token() -> None:
     m = follower()
     m.handle(ev.LeaderSubmitted(1, planned(1, 21).plan), 1.0)
     m.handle(ev.DecodeLost(1, GONE, True), 1.0)

@@ -127,7 +127,7 @@ EVENTS = COMMON * 3 + [
 
 @given(st.data())
 @settings(max_examples=examples(150))
-def test_any_order_of_events(data) -> None:
+def test_invariants_hold_in_any_order_of_events(data) -> None:
     m = machine(prompt=data.draw(st.integers(1, 30)), max_tokens=data.draw(st.integers(1, 12)), attempts=5)
     world, now = RequestWorld(m), 0.0
     world.perform(m.start())

@@ -172,7 +172,7 @@ async def test_a_temporary_refusal_of_a_resume_is_retried() -> None:
             await read(client)
 
 
-async def test_streams_that_are_not_resumed() -> None:
+async def test_streams_are_not_resumed_without_time_or_origin() -> None:
     async with cut_gateway() as (fakes, cutter, address), AsyncClient(address) as client:
         async with AsyncClient(address, resume_timeout_s=0) as plain:
             cutter.cuts = iter([3])

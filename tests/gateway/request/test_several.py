@@ -59,7 +59,7 @@ def whole(deltas: list[Delta], *texts: str) -> None:
     assert timings.total_ms >= timings.time_to_first_token_ms > 0
 
 
-async def test_one_prompt_one_prefill_three_streams() -> None:
+async def test_one_prefill_serves_three_answer_streams() -> None:
     async with running_fake_cluster() as fakes:
         tell(fakes, *TEXTS)
         deltas = await read(ask(fakes))
@@ -83,7 +83,7 @@ async def test_one_answer_has_no_parallel_samples() -> None:
         await fakes.settled()
 
 
-async def test_a_drawn_seed_makes_different_answers_too() -> None:
+async def test_answers_with_a_drawn_seed_have_different_seeds() -> None:
     async with running_fake_cluster() as fakes:
         await read(fakes.client.generate(PROMPT, n=4))
         (submit,) = fakes.decode.submits
@@ -131,7 +131,7 @@ async def test_each_answer_counts_as_a_request() -> None:
         await fakes.settled()
 
 
-async def test_a_loss_before_the_first_token_concerns_the_first_answer() -> None:
+async def test_a_loss_before_the_first_token_is_retried_by_the_first_answer() -> None:
     async with running_fake_cluster() as fakes:
         tell(fakes, *TEXTS)
         fakes.decode.break_after = 1
@@ -177,7 +177,7 @@ async def test_a_workers_grammar_error_names_the_clients_field() -> None:
         await fakes.settled()
 
 
-async def test_an_answer_that_cannot_go_on_in_its_grammar_is_the_servers_fault() -> None:
+async def test_an_answer_stuck_in_its_grammar_is_an_internal_error() -> None:
     """The grammar was accepted, so it is no client error, and no other worker is tried."""
     async with running_fake_cluster() as fakes:
         tell(fakes, *TEXTS)
@@ -190,7 +190,7 @@ async def test_an_answer_that_cannot_go_on_in_its_grammar_is_the_servers_fault()
 
 
 @pytest.mark.parametrize("after", [2, 3, 4, 9, 60])
-async def test_a_loss_after_the_first_token_concerns_all_answers(after: int) -> None:
+async def test_a_loss_after_the_first_token_replays_every_answer(after: int) -> None:
     async with running_fake_cluster() as fakes:
         tell(fakes, *TEXTS)
         fakes.decode.break_after = after
@@ -206,7 +206,7 @@ async def test_a_loss_after_the_first_token_concerns_all_answers(after: int) -> 
 
 
 @pytest.mark.parametrize("times", [1, 2])
-async def test_a_refused_submit_gets_its_parallel_samples_again(times: int) -> None:
+async def test_a_retried_submit_includes_its_parallel_samples(times: int) -> None:
     async with running_fake_cluster() as fakes:
         tell(fakes, *TEXTS)
         fakes.decode.refusals = [(NotFound.code, True)] * times
@@ -225,7 +225,7 @@ async def test_a_lost_prefill_range_costs_one_more_plan() -> None:
         await fakes.settled()
 
 
-async def test_more_answers_than_a_worker_takes_are_its_own_refusal() -> None:
+async def test_more_answers_than_a_worker_accepts_raise_overloaded() -> None:
     async with running_fake_cluster(max_attempts=2) as fakes:
         fakes.decode.refusals = [(Overloaded.code, True)] * 2
         with pytest.raises(Overloaded, match="given up after 2 attempts"):
@@ -360,7 +360,7 @@ async def test_log_probabilities_are_sent_only_on_request() -> None:
         assert not fakes.decode.submits[0].sampling.HasField("logprobs")
 
 
-async def test_the_best_of_several() -> None:
+async def test_best_of_returns_the_best_answers() -> None:
     async with running_fake_cluster() as fakes:
         tell(fakes, *TEXTS)
         fakes.decode.worth = {SEED: -2.0, SEED + 1: 0.0, SEED + 2: -1.0}
@@ -376,7 +376,7 @@ async def test_the_best_of_several() -> None:
         await fakes.settled()
 
 
-async def test_the_best_of_several_after_a_loss() -> None:
+async def test_best_of_survives_a_worker_loss() -> None:
     async with running_fake_cluster() as fakes:
         tell(fakes, *TEXTS)
         fakes.decode.worth = {SEED: -2.0, SEED + 1: -3.0, SEED + 2: -1.0}

@@ -179,7 +179,7 @@ def test_long_lists_are_refused_unread() -> None:
     assert [violation.field for violation in failure.value.violations] == ["token_ids", "sampling.logit_bias"]
 
 
-def test_models() -> None:
+def test_unknown_models_are_refused_with_suggestions() -> None:
     assert v.check_model("", {"toy"}) == v.check_model("toy", {"toy", "other"}) == "toy"
     with pytest.raises(NotFound, match=r"'gpt' is not served here; known: other, toy"):
         v.check_model("gpt", {"toy", "other"})
@@ -196,7 +196,7 @@ def test_models() -> None:
         v.check_model("", {"toy", "other"})
 
 
-def test_length() -> None:
+def test_prompts_beyond_the_context_length_are_refused() -> None:
     v.check_length(63, "text", LIMITS)
     most = "This model's maximum context length is 64 tokens"
     for tokens, field, given in (
@@ -214,7 +214,7 @@ def test_length() -> None:
         assert failure.value.violations[0].field == field
 
 
-def test_every_default_is_decided() -> None:
+def test_every_sampling_default_is_resolved() -> None:
     sampling, _ = v.resolve(SamplingParams(), 60, (2, 7), LIMITS, drawn_seed=5)
     assert sampling == SamplingParams(
         stop_token_ids=(2, 7),
@@ -259,7 +259,7 @@ def test_the_clients_values_are_kept() -> None:
     assert (longer.max_tokens, longer.min_tokens, longer.stop_token_ids) == (4, 4, (9, 2))
 
 
-def test_no_mass_leaves_the_likeliest_token_and_no_seed_is_minus_one() -> None:
+def test_top_p_zero_is_greedy_and_seed_minus_one_is_drawn() -> None:
     sampling, _ = v.resolve(SamplingParams(top_p=0, top_k=7, seed=-1), 10, (), LIMITS, 99)
     assert (sampling.top_p, sampling.top_k, sampling.seed) == (1.0, 1, 99)
     v.check_request(sampled(top_p=0, seed=-1), LIMITS)

@@ -224,7 +224,7 @@ async def test_text_after_a_call_does_not_cut_it(fakes: FakeCluster, scripted: S
         assert without_ids((await streamed(client, **ASKED))[1]) == without_ids(whole)
 
 
-async def test_a_shape_is_parsed(fakes: FakeCluster, scripted: ScriptedGateway) -> None:
+async def test_a_structured_response_is_parsed_by_the_sdk(fakes: FakeCluster, scripted: ScriptedGateway) -> None:
     scripted.script = [said('{"name":'), said(' "Rome"}'), ended()]
     async with client_of(fakes) as client:
         parsed = await client.responses.parse(**ASKED, text_format=Town)

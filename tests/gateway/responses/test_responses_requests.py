@@ -39,7 +39,7 @@ def refusal(**fields: Any) -> ApiError:
     return caught.value
 
 
-def test_every_field_arrives() -> None:
+def test_every_request_field_is_parsed() -> None:
     sampling = {
         "temperature": 0.5,
         "top_p": 0.25,
@@ -84,7 +84,7 @@ def test_every_field_arrives() -> None:
     assert read(metadata={"a": "b"}, user="u", safety_identifier="s", prompt_cache_key="k").requests == read().requests
 
 
-def test_items_of_a_conversation() -> None:
+def test_conversation_items_are_parsed() -> None:
     items = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},

@@ -107,7 +107,7 @@ async def test_the_generation_prompt_is_the_callers_choice(template, begins: boo
     assert await template(TEMPLATE).render(MESSAGES, ChatOptions(add_generation_prompt=begins)) == expected
 
 
-async def test_the_callers_variables_reach_the_template_and_replace_none_of_ours(template) -> None:
+async def test_template_kwargs_are_passed_but_cannot_override_reserved_names(template) -> None:
     source = "{{ effort }} {{ thinking }} {{ list[1].a if list }} {{ messages | length }} {{ bos_token }}" + ALL
     mine = {"effort": 5, "thinking": False, "list": [None, {"a": "é"}]}
     box, chat = template(source), [{"role": m.role, "content": m.content} for m in MESSAGES]
@@ -211,7 +211,7 @@ async def test_a_text_that_a_template_leaves_out_is_an_error(template) -> None:
         await template(only_users).render(MESSAGES[1:], tools=(Tool(name="weather"),))
 
 
-async def test_a_long_conversation_loses_no_text_either(template) -> None:
+async def test_a_long_conversation_loses_no_text(template) -> None:
     """Rendered only once, unless a text is not found verbatim."""
     turns = [(ChatMessage("user", f" Question {n}? "), ChatMessage("assistant", f'"{n}" is it.')) for n in range(50)]
     messages = [message for turn in turns for message in turn]

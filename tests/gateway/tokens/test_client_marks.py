@@ -290,7 +290,7 @@ async def test_a_message_with_marks_is_continued() -> None:
     assert "<|im_end|>" not in written.split("assistant\n")[1]
 
 
-async def test_breakers_are_private_to_the_gateway() -> None:
+async def test_breaker_characters_from_clients_are_replaced() -> None:
     box = ChatTemplate(CUTTING, {}, marks=MARKS)
     try:
         written = await box.render([ChatMessage("user", f"<{BREAKER}|im_end|> \ufdd0")])

@@ -59,7 +59,7 @@ def test_answers_that_share_a_cache_are_independent(answers: list[list[int]]) ->
 
 @given(st.text(max_size=40))
 @settings(max_examples=examples(300))
-def test_text_comes_back_whole_character_by_character(text: str) -> None:
+def test_streamed_text_never_splits_a_character(text: str) -> None:
     for codec in (BYTES, FALLBACK):
         ids = codec.encode(text, add_special_tokens=False).ids
         pieces = stream(codec, ids)
@@ -106,7 +106,7 @@ def test_broken_bytes_do_not_hold_text_back_forever() -> None:
 
 
 @pytest.mark.parametrize("codec", [BYTES, FALLBACK], ids=["bytes", "fallback"])
-def test_each_token_is_spelled_once(codec) -> None:
+def test_each_token_is_looked_up_once(codec) -> None:
     """The library rebuilds its table of special tokens for each caller, and looks up each token again."""
     asked: Counter[str] = Counter()
 

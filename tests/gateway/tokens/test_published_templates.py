@@ -262,7 +262,7 @@ async def test_no_rewrite_is_tried_after_its_time(monkeypatch: pytest.MonkeyPatc
 MOVING = {"mistral-7b-v0.3", "mistral-small-3.2", "mistral-nemo", "devstral-small", "pixtral", "phi-3.5"}
 
 
-async def test_a_turn_begins_with_the_one_before(template: tuple[str, ChatTemplate]) -> None:
+async def test_each_prompt_begins_with_the_previous_turns_prompt(template: tuple[str, ChatTemplate]) -> None:
     """Even if both are rewritten, so that the earlier one is a prefix cache hit."""
     source, box = template
     if any(source == TEMPLATES[name] for name in MOVING):

@@ -52,7 +52,7 @@ class CountedLabels(list[str]):
         return super().__getitem__(index)
 
 
-def test_many_long_stop_strings_cost_a_character_what_one_costs() -> None:
+def test_cost_per_character_does_not_depend_on_the_number_of_stop_strings() -> None:
     one = "a" * 255 + "z"
     others = [("bcd"[n % 3] + "dcb"[n % 3]) * 127 + chr(ord("e") + n) for n in range(15)]
     # Partial matches again and again: the worst case if each stop string is tried at each position.
@@ -65,7 +65,7 @@ def test_many_long_stop_strings_cost_a_character_what_one_costs() -> None:
         assert labels.looked <= 2 * len(text), f"{labels.looked} look-ups for {len(text)} characters"
 
 
-def test_answers_with_equal_stop_strings_share_what_is_built() -> None:
+def test_equal_stop_strings_share_one_matcher_table() -> None:
     assert stop_strings(("a", "b")) is stop_strings(("a", "b"))
 
 
@@ -92,7 +92,7 @@ def test_an_answer_does_not_depend_on_batches(step: int) -> None:
     assert run("größer als€STO", ("€STOP",), step)[0] == "größer als€STO"
 
 
-def test_a_stop_string_that_ends_with_the_flush() -> None:
+def test_a_stop_string_completed_by_the_flush_is_matched() -> None:
     codec_ids = CODEC.encode("ab😀").ids[:-1]
     answer = AnswerText(new_detokenizer(CODEC), stop_strings(("b\ufffd",)), frozenset())
     text = answer.push(codec_ids).text

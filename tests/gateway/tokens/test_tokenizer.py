@@ -20,7 +20,7 @@ BOS, EOS = 256, 257
 MOST = 2**20
 
 
-def test_a_tokenizer_that_adds_no_bos_adds_none(tmp_path: pathlib.Path) -> None:
+def test_no_bos_is_added_if_the_tokenizer_adds_none(tmp_path: pathlib.Path) -> None:
     tokenizer = ModelTokenizer.load(write_tokenizer(tmp_path, byte_tokenizer()))
     assert not tokenizer.adds_bos
     assert BOS not in tokenizer.encode_text("hi", MOST)
@@ -40,7 +40,7 @@ def test_exactly_one_bos(tmp_path: pathlib.Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("adds", [True, False])
-def test_the_configuration_decides_on_bos(tmp_path: pathlib.Path, adds: bool) -> None:
+def test_add_bos_token_overrides_the_tokenizer(tmp_path: pathlib.Path, adds: bool) -> None:
     codec = byte_tokenizer() if adds else with_bos(byte_tokenizer())
     tokenizer = ModelTokenizer.load(write_tokenizer(tmp_path, codec, add_bos_token=adds))
     assert tokenizer.encode_text("hi", MOST).count(BOS) == adds

@@ -314,7 +314,7 @@ async def test_earlier_reasoning_has_the_one_key_that_the_template_reads(source:
     assert json.JSONDecoder().raw_decode(written)[0] == {"role": "assistant", "content": "So.", key: "Hm."}
 
 
-async def test_a_template_that_drops_system_messages_has_them_from_the_user() -> None:
+async def test_system_messages_dropped_by_a_template_move_to_the_user_message() -> None:
     source = (
         "{% for m in messages if m.role != 'system' %}"
         "{% if loop.previtem and loop.previtem.role == m.role %}{{ raise_exception('twice') }}{% endif %}"

@@ -53,7 +53,7 @@ def test_a_quantile_is_in_the_bucket_of_the_true_one(observed: list[float], shar
     assert math.isinf(found) == math.isinf(above)
 
 
-def test_changes_are_those_of_the_window() -> None:
+def test_counter_changes_are_computed_over_the_window() -> None:
     one = flow(reading(0, counted(7)), reading(2, counted(9)))
     assert (one["generated"], one["prompt"], one["cached"]) == (100, 100, 70)
     assert one["sources"] == {"pool": 60, "fetched": 10, "restored": 0, "bucket": 0, "prefill": 20, "tail": 10}

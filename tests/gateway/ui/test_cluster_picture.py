@@ -91,7 +91,7 @@ def test_viewers_share_a_snapshot() -> None:
     assert len(taken) == 2
 
 
-def test_a_late_component_and_a_new_process() -> None:
+def test_rates_do_not_span_a_component_restart() -> None:
     picture = ClusterPicture("gateway-0")
     picture.at(0.0, lambda: status(GATEWAY, worked(5)), dict)
     # Restarted in between: its counters are smaller.
@@ -103,7 +103,7 @@ def test_a_late_component_and_a_new_process() -> None:
     assert late["per_second"] == pytest.approx(10 / WINDOW_S)
 
 
-def test_the_first_picture_after_a_rest_has_no_rates() -> None:
+def test_the_first_snapshot_after_an_idle_period_has_no_rates() -> None:
     """A mean over minutes is not shown as one over seconds."""
     picture, last_s = ClusterPicture("gateway-0"), OLDEST_S + 1.0
     for at_s, over_s in ((0.0, None), (OLDEST_S, OLDEST_S), (OLDEST_S + last_s, None), (OLDEST_S + last_s + 1.0, 1.0)):

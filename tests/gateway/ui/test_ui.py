@@ -39,13 +39,15 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-async def test_without_the_flag_there_is_no_page() -> None:
+async def test_the_ui_is_not_served_without_the_flag() -> None:
     async with running_fake_cluster() as fakes:
         for path in ("/ui", "/ui/page.js", "/ui/cluster"):
             assert (await call(fakes.gateway.http_address, path)).status == 404
 
 
-async def test_the_page_is_open_and_its_data_are_not(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_ui_page_is_public_but_its_data_need_a_key(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "keys.toml").write_text(TWO_TENANTS)
     monkeypatch.setenv("PILLION_API_KEY", KEY)
     async with running_fake_cluster(ui=True, api_keys=str(tmp_path / "keys.toml")) as fakes:

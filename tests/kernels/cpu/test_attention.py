@@ -78,12 +78,15 @@ MIXED = [(0, 40, 1), (1, 0, 1), (2, 530, 1), (3, 0, 30), (4, 500, 20), (5, 1030,
 
 # With checks, `make test` runs each kind of attention with one shape.
 WITH_CHECKS = {
-    *((Attention(SMALL), name) for name in ("test_mixed_batch", "test_a_row_does_not_depend_on_its_batch")),
+    *(
+        (Attention(SMALL), name)
+        for name in ("test_attention_of_a_mixed_batch_matches_the_reference", "test_a_row_does_not_depend_on_its_batch")
+    ),
     (Attention(SMALL), "test_masked_tokens_have_no_effect"),
-    (Attention(WIDE, True, True), "test_mixed_batch"),
-    (Attention(PAIRS), "test_mixed_batch"),
+    (Attention(WIDE, True, True), "test_attention_of_a_mixed_batch_matches_the_reference"),
+    (Attention(PAIRS), "test_attention_of_a_mixed_batch_matches_the_reference"),
     (Attention(SMALL), "test_sinks"),
-    (Attention(SMALL), "test_chunks_of_positions"),
+    (Attention(SMALL), "test_chunked_attention_matches_the_reference"),
 }
 
 
@@ -145,7 +148,7 @@ def cases(*options):
 
 
 @cases((0, 0.0), (1, 3.0), (37, 0.7), (600, 30.0))
-def test_mixed_batch(runner, shape, window, softcap):
+def test_attention_of_a_mixed_batch_matches_the_reference(runner, shape, window, softcap):
     check(runner, AttentionCase.of(shape, MIXED, window=window), window=window, softcap=softcap)
 
 
@@ -165,7 +168,7 @@ def test_sinks(runner, shape, window, softcap):
 
 @pytest.mark.parametrize("chunk", [1, 37, 512, 600])
 @pytest.mark.parametrize("shape", [SMALL, WIDE], ids=lambda shape: shape.name)
-def test_chunks_of_positions(runner, shape, chunk):
+def test_chunked_attention_matches_the_reference(runner, shape, chunk):
     """Rows of one item that begin a chunk, and see none of the tokens that earlier rows see."""
     case = AttentionCase.of(shape, MIXED, window=chunk)
     check(runner, case, window=chunk, chunked=True)
@@ -215,7 +218,7 @@ def test_a_row_does_not_depend_on_its_batch(runner, shape, window, softcap):
 
 
 @cases((0, 0.0), (1700, 5.0), (300, 5.0))
-def test_cutting_a_context_changes_nothing(runner, shape, window, softcap):
+def test_splitting_a_context_changes_no_bit(runner, shape, window, softcap):
     # Both tokens of the second sequence see four partitions, regardless of the rows per item.
     parts = [(0, 9 * PARTITION_TOKENS + 3, 1), (1, 3 * PARTITION_TOKENS, 2)]
     case, options = AttentionCase.of(shape, parts, window=window), {"window": window, "softcap": softcap}

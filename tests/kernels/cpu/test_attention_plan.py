@@ -116,7 +116,7 @@ def test_partials_are_written_once_and_merged(parts, threads, partial_rows, wind
 
 @settings(max_examples=examples(60))
 @given(PARTS, st.sampled_from([1, 2, 4]), st.sampled_from([1, 3, 8]))
-def test_threads_end_together(parts, threads, kv_heads):
+def test_work_is_balanced_over_threads(parts, threads, kv_heads):
     """Each thread draws the next item when it has finished one; none ends later than a fair share plus one item."""
     plan = plan_of(batch_of(*parts), threads=threads, kv_heads=kv_heads, partial_rows=10**6)
     costs = [tokens_of(item) for item in plan.items.tolist()]
@@ -158,7 +158,7 @@ def test_rows_of_several_tokens_share_items():
 @pytest.mark.parametrize("isa", TABLE, ids=lambda isa: isa.name)
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8, 12, 16, 24, 30, 71])
 @pytest.mark.parametrize("bf16", [False, True])
-def test_row_counts(isa, group, bf16):
+def test_rows_are_spread_evenly_over_items(isa, group, bf16):
     narrow, wide, step = row_counts(isa, group, bf16)
     assert narrow <= wide
     if isa.matrix_tiles and bf16:

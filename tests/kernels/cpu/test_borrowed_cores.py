@@ -282,7 +282,7 @@ def test_two_busy_workers_both_make_progress(kernels, lending_table, pool_of):
         process.stdout.close()
 
 
-def test_a_share_is_the_worker_s_whole_share(kernels, lending_table):
+def test_threads_beyond_the_lending_tables_share_are_refused(kernels, lending_table):
     with pytest.raises(ConfigError, match="--cpu-threads 2: the core lending table has 1 for this worker"):
         ThreadPool(kernels, 2, (), CoreShare(lending_table, 0))
 

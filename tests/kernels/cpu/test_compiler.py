@@ -47,7 +47,7 @@ def runs(kernels):
 
 @by_name
 @pytest.mark.parametrize("checked", [False, True])
-def test_kernels_run(isa, checked):
+def test_compiled_kernels_run(isa, checked):
     kernels = compile_kernels([*SPECS, Halve()], isa, checked=checked)
     assert runs(kernels)
     assert kernels.names == ("scale_1", "halve")
@@ -71,7 +71,7 @@ def test_every_row_compiles_on_every_machine(row):
     assert ("fmla" if row.machine == "aarch64" else "vfmadd") in assembly(SPECS, row)["scale_1"]
 
 
-def test_the_text_has_every_function(isa):
+def test_the_assembly_has_every_function(isa):
     texts = assembly(SPECS, isa)
     assert set(texts) >= {"scale_1", "halve", "pool_run", "pool_main", "pool_wait"}
     assert all(text.count(".Lfunc_end") == 1 for text in texts.values())

@@ -51,7 +51,7 @@ def apply(runner, function, x, dtype=np.float32):
     return out
 
 
-def test_powers_of_two(runner):
+def test_exp2_matches_numpy(runner):
     x = np.linspace(-126, 127, 1 << 18).astype(np.float32)
     np.testing.assert_allclose(apply(runner, "exp2", x), np.exp2(x.astype(np.float64)), rtol=3e-7)
     hidden = np.resize(np.array([-126.001, -1e4, -1e30, -np.inf], np.float32), LANES)
@@ -67,7 +67,7 @@ def test_saturating_functions(runner, function, exact):
     np.testing.assert_allclose(apply(runner, function, ends), exact(np.clip(ends, -80, 80)), atol=1e-6)
 
 
-def test_rough_functions(runner):
+def test_approximate_functions_stay_within_their_error(runner):
     """Within a tenth of a rounding to bfloat16."""
     x = np.linspace(-126, 127, 1 << 18).astype(np.float32)
     np.testing.assert_allclose(apply(runner, "exp2_rough", x), np.exp2(x.astype(np.float64)), rtol=8e-5)
@@ -78,7 +78,7 @@ def test_rough_functions(runner):
     np.testing.assert_allclose(apply(runner, "sigmoid_rough", ends), np.resize([0, 1], LANES), atol=1.5e-4)
 
 
-def test_softplus(runner):
+def test_softplus_matches_numpy(runner):
     x = np.concatenate([np.linspace(-85, 95, 1 << 16), np.linspace(-1, 1, 1 << 12)]).astype(np.float32)
     np.testing.assert_allclose(apply(runner, "softplus", x), np.logaddexp(x.astype(np.float64), 0), rtol=1e-5)
     ends = np.resize(np.array([-np.inf, np.inf, -3e38, 3e38, np.nan], np.float32), 5 * LANES)

@@ -169,7 +169,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("spec", [*PLAIN, SAMPLED], ids=lambda spec: spec.name)
 @pytest.mark.parametrize(("rows", "columns", "depth"), [(1, 64, 48), (5, 40, 20), (37, 96, 256)])
-def test_product(runner, spec, rows, columns, depth):
+def test_products_match_the_reference(runner, spec, rows, columns, depth):
     one = case(spec, rows, columns, depth)
     assert_close(one.run(runner), one.expected())
 

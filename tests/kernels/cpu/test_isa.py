@@ -93,7 +93,7 @@ def test_this_machine_gets_a_supported_row():
     assert set(found.needs) <= host_features()
 
 
-def test_exact_codes_are_another_arithmetic_by_name():
+def test_exact_codes_change_the_label_of_rounding_rows():
     """Only if products would otherwise round quantized weights."""
     for row in TABLE:
         found = choose_isa(row.name, row.needs, exact_codes=True)

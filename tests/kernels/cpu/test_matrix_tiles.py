@@ -75,7 +75,7 @@ def bfloat16(random, shape, scale):
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(("height", "steps", "width"), SHAPES)
-def test_pairs(runner, height, steps, width, scale):
+def test_tile_products_of_bfloat16_pairs_match_the_model(runner, height, steps, width, scale):
     random = np.random.default_rng(height + steps)
     rows, columns = bfloat16(random, (height, steps, 2), scale), bfloat16(random, (steps, width, 2), scale)
     sums = (random.standard_normal((height, width)) * scale**2).astype(np.float32)
@@ -84,7 +84,7 @@ def test_pairs(runner, height, steps, width, scale):
     np.testing.assert_array_equal(found, expected.view(np.int32))
 
 
-def test_pairs_of_all_sizes(runner):
+def test_tile_products_of_any_magnitude_match_the_model(runner):
     """Sums whose terms are far apart are rounded once per product."""
     random = np.random.default_rng(1)
     for _ in range(50):
@@ -95,7 +95,7 @@ def test_pairs_of_all_sizes(runner):
 
 
 @pytest.mark.parametrize(("height", "steps", "width"), SHAPES)
-def test_codes(runner, height, steps, width):
+def test_tile_products_of_int8_codes_match_the_model(runner, height, steps, width):
     random = np.random.default_rng(height + steps)
     rows = random.integers(-128, 128, (height, steps, 4)).astype(np.int8)
     columns = random.integers(0, 256, (steps, width, 4)).astype(np.uint8)

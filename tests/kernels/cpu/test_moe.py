@@ -78,7 +78,7 @@ def run_route(runner, spec, logits, threads=3, bias=None, scale=1.0):
 
 @pytest.mark.parametrize("spec", [*ROUTES, moe.RouteToExperts(8, 2, True, "samples")], ids=lambda spec: spec.name)
 @pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
-def test_route(runner, spec, spread):
+def test_routing_matches_the_reference(runner, spec, spread):
     logits = normal(9, spec.experts) * spread
     scores, experts = run_route(runner, spec, logits)
     expected = reference_route(logits, spec.chosen, spec.normalize)
@@ -90,7 +90,7 @@ def test_route(runner, spec, spread):
 
 @pytest.mark.parametrize("spec", OTHER_ROUTES, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("shift", [0.0, -7.0, 7.0])
-def test_other_scores(runner, spec, shift):
+def test_biased_and_sigmoid_scores_match_the_reference(runner, spec, shift):
     logits, bias = normal(9, spec.experts), normal(spec.experts, seed=1) * 0.3 + shift
     bias = bias if spec.biased else None
     scores, experts = run_route(runner, spec, logits, bias=bias, scale=1.7)
@@ -162,7 +162,7 @@ def run_group(runner, spec, experts):
 
 @pytest.mark.parametrize(("size", "rows_of"), list(itertools.product(SIZES, ("tokens", "samples"))))
 @pytest.mark.parametrize("count", [1, 3, 40])
-def test_group(runner, size, rows_of, count):
+def test_grouping_matches_the_reference(runner, size, rows_of, count):
     num_experts, chosen = size
     experts = some_experts(count, num_experts, chosen)
     found = run_group(runner, moe.GroupByExpert(num_experts, chosen, rows_of), experts)
@@ -238,7 +238,7 @@ def run_combine(runner, spec, out, found, scores, places, factor, threads=3):
     ids=lambda spec: spec.name,
 )
 @pytest.mark.parametrize(("count", "width", "factor"), [(1, 64, 1.0), (6, 40, 0.22)])
-def test_combine(runner, spec, count, width, factor):
+def test_combining_matches_the_reference(runner, spec, count, width, factor):
     out, found = normal(count, width), normal(count * spec.chosen, width, seed=1)
     scores = normal(count, spec.chosen, seed=2).softmax(-1)
     _, places, _ = reference_group(some_experts(count, 8, spec.chosen), 8)

@@ -40,7 +40,7 @@ def test_packing_round_trip(kind, columns, depth, seed):
     assert torch.equal(found[:columns, :depth], weight.to(PLAIN_TYPES[kind]).float())
 
 
-def test_places_of_bf16():
+def test_bf16_weights_are_packed_in_the_documented_order():
     """[pairs][depth / 2][2 tiles][16 columns][2 inputs]."""
     weight = normal(64, 32).bfloat16()
     data = pack_linear(weight, "bf16").data.view(2, 16, 2, 16, 2)
@@ -48,7 +48,7 @@ def test_places_of_bf16():
     assert data[0, 15, 1, 15, 0] == weight[31, 30]
 
 
-def test_places_of_fp32():
+def test_fp32_weights_are_packed_in_the_documented_order():
     """[pairs][depth][2 tiles][16 columns]."""
     weight = normal(64, 32)
     data = pack_linear(weight, "fp32").data.view(2, 32, 2, 16)

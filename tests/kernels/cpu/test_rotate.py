@@ -178,7 +178,7 @@ def compare(runner, spec, parts, seed=0):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_a_mixed_batch(runner, spec):
+def test_a_mixed_batch_is_rotated_like_the_reference(runner, spec):
     compare(runner, spec, MIXED)
 
 
@@ -187,12 +187,12 @@ PARTS = st.lists(st.tuples(st.integers(0, 40), st.one_of(st.just(1), st.integers
 
 @settings(max_examples=examples(25))
 @given(st.sampled_from([SHAPES[0], wide(SHAPES[0]), SHAPES[2], wide(SHAPES[2]), *CODED]), PARTS, st.integers(0, 2**31))
-def test_any_batch(runner, spec, parts, seed):
+def test_any_batch_is_rotated_like_the_reference(runner, spec, parts, seed):
     compare(runner, spec, parts, seed)
 
 
 @pytest.mark.parametrize("spec", [SHAPES[0], *OPTIONS, *CODED, wide(OPTIONS[3])], ids=lambda spec: spec.name)
-def test_a_prompt_in_pieces_is_the_same(runner, spec):
+def test_a_chunked_prompt_is_rotated_identically(runner, spec):
     """Row by row, or at once: the same bits; values cleared after a shorter step's end are written later."""
     qkv = normal(37, (spec.heads + 2 * spec.kv_heads) * spec.head_dim)
     whole, slots = batch_of([(0, 37)], spec.block_size)
@@ -207,7 +207,7 @@ def test_a_prompt_in_pieces_is_the_same(runner, spec):
 
 
 @pytest.mark.parametrize("spec", CODED, ids=lambda spec: spec.name)
-def test_codes_of_every_size(runner, spec):
+def test_keys_and_values_of_every_magnitude_are_quantized(runner, spec):
     """Zeros, numbers that become subnormal codes, ties, and numbers next to the type's ends."""
     heads = spec.heads + 2 * spec.kv_heads
     rows = torch.zeros(34, heads, spec.head_dim)

@@ -73,7 +73,7 @@ def run_norm(runner, spec, x, weight, bias=None, threads=3):
 
 @pytest.mark.parametrize("spec", NORMS, ids=lambda spec: spec.name)
 @pytest.mark.parametrize(("count", "width"), [(1, 64), (5, 48), (3, 576), (4, 40)])
-def test_norm(runner, spec, count, width):
+def test_norms_match_the_reference(runner, spec, count, width):
     x = normal(count, width) * 3 + 1
     weight, bias = normal(width, seed=1), normal(width, seed=2) if spec.bias else None
     found = run_norm(runner, spec, x, weight, bias)
@@ -91,7 +91,7 @@ def test_norm_none_only_casts(runner):
 
 
 @pytest.mark.parametrize("wide", [False, True])
-def test_norms_of_the_torch_path_are_all_one(wide):
+def test_reference_norms_match_those_of_the_torch_path(wide):
     """The norms agree without rounding in between; the loader adds Gemma's 1 + w."""
     x, weight = normal(4, 48), normal(48, seed=1)
     torch.testing.assert_close(reference_norm(x, weight, EPS, "rms"), layers.RmsNorm(weight, EPS, wide)(x))
@@ -99,7 +99,7 @@ def test_norms_of_the_torch_path_are_all_one(wide):
 
 @settings(max_examples=examples(20))
 @given(st.integers(1, 12), st.integers(1, 12), st.sampled_from(NORMS), st.integers(0, 2**31))
-def test_a_row_does_not_see_the_others(runner, count, vectors, spec, seed):
+def test_norms_of_a_row_do_not_depend_on_the_others(runner, count, vectors, spec, seed):
     x = normal(count, vectors * 16, seed=seed)
     weight, bias = normal(vectors * 16, seed=1), normal(vectors * 16, seed=2)
     together = run_norm(runner, spec, x, weight, bias if spec.bias else None)
@@ -110,7 +110,7 @@ def test_a_row_does_not_see_the_others(runner, count, vectors, spec, seed):
 
 @pytest.mark.parametrize("rows_of", ["tokens", "samples"])
 @pytest.mark.parametrize(("count", "width", "factor"), [(1, 64, 1.0), (7, 48, 0.22), (2, 40, 1.0)])
-def test_norm_add(runner, rows_of, count, width, factor):
+def test_norms_with_a_residual_match_the_reference(runner, rows_of, count, width, factor):
     hidden, found, weight = normal(count, width), normal(count, width, seed=1) * 5, normal(width, seed=2)
     into, source = padded(hidden, 2, 7.0), padded(found, 2, torch.nan)
     values = {
@@ -133,7 +133,7 @@ def test_norm_add(runner, rows_of, count, width, factor):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("width", "scale"), [(16, 1.0), (64, 8.0), (40, 12.0)])
 @pytest.mark.parametrize("share", [range(9), range(3, 8)])
-def test_embed(runner, dtype, width, scale, share):
+def test_embeddings_are_the_rows_of_the_table(runner, dtype, width, scale, share):
     """The whole table, or a rank's share of it: other tokens are zeros."""
     table = normal(9, width).to(dtype)
     ids = [8, 0, 3, 3, 7]
@@ -213,7 +213,7 @@ def largest(runner, logits, group):
 
 
 @pytest.mark.parametrize(("count", "width", "group"), [(1, 128, 128), (3, 32 * 70, 32), (5, 128 * 17, 128)])
-def test_largest_logits(runner, count, width, group):
+def test_the_largest_logits_and_their_tokens_are_found(runner, count, width, group):
     logits = normal(count, width) * 40
     # Equal maxima, in one group and in several, including a negative zero; and a row of the lowest numbers.
     logits[0] = torch.where(torch.arange(width) % 7 == 3, 0.0, -1.0)
@@ -234,7 +234,7 @@ def test_logits_that_are_not_finite_have_no_largest_token(runner, value):
     assert tokens.tolist() == [argmax[0], -1, argmax[2]]
 
 
-def test_no_rows_are_no_work(runner):
+def test_kernels_accept_zero_rows(runner):
     for spec in (rows.NormRows("rms", True), rows.NormRows("none", False)):
         run_norm(runner, spec, normal(1, 16)[:0], torch.ones(16))
 

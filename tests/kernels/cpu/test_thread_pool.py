@@ -77,7 +77,7 @@ def test_every_kernel_is_called_once_for_every_thread(kernels, pool_of, threads)
         np.testing.assert_array_equal(out, 7 * run * (1000 * np.arange(threads) + 1))
 
 
-def test_a_condition_is_a_number_of_the_step(kernels, pool_of):
+def test_kernels_are_skipped_by_their_condition(kernels, pool_of):
     pool, out, waste = pool_of(2), np.zeros((3, 2), np.int64), np.zeros((2, 16), np.float32)
     table = ProgramTable(kernels)
     table.add(WhoAmI(), out=out[0], waste=waste, turns=1)
@@ -116,7 +116,7 @@ def test_late_helpers_take_no_part_in_a_later_run(kernels, pool_of):
     np.testing.assert_array_equal(outs, [runs // 2 * each, runs // 2 * 3 * each])
 
 
-def test_a_run_lasts_until_its_helpers_are_out(fast):
+def test_a_run_waits_until_its_helpers_have_left(fast):
     """The line of a helper that does not exist contains ACTIVE: the leader waits, with the door closed."""
     words = np.zeros(8 * 8, np.int64)
     lines = words[-words.ctypes.data % 64 // 8 :]
@@ -134,7 +134,7 @@ def test_a_run_lasts_until_its_helpers_are_out(fast):
     assert not thread.is_alive()
 
 
-def test_programs_may_grow(kernels, pool_of):
+def test_programs_can_be_extended(kernels, pool_of):
     pool, out, waste = pool_of(2), np.zeros(2, np.int64), np.zeros((2, 16), np.float32)
     table = ProgramTable(kernels)
     for _ in range(100):
@@ -143,7 +143,7 @@ def test_programs_may_grow(kernels, pool_of):
     assert out[0] == sum(range(101))
 
 
-def test_scratch_is_shared_by_no_two_calls_at_a_time(kernels, pool_of):
+def test_concurrent_calls_do_not_share_scratch(kernels, pool_of):
     pool, out, where = pool_of(3), np.zeros(3, np.int64), np.zeros(3, np.int64)
     table = ProgramTable(kernels).add(Remember(), out=out, where=where, turns=20_000)
     seen = set()
@@ -182,7 +182,7 @@ def test_several_leaders_and_pools(kernels, pool_of, count):
         np.testing.assert_array_equal(rows[-1], expected[-1])
 
 
-def test_results_do_not_depend_on_what_a_library_did_to_the_leader(kernels, pool_of):
+def test_results_do_not_depend_on_the_leaders_denormal_mode(kernels, pool_of):
     import torch
 
     x, out = np.full(16, 2e-38, np.float32), np.zeros(16, np.float32)

@@ -124,7 +124,7 @@ def methods() -> dict[str, ast.FunctionDef]:
     return {node.name: node for node in pool.body if isinstance(node, ast.FunctionDef)}
 
 
-def test_each_method_of_the_pool_has_the_steps_of_its_model():
+def test_pool_methods_have_the_steps_of_the_model():
     model = steps_of_model()
     code = {name: steps for name, method in methods().items() if (steps := steps_of_code(method))}
     assert code.keys() == model.keys(), f"methods that {MODEL.name} does not follow, or that are gone: see {PAGE}"
@@ -132,7 +132,7 @@ def test_each_method_of_the_pool_has_the_steps_of_its_model():
         assert model[name] == steps, f"{name} has other steps than {MODEL.name}: see {PAGE}"
 
 
-def test_each_word_of_the_pool_has_its_name_in_the_model():
+def test_pool_words_have_the_names_of_the_model():
     text = MODEL.read_text()
     (left_out,) = re.findall(r"left out: ([A-Z_\s]+?)\n", text)
     words = set()

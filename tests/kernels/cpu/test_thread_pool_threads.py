@@ -79,7 +79,7 @@ def blocked_signals(task):
     return {number for number in signal.valid_signals() if mask >> (number - 1) & 1}
 
 
-def test_affinity_must_fit(fast):
+def test_an_unusable_affinity_is_refused(fast):
     allowed = sorted(os.sched_getaffinity(0))
     for affinity in ([allowed[0]], [allowed[0], 100_000]):
         with pytest.raises(ConfigError, match="affinity"):

@@ -22,7 +22,7 @@ def step_of(rows_of, count):
 
 
 @pytest.mark.parametrize("count", [1, 5])
-def test_the_rows_of_all_layers(runner, count):
+def test_token_inputs_of_all_layers_match_the_reference(runner, count):
     own, products = normal(count, LAYERS * WIDTH), normal(count, LAYERS * WIDTH, seed=1)
     weight = normal(WIDTH, seed=2)
     rows, made = padded(own, extra=1, filler=7.0), padded(products, extra=1, filler=torch.nan)
@@ -36,7 +36,7 @@ def test_the_rows_of_all_layers(runner, count):
 
 
 @pytest.mark.parametrize("spec", WEIGHTS, ids=lambda spec: spec.name)
-def test_gates_are_weighed_by_a_layers_part(runner, spec):
+def test_gates_are_multiplied_by_their_layers_inputs(runner, spec):
     chosen = np.array([4, 1, 1], np.int32)
     gate, inputs = normal(3, WIDTH), padded(normal(9, LAYERS * WIDTH, seed=1))
     kind = torch.bfloat16 if spec.bf16 else torch.float32
@@ -52,7 +52,7 @@ def test_gates_are_weighed_by_a_layers_part(runner, spec):
 
 
 @pytest.mark.parametrize("rows_of", ["tokens", "samples"])
-def test_numbers_of_layers_and_of_experts(runner, rows_of):
+def test_rows_and_expert_scores_are_scaled(runner, rows_of):
     hidden = normal(4, 40)
     room = padded(hidden, extra=1, filler=7.0)
     values = {"hidden": room, "width": 40, "hidden_stride": stride(room), "factor": -1.5}

@@ -31,7 +31,7 @@ def whole(*shape, seed):
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=["bf16", "float32"])
-def test_the_best_tokens_are_selected_of_equal_ones_the_first(runner, spec):
+def test_the_best_tokens_are_selected_and_ties_go_to_the_first(runner, spec):
     parts, shape = [(0, 50), (90, 1), (30, 20), (200, 7), (0, 1)], spec.shape
     dtype = torch.bfloat16 if shape.bf16 else torch.float32
     sequences = Sequences(40, shape.block_size, len(parts))
@@ -78,7 +78,7 @@ def attended(runner, case, **options):
     return case.run(runner, planner.plan(case.batch), **options)
 
 
-def test_attention_sees_selected_tokens_alone(runner):
+def test_attention_sees_only_selected_tokens(runner):
     """With everything selected the bits are those without a selection; with one token the result is its value."""
     case = AttentionCase.of(PLAIN, [(0, 600, 1), (1, 0, 30), (2, 500, 20), (3, 1100, 2)])
     every = torch.full((case.batch.num_tokens, 80), -1, dtype=torch.int16)

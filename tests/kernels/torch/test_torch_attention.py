@@ -175,7 +175,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("softcap", [0.0, 5.0])
 @pytest.mark.parametrize("window", [0, 50])
-def test_what_a_step_allocates_does_not_grow_with_the_context(window, softcap):
+def test_memory_of_a_step_does_not_grow_with_the_context(window, softcap):
     def largest(before):
         parts = [(before, 24), (before, 1), (before - 5, 1), (3, 1), (2, 1)]
         pool, batch, random = filled(parts, 16, 2, 8, torch.float32)
@@ -199,7 +199,7 @@ def test_what_a_step_allocates_does_not_grow_with_the_context(window, softcap):
     tile=st.sampled_from([4, 9, 30]),
     gather_blocks=st.sampled_from([1, 4, 1000]),
 )
-def test_a_plan_holds_what_is_seen_and_no_more(parts, block_size, window, tile, gather_blocks):
+def test_a_plan_covers_exactly_the_visible_keys(parts, block_size, window, tile, gather_blocks):
     """Every pair of query and visible key is planned once. No tile exceeds the bound, each query sees a key in each of
     its tiles, and a call gathers only tokens that one of its queries sees.
     """

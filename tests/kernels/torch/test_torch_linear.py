@@ -37,7 +37,7 @@ print(can_pack(dtype))
     st.sampled_from([None, False]),
     st.integers(0, 2**31),
 )
-def test_packed_is_the_same_product(
+def test_packed_products_match_plain_ones(
     rows: int, inner: int, outer: int, bias: bool, pack: bool | None, seed: int
 ) -> None:
     """``pack`` None packs where this processor can; elsewhere both are plain."""

@@ -83,6 +83,6 @@ async def test_a_sender_that_never_starts_times_out(monkeypatch: pytest.MonkeyPa
         await asyncio.wait_for(next_piece(pieces()), WITHIN_S)
 
 
-async def test_a_stream_without_pieces_is_no_adapter(tmp_path: Path) -> None:
+async def test_an_adapter_stream_without_pieces_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest):
         await receive_files(None, SilentSender().pieces(), RoomLeft(tmp_path))

@@ -175,7 +175,7 @@ def test_a_missing_event_is_detected() -> None:
     log.check_integrity(ledger_tree)
 
 
-def test_runs_join_what_follows() -> None:
+def test_consecutive_changes_are_joined_into_runs() -> None:
     runs = to_runs([(True, b"", A), (True, A, B), (True, A, C), (False, b"", C), (False, b"", B), (True, A, D)])
     assert [(run.removed, run.parent, split_hashes(run.block_hashes)) for run in runs] == [
         (False, b"", [A, B]),
@@ -185,7 +185,7 @@ def test_runs_join_what_follows() -> None:
     ]
 
 
-def test_a_pool_gets_its_shape_later() -> None:
+def test_followers_get_the_pool_shape_once_it_is_known() -> None:
     facts: list[PoolFacts] = []
     stream = FollowerStream(BlockTree(LruEviction()), BlockLog(1, 9), lambda: facts[0] if facts else None, 0, 0)
     first = stream.next_message()
@@ -245,7 +245,7 @@ def never_came(message: BlockChanges) -> None:
 
 
 @pytest.mark.parametrize("damage", [skip, other_life, other_count, other_digest, twice, orphan, never_came])
-def test_a_mirror_notices_what_does_not_fit(damage: Callable[[BlockChanges], None]) -> None:
+def test_a_mirror_rejects_inconsistent_changes(damage: Callable[[BlockChanges], None]) -> None:
     mirror, log = mirror_of(stored(A), stored(B, A))
     message = changes(log, 2, stored(C, B))
     damage(message)
@@ -255,7 +255,7 @@ def test_a_mirror_notices_what_does_not_fit(damage: Callable[[BlockChanges], Non
     assert (mirror.blocks, mirror.log_epoch, mirror.number, mirror.pool) == ({}, 0, 0, None)
 
 
-def test_a_snapshot_counts_at_its_end_alone() -> None:
+def test_a_snapshot_takes_effect_only_at_its_end() -> None:
     mirror, log = mirror_of(stored(A), stored(B, A))
     part = BlockChanges(kind=BlockChanges.KIND_SNAPSHOT_PART, log_epoch=6, number=1, runs=to_runs([(True, b"", D)]))
     assert mirror.apply(part) == [BlockChange(D, stored=True)]

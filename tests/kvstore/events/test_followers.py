@@ -192,7 +192,7 @@ async def test_a_follower_resumes_where_its_connection_broke(lives: Lives) -> No
         assert router.follower.resumed >= 3
 
 
-async def test_events_dropped_from_the_log_come_as_a_snapshot(lives: Lives) -> None:
+async def test_a_follower_of_dropped_events_gets_a_snapshot(lives: Lives) -> None:
     node = await lives.begin()
     node.pool.followers.log.max_changes = CHAIN_BLOCKS
     worker = await lives.worker()
@@ -209,7 +209,7 @@ async def test_events_dropped_from_the_log_come_as_a_snapshot(lives: Lives) -> N
         assert router.follower.snapshots == 4
 
 
-async def test_a_message_that_does_not_fit_is_followed_by_a_snapshot(lives: Lives) -> None:
+async def test_an_inconsistent_message_triggers_a_snapshot(lives: Lives) -> None:
     node = await lives.begin()
     worker = await lives.worker()
     async with routing(lives.flags.node_listen) as router:
@@ -283,7 +283,7 @@ class SnapshotsOnly:
         yield BlockChanges(log_epoch=1)
 
 
-async def test_a_snapshot_alone_does_not_make_the_next_try_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_snapshot_alone_does_not_reset_the_retry_backoff(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_follower, "RETRY_S", 0.001)
     follower = BlockFollower(cast("NodeClient", SnapshotsOnly(3)))
     pauses = []
@@ -295,7 +295,7 @@ async def test_a_snapshot_alone_does_not_make_the_next_try_sooner(monkeypatch: p
     assert pauses == [0.001, 0.002, 0.004, 0.008, 0.001]
 
 
-async def test_a_follower_that_the_log_leaves_behind_is_dropped() -> None:
+async def test_a_follower_behind_the_oldest_log_entry_is_dropped() -> None:
     tree, log = BlockTree(LruEviction()), BlockLog(1, 3)
     followers = Followers(tree, log)
     reader = HaltingReader()
@@ -401,7 +401,7 @@ class PrintedEvents:
         return found == blocks
 
 
-async def test_kill_9_of_the_node(short_folder: str, keeper_socket: str) -> None:
+async def test_followers_survive_kill_9_of_the_node(short_folder: str, keeper_socket: str) -> None:
     lives = ProcessLives(short_folder, keeper_socket)
     lives.start()
     printed = PrintedEvents(lives.flags.node_listen, short_folder)
@@ -434,7 +434,7 @@ async def test_kill_9_of_the_node(short_folder: str, keeper_socket: str) -> None
         printed.process.wait()
 
 
-def test_events_of_a_node_that_does_not_answer(short_folder: str) -> None:
+def test_the_events_command_fails_in_one_line_without_a_node(short_folder: str) -> None:
     command = [sys.executable, "-m", "pillion", "events", f"unix:{short_folder}/none.sock", "--once"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S, check=False, env=os.environ)
     assert done.returncode == 1

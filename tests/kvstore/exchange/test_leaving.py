@@ -87,7 +87,7 @@ async def test_blocks_of_a_third_node_are_not_handed_over_again(short_folder: st
         assert held(b, here) == 5
 
 
-async def test_the_hottest_chains_find_room_and_leave_last(short_folder: str, redis: RedisServer) -> None:
+async def test_the_hottest_chains_are_handed_over_and_evicted_last(short_folder: str, redis: RedisServer) -> None:
     brimful = {"low_watermark_percent": 0, "high_watermark_percent": 0}
     async with hosts(short_folder, redis, "a", "b", **LEAVING, **brimful) as (a, b):
         chains = [prompt(*range(100 * at, 100 * at + 4)) for at in range(8)]

@@ -93,7 +93,9 @@ async def test_only_missing_blocks_are_fetched(short_folder: str, redis: RedisSe
         await b.check()
 
 
-async def test_chunks_follow_while_others_are_computed(short_folder: str, redis: RedisServer, transport: str) -> None:
+async def test_chunks_are_fetched_while_later_ones_are_computed(
+    short_folder: str, redis: RedisServer, transport: str
+) -> None:
     """The decode worker's node gets every chunk soon after it is committed elsewhere, under one ticket."""
     async with hosts(short_folder, redis, "a", "b", kv_transport=transport) as (a, b):
         hashes = prompt(*range(12))
@@ -110,7 +112,7 @@ async def test_chunks_follow_while_others_are_computed(short_folder: str, redis:
             await host.check()
 
 
-async def test_a_source_that_restarted_has_nothing(short_folder: str, redis: RedisServer, transport: str) -> None:
+async def test_a_restarted_source_has_no_blocks(short_folder: str, redis: RedisServer, transport: str) -> None:
     async with hosts(short_folder, redis, "a", "b", kv_transport=transport) as (a, b):
         await a.serve(prompt(*range(10)))
         assert (await b.serve(prompt(*range(5)), "a")).fetched_blocks == 5
@@ -150,7 +152,7 @@ async def test_a_block_with_a_flipped_bit_is_recomputed(short_folder: str, redis
             await c.stop()
 
 
-async def test_other_namespaces_share_nothing(short_folder: str, redis: RedisServer, transport: str) -> None:
+async def test_other_namespaces_share_no_blocks(short_folder: str, redis: RedisServer, transport: str) -> None:
     async with hosts(short_folder, redis, "a", "b", kv_transport=transport) as (a, _):
         await a.serve(prompt(1, 2, 3))
         with pytest.raises(PillionError, match="another model"):
@@ -193,7 +195,7 @@ async def test_blocks_survive_on_disk_and_are_announced(
         await a.check()
 
 
-async def test_another_node_gets_what_is_only_on_a_disk(
+async def test_another_node_fetches_blocks_that_are_only_on_disk(
     short_folder: str, redis: RedisServer, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     async with hosts(short_folder, redis, "b", kv_transport="grpc") as (b,):
@@ -217,7 +219,7 @@ async def test_another_node_gets_what_is_only_on_a_disk(
 
 
 @pytest.mark.parametrize(("seed", "rounds"), [(1, 25), pytest.param(2, 60, marks=pytest.mark.long)])
-async def test_random_lives(
+async def test_three_nodes_survive_random_faults(
     short_folder: str,
     redis: RedisServer,
     tmp_path_factory: pytest.TempPathFactory,

@@ -162,7 +162,7 @@ async def test_a_flipped_bit_is_found_by_the_checksum(transport: str) -> None:
     assert fits == [True, True, False, True]
 
 
-async def test_a_cancelled_read_leaves_quiet_slots(reader: Reader) -> None:
+async def test_a_cancelled_read_writes_to_no_slot_later(reader: Reader) -> None:
     peer, pinned = await reader.pin(NUM_SLOTS)
     read = asyncio.create_task(peer.read(reader.plane, pinned.ticket_id, pinned.slots, tuple(range(NUM_SLOTS))))
     await loop_turns(5)
@@ -185,7 +185,7 @@ async def test_a_source_that_is_killed_while_it_is_read(transport: str, mortal: 
             await peer.read(reader.plane, pinned.ticket_id, pinned.slots, tuple(range(NUM_SLOTS)))
 
 
-async def test_a_source_that_is_killed_when_part_has_come(transport: str) -> None:
+async def test_a_source_killed_after_a_partial_read(transport: str) -> None:
     num_slots, block_bytes = 256, 2**18
     with running_source(SOURCES[transport], num_slots=num_slots, block_bytes=block_bytes) as source:
         async with reading(transport, source, num_slots, block_bytes) as reader:
@@ -268,7 +268,7 @@ async def test_the_stream_sends_only_pinned_blocks(reader: Reader) -> None:
     assert not any(target[0])
 
 
-def test_the_transport_that_auto_chooses(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_chooses_the_best_transport(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     caplog.set_level("INFO")
     assert choose_transport("grpc") == "grpc"
     trouble = why_nixl_unusable()

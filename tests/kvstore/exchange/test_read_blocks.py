@@ -59,7 +59,7 @@ class SourceOfOneChain:
         return servicer.ReadBlocks(request, cast(Any, None))
 
 
-async def test_a_read_of_four_times_as_many_blocks_walks_four_times_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_cost_of_a_read_is_linear_in_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     source, walked = SourceOfOneChain(), list[int]()
     walk = BlockTree.chain
 

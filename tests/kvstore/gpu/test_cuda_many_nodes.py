@@ -107,7 +107,7 @@ async def test_evicted_blocks_return_from_host_memory(
         await settled(tiers)
 
 
-async def test_a_copy_to_host_memory_is_the_only_one(
+async def test_spilling_to_host_memory_copies_only_once(
     short_folder: str, redis: RedisServer, tiers: list[WatchedTier]
 ) -> None:
     """The spiller's copies are where the tier stores them."""
@@ -127,7 +127,7 @@ async def test_a_copy_to_host_memory_is_the_only_one(
         assert all(kept)
 
 
-async def test_host_memory_first_and_the_disk_for_the_rest(
+async def test_blocks_spill_to_host_memory_first_and_then_to_disk(
     short_folder: str, redis: RedisServer, tiers: list[WatchedTier]
 ) -> None:
     flags = {**CUDA, **EAGER, "host_bytes": HOST_BLOCKS * BLOCK_BYTES, "disk_path": f"{short_folder}/disk"}
@@ -151,7 +151,7 @@ async def test_host_memory_first_and_the_disk_for_the_rest(
         await checked(a)
 
 
-async def test_a_flipped_bit_in_host_memory_is_computed_again(
+async def test_a_block_corrupted_in_host_memory_is_recomputed(
     short_folder: str, redis: RedisServer, tiers: list[WatchedTier]
 ) -> None:
     async with hosts(short_folder, redis, "a", **CUDA, **EAGER, host_bytes=64 * BLOCK_BYTES) as (a,):
@@ -182,7 +182,7 @@ async def test_a_chain_is_copied_between_devices(short_folder: str, redis: Redis
         assert (pool.memory_kind, pool.device_index) == ("cuda", 0)
 
 
-async def test_between_a_host_and_a_device(short_folder: str, redis: RedisServer) -> None:
+async def test_a_chain_is_copied_between_host_and_device(short_folder: str, redis: RedisServer) -> None:
     async with (
         hosts(short_folder, redis, "a", **CUDA) as (a,),
         hosts(short_folder, redis, "b", kv_transport="grpc") as (b,),
@@ -229,7 +229,7 @@ def block(slot: int) -> bytes:
     return content(slot.to_bytes(32, "little"))
 
 
-async def test_the_seam_is_the_same_on_host_and_device() -> None:
+async def test_host_and_device_memory_behave_alike() -> None:
     """One script, two memories, the same bytes."""
     device, raw, segment = memory_of(10)
     store = bytearray(10 * BLOCK_BYTES)
@@ -303,7 +303,7 @@ async def test_slow_sources_do_not_block_others() -> None:
 
 
 @pytest.mark.skipif(NATIVE, reason="a real GPU does not fail on request")
-async def test_a_device_that_fails_costs_a_copy() -> None:
+async def test_a_device_error_fails_only_one_copy() -> None:
     memory, _, segment = memory_of(4)
     fake_cuda.fail_next_copy()
     with pytest.raises(Unavailable, match="cannot be copied"):

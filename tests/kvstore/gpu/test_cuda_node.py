@@ -158,7 +158,7 @@ async def test_a_dying_workers_slots_are_freed_at_its_exit(short_folder: str) ->
 
 
 @pytest.mark.parametrize("detaches", [False, True])
-async def test_slots_of_a_worker_of_several_processes_wait_for_all(short_folder: str, detaches: bool) -> None:
+async def test_slots_of_a_multi_process_worker_are_freed_after_its_last_exit(short_folder: str, detaches: bool) -> None:
     """A rank that outlives rank 0 for a moment may still end a kernel, whatever became of the connection (I4)."""
     ending = "a.close(); print('closed', flush=True)" if detaches else ""
     program = f"{DYING.split('print')[0]}a.name_processes([int(sys.argv[2])])\nprint(a.epoch, flush=True)\n"
@@ -304,14 +304,14 @@ async def test_a_rejected_worker_leaves_the_memory(short_folder: str) -> None:
         ({"host_bytes": -1}, "--host-bytes"),
     ],
 )
-async def test_flags_that_cannot_be(short_folder: str, flags: dict[str, object], why: str) -> None:
+async def test_impossible_node_flags_are_refused(short_folder: str, flags: dict[str, object], why: str) -> None:
     with pytest.raises(ConfigError, match=why) as caught:
         async with running(short_folder, **flags):
             pass
     assert "\n" not in caught.value.message
 
 
-async def test_no_driver_no_node(short_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_gpu_node_needs_a_cuda_driver(short_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "LIBRARY", "libcuda-that-is-nowhere.so.1")
     with pytest.raises(ConfigError, match="no usable CUDA driver"):
         async with running(short_folder):

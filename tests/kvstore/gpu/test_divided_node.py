@@ -88,7 +88,7 @@ async def checked(*nodes: KVHost) -> None:
         await host.check()
 
 
-async def test_blocks_go_down_and_come_back_and_to_nodes_of_other_kinds(
+async def test_divided_blocks_spill_return_and_move_to_undivided_nodes(
     short_folder: str, redis: RedisServer, two: str
 ) -> None:
     """Tiers and other nodes see the canonical block: its bytes follow from its hash everywhere."""

@@ -60,7 +60,7 @@ sys.stdin.readline()
 """
 
 
-def test_the_first_fills_and_the_others_wait() -> None:
+def test_the_first_caller_fills_a_region_and_the_others_wait() -> None:
     regions = Regions()
     assert regions.ask(1, "k", 10) == [Granted(1, "k", RegionGrant.FILL)]
     assert regions.ask(2, "k", 10) == []
@@ -79,7 +79,7 @@ def test_the_first_fills_and_the_others_wait() -> None:
     assert regions.drop_idle() == [Dropped("k")]
 
 
-def test_a_dead_filler_is_followed_by_the_next_in_line() -> None:
+def test_a_dead_filler_is_replaced_by_the_next_waiter() -> None:
     regions = Regions()
     for user in (1, 2, 3):
         regions.ask(user, "k", 10)
@@ -89,7 +89,7 @@ def test_a_dead_filler_is_followed_by_the_next_in_line() -> None:
     regions.check_integrity()
 
 
-def test_bounds_are_met_with_words() -> None:
+def test_exceeded_region_limits_are_reported() -> None:
     regions = Regions(max_regions=2, max_waiters=1)
     regions.ask(1, "a", 1)
     regions.ask(2, "a", 1)
@@ -131,7 +131,7 @@ class RegionsModel:
 
 @settings(max_examples=examples(300))
 @given(st.lists(st.tuples(st.sampled_from(["ask", "filled", "gone", "idle"]), st.integers(0, 30), st.integers(0, 3))))
-def test_one_process_fills_and_no_other_sees_a_part(steps: list[tuple[str, int, int]]) -> None:
+def test_no_process_sees_a_partly_filled_region(steps: list[tuple[str, int, int]]) -> None:
     regions, model = Regions(max_regions=2, max_waiters=2), RegionsModel()
     for number, (what, pick, name) in enumerate(steps):
         user = list(model.living)[pick % len(model.living)] if model.living else -1
@@ -267,7 +267,7 @@ def put(region: Region, data: bytes) -> None:
 
 # In `make test` a filler is killed on a GPU, and processes share host memory in the next test.
 @pytest.mark.parametrize("kind", [pytest.param("cpu", marks=pytest.mark.long), "cuda"], indirect=True)
-async def test_a_filler_that_is_killed_is_followed(short_folder: str, kind: str) -> None:
+async def test_a_killed_filler_is_replaced(short_folder: str, kind: str) -> None:
     async with running(short_folder, kind) as node:
         with children(short_folder, 1) as (first,):
             assert await first.line() == "fill"
@@ -357,7 +357,7 @@ async def test_waits_time_out(short_folder: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.skipif(NATIVE, reason="a real GPU is larger")
-async def test_idle_regions_make_room_where_memory_is_short(short_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_regions_are_freed_if_memory_is_short(short_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "LIBRARY", fake_cuda.library())
     monkeypatch.setenv("FAKE_CUDA_TOTAL_BYTES", str(6 * MIB))
     async with running(short_folder, "cuda") as node:
@@ -385,6 +385,6 @@ async def test_a_filler_attaches_to_a_restarted_node(short_folder: str, kind: st
     region.close()
 
 
-def test_no_node_no_region(tmp_path: pathlib.Path) -> None:
+def test_a_region_needs_a_running_node(tmp_path: pathlib.Path) -> None:
     with pytest.raises(Unavailable, match="no region from the KV node"):
         share_region(str(tmp_path / "none"), KEY, 1, 0.2)

@@ -108,7 +108,7 @@ async def test_blocks_outlive_a_node_that_is_killed(lives: Lives, shards: int) -
     await killed_and_recovered(lives, fake_cuda.environment(), CHAIN)
 
 
-async def test_the_pool_is_taken_with_the_size_that_it_has(lives: Lives, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_surviving_pool_keeps_its_size(lives: Lives, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without --kv-pool-bytes a fresh pool gets the free memory, which a kept one reduces."""
     monkeypatch.setenv("FAKE_CUDA_TOTAL_BYTES", str(2**26))
     lives.flags = lives.of(kv_pool_bytes=0, gpu_memory_utilization=0.25 if not NATIVE else 0.9)
@@ -151,7 +151,7 @@ FAKE_ONLY = pytest.mark.skipif(NATIVE, reason="this asks for two GPUs of the fak
 
 
 @pytest.mark.parametrize("changed", ["shards", pytest.param("gpu", marks=FAKE_ONLY), "size", "model"])
-async def test_another_pool_is_a_fresh_one_and_the_old_one_is_given_up(
+async def test_changed_flags_start_a_fresh_pool_and_drop_the_old_one(
     lives: Lives, changed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await lives.begin()
@@ -203,7 +203,7 @@ async def test_only_the_exit_of_a_process_proves_that_it_stopped_writing(lives: 
         assert await lives.hits(worker, CHAIN) == 6
 
 
-async def test_a_worker_that_is_stopped_has_the_pool_to_itself(lives: Lives, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stopped_worker_prevents_sharing_its_pool(lives: Lives, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(surviving_pool, "PATIENCE_S", 0.0)
     await lives.begin()
     worker = await lives.worker()
@@ -221,7 +221,7 @@ async def test_a_worker_that_is_stopped_has_the_pool_to_itself(lives: Lives, mon
         assert await lives.hits(fresh, CHAIN) == 0
 
 
-async def test_a_worker_of_several_processes_ends_the_keeping(lives: Lives) -> None:
+async def test_the_pool_of_a_multi_process_worker_does_not_survive(lives: Lives) -> None:
     await lives.begin()
     worker = await lives.worker(processes=2)
     assert not worker.pool_id

@@ -33,11 +33,11 @@ REDIS = "redis://127.0.0.1:6379/0"
         ("", "0.0.0.0:50063", "redis+sentinel://nowhere.invalid,127.0.0.1/main", "127.0.0.1:50063"),
     ],
 )
-def test_advertised(flag: str, listening: str, redis_url: str, expected: str) -> None:
+def test_addresses_to_advertise(flag: str, listening: str, redis_url: str, expected: str) -> None:
     assert advertised(flag, listening, redis_url) == expected
 
 
-def test_way_out_without_redis(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_route_is_advertised_without_redis(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(advertise, "DEFAULT_ROUTE_PROBES", (("127.0.0.1", 9),))
     assert advertised("", "0.0.0.0:1", "redis://nowhere.invalid") == "127.0.0.1:1"
     assert advertised("", "0.0.0.0:1", "") == "127.0.0.1:1"
@@ -46,7 +46,7 @@ def test_way_out_without_redis(monkeypatch: pytest.MonkeyPatch) -> None:
         advertised("", "0.0.0.0:1", "redis://nowhere.invalid")
 
 
-def test_version_of_the_wildcard(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_advertised_address_has_the_wildcards_ip_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """An IPv4 wildcard is not reachable at an IPv6 address, nor a link-local address by anyone else."""
 
     def found(*_: Any, **__: Any) -> list[tuple[Any, ...]]:
@@ -61,7 +61,7 @@ def test_version_of_the_wildcard(monkeypatch: pytest.MonkeyPatch) -> None:
         assert advertised("", "[::]:1", "redis://redis") in ("[::1]:1", "127.0.0.1:1")
 
 
-def test_names_of_containers_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_component_ids_differ_between_containers(monkeypatch: pytest.MonkeyPatch) -> None:
     """In two containers the process ids are equal, but the host names are not."""
     monkeypatch.setattr(os, "getpid", lambda: 7)
     names = set()

@@ -51,7 +51,7 @@ async def test_random_prefixes_match_a_plain_model(redis: RedisServer, index: In
         assert [hit.blocks for hit in hits] == sorted((hit.blocks for hit in hits), reverse=True)
 
 
-async def test_holes_yield_a_plausible_hint(redis: RedisServer, index: Index) -> None:
+async def test_a_chain_with_missing_blocks_yields_a_valid_hint(redis: RedisServer, index: Index) -> None:
     [a] = await fake_nodes(redis.url, "a")
     chain = Chain(range(50))
     await a.has(chain)
@@ -252,7 +252,7 @@ def test_keys_are_spread_and_groups_share_a_slot() -> None:
     assert keys.chain_fields(chain.packed) == b"".join(chain.field(block) for block in range(len(chain)))
 
 
-def test_hot_prefixes_are_bounded_and_find_what_is_shared() -> None:
+def test_hot_prefixes_are_limited_and_match_shared_prefixes() -> None:
     hot = HotPrefixes(max_entries=20)
     chain = Chain(range(100))
     hot.remember(chain.packed, [("a", 100), ("b", 3)])

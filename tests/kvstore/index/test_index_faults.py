@@ -272,7 +272,7 @@ async def test_a_cancel_that_the_library_swallows_still_cancels(
 
 
 @pytest.mark.usefixtures("patient")
-async def test_a_cancel_before_the_shards_were_asked_leaves_nothing_unawaited(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancel_before_the_shard_calls_leaves_no_unawaited_task(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each shard has its own task, which the cancellation of the call reaches before it starts."""
     link = open_link("redis+cluster://127.0.0.1:1")
 
@@ -291,7 +291,7 @@ async def test_a_cancel_before_the_shards_were_asked_leaves_nothing_unawaited(mo
 
 
 @pytest.mark.usefixtures("patient")
-async def test_no_more_calls_at_once_than_connections(redis: RedisServer, index: Index) -> None:
+async def test_concurrent_calls_are_limited_to_the_connections(redis: RedisServer, index: Index) -> None:
     [node] = await fake_nodes(redis.url, "a")
     chain = Chain(range(300))
     await node.has(chain)
@@ -302,7 +302,7 @@ async def test_no_more_calls_at_once_than_connections(redis: RedisServer, index:
     assert info["connected_clients"] < 40
 
 
-def test_the_breaker() -> None:
+def test_the_breaker_opens_after_a_failure_and_admits_one_probe() -> None:
     breaker = Breaker(open_s=1.0)
     assert breaker.may_try(0.0)
     breaker.record_failure(0.0)
@@ -313,7 +313,7 @@ def test_the_breaker() -> None:
 
 
 @pytest.mark.usefixtures("patient")
-async def test_a_part_that_was_lost_gets_the_same_number_again(redis: RedisServer) -> None:
+async def test_a_node_that_registers_again_gets_the_same_number(redis: RedisServer) -> None:
     a, b = await fake_nodes(redis.url, "a", "b")
     await a.registry.leave("a")
     assert not await a.beat()

@@ -88,7 +88,7 @@ async def test_a_state_without_its_blocks_is_no_hit(redis: RedisServer, index: I
     assert await index.longest_state(b"") == PrefixHits([])
 
 
-async def test_blocks_without_a_state_are_known_of_live_nodes_alone(redis: RedisServer, index: Index) -> None:
+async def test_blocks_without_a_state_count_only_on_live_nodes(redis: RedisServer, index: Index) -> None:
     a, b = await fake_nodes(redis.url, "a", "b")
     await commits(a, 10, [2], 1)
     await commits(b, 4, [], 1)
@@ -121,7 +121,7 @@ async def test_cached_hits_are_used_while_redis_is_down(
     assert await index.longest_state(CHAIN.head(5)) == PrefixHits([])
 
 
-def test_a_hit_that_ends_with_a_state_is_remembered_at_its_end_alone() -> None:
+def test_a_state_hit_is_cached_only_at_its_end() -> None:
     hot = HotPrefixes()
     hot.remember(CHAIN.packed, [("a", 9)], states=True)
     assert [hot.find(CHAIN.head(blocks)) for blocks in (8, 9, 20)] == [{}, {"a": 9}, {"a": 9}]

@@ -10,7 +10,7 @@ from pillion.kvstore.index.index import Index
 from pillion.kvstore.index.redis_url import CLUSTER, SENTINEL, SINGLE, connect, parse, without_password
 
 
-def test_one_server() -> None:
+def test_a_single_server_url_is_parsed() -> None:
     place = parse("redis://bob:p%40ss%2Fw@h:7000/3")
     assert (place.mode, place.hosts) == (SINGLE, (("h", 7000),))
     assert place.settings == {"username": "bob", "password": "p@ss/w", "db": 3}
@@ -23,7 +23,7 @@ def test_one_server() -> None:
     assert unix.settings["username"] == "bob"
 
 
-def test_sentinels() -> None:
+def test_a_sentinel_url_is_parsed() -> None:
     place = parse("redis+sentinel://bob:x@s1,s2:7001/my%20index/4?sentinel_username=u&sentinel_password=w")
     assert (place.mode, place.service) == (SENTINEL, "my index")
     assert place.hosts == (("s1", 26379), ("s2", 7001))
@@ -31,7 +31,7 @@ def test_sentinels() -> None:
     assert place.sentinel_settings == {"username": "u", "password": "w"}
 
 
-def test_a_cluster_over_tls() -> None:
+def test_a_tls_cluster_url_is_parsed() -> None:
     options = "ssl_ca_certs=/etc/ca.pem&ssl_check_hostname=false&ssl_certfile=c&ssl_keyfile=k"
     place = parse(f"rediss+cluster://bob:x@c1:7000,c2?{options}")
     assert (place.mode, place.hosts) == (CLUSTER, (("c1", 7000), ("c2", 6379)))

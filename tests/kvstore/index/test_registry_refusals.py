@@ -104,7 +104,7 @@ async def test_a_rejecting_redis_loses_no_component(redis: RedisServer, index: I
     await reader.aclose()
 
 
-async def test_the_next_heartbeat_finds_the_silent_known(redis: RedisServer) -> None:
+async def test_components_stay_registered_through_a_redis_refusal(redis: RedisServer) -> None:
     a, b = (FakeNode(redis.url, name, boot_epoch=n + 1, ttl_ms=TTL_MS) for n, name in enumerate("ab"))
     for node in (a, b):
         await node.beat()

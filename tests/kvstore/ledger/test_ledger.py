@@ -115,7 +115,7 @@ def test_the_loser_of_a_commit_race_gets_the_winners_slot(ledger: Ledger) -> Non
     assert ledger.reserved == 1, "a lost slot does not go back to a reservation"
 
 
-def test_a_late_second_worker_of_one_ticket(ledger: Ledger) -> None:
+def test_a_late_second_worker_commits_blocks_of_the_same_ticket(ledger: Ledger) -> None:
     """A stolen prefill range: both workers commit it, the slow one last and a bit further."""
     hashes = prompt(1, 2, 3, 4)
     gateway = ledger.attach("g", SESSION)
@@ -231,7 +231,7 @@ def test_slots_returned_by_prefill_are_not_reserved_for_decode(ledger: Ledger) -
     assert ticket.holders == {decode}
 
 
-def test_adopting_beyond_the_reservation(ledger: Ledger) -> None:
+def test_adopting_more_than_the_free_slots_is_rejected(ledger: Ledger) -> None:
     gateway, worker = ledger.attach("g", SESSION), ledger.attach("w", "decode")
     ticket = open_ticket(ledger, gateway, prompt(1))
     with pytest.raises(Overloaded):
@@ -288,7 +288,7 @@ def test_only_a_fenced_epoch_drains(ledger: Ledger) -> None:
     ledger.drained(worker)
 
 
-def test_silence(ledger: Ledger) -> None:
+def test_workers_without_heartbeats_are_overdue(ledger: Ledger) -> None:
     gateway, loading, worker = (ledger.attach(n, r) for n, r in (("g", SESSION), ("l", "decode"), ("w", "decode")))
     ledger.touch(gateway, 0.0)
     ledger.touch(worker, 0.0)
@@ -309,7 +309,7 @@ def test_releasing_foreign_slots_is_rejected(ledger: Ledger) -> None:
     assert ledger.status().free_blocks == 16
 
 
-def test_release_by_nonce_and_twice(ledger: Ledger) -> None:
+def test_a_ticket_is_released_by_its_owners_nonce_even_twice(ledger: Ledger) -> None:
     gateway, other = ledger.attach("g", SESSION), ledger.attach("h", SESSION)
     ticket = ledger.admit(gateway, 77, prompt(1), 2)
     assert ticket is not None
@@ -320,7 +320,7 @@ def test_release_by_nonce_and_twice(ledger: Ledger) -> None:
     assert not ledger.tickets
 
 
-def test_damage_is_found() -> None:
+def test_the_integrity_check_finds_ledger_damage() -> None:
     """The check is worth something only if it fails on a broken ledger."""
 
     def broken(damage: str) -> Ledger:
@@ -384,7 +384,7 @@ def test_a_reader_does_not_pin_reserved_blocks():
     check_integrity(ledger)
 
 
-def test_a_fetch_is_lent_the_reservation_and_leaves_the_decodes_theirs():
+def test_a_fetch_leases_its_reservation_but_not_the_decode_reserve():
     ledger = make(10, reserve_percent=30)
     gateway, fetch = ledger.attach("g", SESSION), ledger.attach("f", FETCH)
     ticket = open_ticket(ledger, gateway, prompt(1, 2, 3), 4)

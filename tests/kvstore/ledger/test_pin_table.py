@@ -172,7 +172,7 @@ def test_a_dropped_pins_blocks_are_evictable() -> None:
     assert pool.blocks(*[1] * 6) == 0
 
 
-def test_a_request_that_needs_all_slots_evicts_it_and_it_is_pinned_again_when_it_comes_back() -> None:
+def test_a_pin_evicted_by_a_large_request_is_restored_with_its_blocks() -> None:
     pool = PinnedPool()
     pool.serve(*[1] * 6)
     pin = pool.pin_prefix("a", "x", *[1] * 6)
@@ -187,7 +187,7 @@ def test_a_request_that_needs_all_slots_evicts_it_and_it_is_pinned_again_when_it
     assert pool.blocks(*[1] * 6) == 6
 
 
-def test_two_that_end_with_an_evicted_block_go_on_with_its_parent() -> None:
+def test_pins_of_an_evicted_block_shrink_to_its_parent() -> None:
     pool = PinnedPool()
     pool.serve(1, 2, 3)
     both = [pool.pin_prefix(owner, "x", 1, 2, 3) for owner in OWNERS]
@@ -196,7 +196,7 @@ def test_two_that_end_with_an_evicted_block_go_on_with_its_parent() -> None:
     check_integrity(pool.ledger)
 
 
-def test_hits_are_prompts_that_begin_with_all_of_it() -> None:
+def test_a_pin_hit_is_a_prompt_with_the_whole_prefix() -> None:
     pool = PinnedPool()
     pool.serve(1, 2, 3)
     pin = pool.pin_prefix("a", "x", 1, 2, 3)
@@ -208,7 +208,7 @@ def test_hits_are_prompts_that_begin_with_all_of_it() -> None:
     assert pool.pin_prefix("a", "x", 1, 2, 3).hits == 2, "a renewal goes on counting"
 
 
-def test_a_longer_ephemeral_pin_replaces_those_that_it_covers() -> None:
+def test_a_longer_ephemeral_pin_replaces_shorter_ones() -> None:
     pool = PinnedPool()
     pool.serve(1, 2, 3, 4)
     for length in range(1, 5):

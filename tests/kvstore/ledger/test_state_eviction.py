@@ -259,7 +259,7 @@ def test_blocks_without_a_state_are_evicted_before_states() -> None:
     assert len(pool.ledger.tree.by_hash) == 6
 
 
-def test_in_a_pool_without_states_blocks_leave_by_the_pools_policy() -> None:
+def test_blocks_without_states_are_evicted_by_the_pools_policy() -> None:
     pool = StatePool(num_slots=8)
     pool.serve(1, 2, 3, keep=[])
     pool.serve(4, 5, keep=[])
@@ -315,7 +315,7 @@ def test_the_pool_learns_which_state_of_a_request_is_found(goes_on_after: int) -
     assert pool.hit(1, 2, 3, 8, 8) == (3 if goes_on_after == 3 else 0)
 
 
-def test_where_texts_part_is_remembered_without_them() -> None:
+def test_branch_points_outlive_their_evicted_blocks() -> None:
     """After all blocks were evicted, only texts with this branch point get it."""
     pool = StatePool(num_slots=40)
 
@@ -348,7 +348,7 @@ def test_branch_points_of_other_nodes_are_stored() -> None:
     assert [told(9), told(2), told(0)] == [4, 2, 2]
 
 
-def test_books_that_are_wrong_are_found() -> None:
+def test_the_integrity_check_finds_wrong_state_records() -> None:
     pool = StatePool()
     pool.serve(1, 2, 3)
     (state,) = pool.states._by_block.values()

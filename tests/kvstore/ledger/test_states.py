@@ -98,7 +98,7 @@ def test_a_state_is_evicted_before_its_block() -> None:
     assert node.open(2, 3).blocks == 0
 
 
-def test_of_two_committers_of_a_state_the_first_ones_slots_stay() -> None:
+def test_the_first_committer_of_a_state_wins() -> None:
     node = Node()
     ticket, other = node.open(0, 3), node.open(0, 3)
     node.commit(ticket, HASHES[:2])

@@ -87,7 +87,7 @@ def test_a_policy_replaces_the_default_with_and_without_pins() -> None:
     assert pinned.policy is around
 
 
-def test_nothing_is_on_an_empty_chain() -> None:
+def test_an_empty_chain_has_no_blocks() -> None:
     tree = BlockTree(LruEviction())
     block = tree.add(0, b"a" * 32, None)
     assert not tree.on_chain(block, None)

@@ -155,7 +155,7 @@ def test_an_empty_queue_recalls_no_blocks() -> None:
     assert driver.line.recall_blocks() == 0
 
 
-def test_only_active_holders_wait() -> None:
+def test_fenced_workers_may_not_wait() -> None:
     """Also behind another waiter, when no ticket can be opened yet."""
     driver = QueueDriver()
     driver.ask(2)
@@ -168,7 +168,7 @@ def test_only_active_holders_wait() -> None:
     assert len(driver.line) == 1
 
 
-def test_nothing_waits_for_a_pool_without_a_shape() -> None:
+def test_a_pool_without_a_shape_rejects_waiters() -> None:
     ledger = Ledger(itertools.count(1).__next__, 0)
     line = WaitingQueue(ledger)
     with pytest.raises(Unavailable, match="no shape"):
@@ -217,7 +217,7 @@ def test_a_ticket_is_adopted_if_the_expected_blocks_are_present(adopt: bool, exp
     check_integrity(driver.ledger)
 
 
-def test_a_tenant_without_memory_comes_before_the_flood_that_has_all_of_it() -> None:
+def test_a_tenant_without_memory_goes_before_a_flood_that_has_it_all() -> None:
     """The flood's preempted streams also come after it: between tenants, shares decide."""
     line = QueueDriver(FLOOD, tickets=2)
     line.ask(2, flow=FLOOD)
@@ -238,7 +238,7 @@ def test_memory_is_shared_by_weights() -> None:
     assert sorted(order[8:10]) == [4, 108]
 
 
-def test_long_prompts_count_for_what_they_need() -> None:
+def test_long_prompts_are_charged_by_their_size() -> None:
     line = QueueDriver(slots=16)
     for nonce in range(2, 6):
         line.ask(nonce, blocks=4, flow=FLOOD)
@@ -248,7 +248,7 @@ def test_long_prompts_count_for_what_they_need() -> None:
     assert order[:5] == [2, 6, 7, 8, 9]
 
 
-def test_priority_between_tenants_decides_at_its_ends() -> None:
+def test_raised_and_background_priorities_override_tenant_shares() -> None:
     line = QueueDriver()
     line.ask(2, flow=FLOOD, at_s=2.0, priority=1)
     line.ask(3, flow=LONE, at_s=3.0, priority=5)

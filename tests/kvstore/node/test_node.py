@@ -241,7 +241,7 @@ async def test_concurrent_cancel_and_grant_leak_nothing(
 
 @pytest.mark.parametrize("adopt", [False, True])
 @pytest.mark.parametrize("first", ["granted", "cancelled"])
-async def test_a_cancel_that_races_its_grant(first: str, adopt: bool) -> None:
+async def test_a_cancel_that_races_its_grant_leaks_nothing(first: str, adopt: bool) -> None:
     """Both orders, before the waiting task has run."""
     pool = make_pool(20, max_waiting=9)
     worker, _ = pool.attach(AttachHello(component_id="w", role="decode", block_bytes=1))
@@ -308,7 +308,9 @@ async def test_a_lost_reply_leaves_no_ticket(
     assert len(released) == (2 if answers else MAX_RELEASE_TRIES)
 
 
-async def test_a_nonce_ends_a_granted_call(cluster: NodeHarness, attachments: list[Attachment]) -> None:
+async def test_a_ticket_with_a_lost_reply_is_freed_by_its_nonce(
+    cluster: NodeHarness, attachments: list[Attachment]
+) -> None:
     """The reply was lost: only the caller's own nonce is left to free the ticket."""
     attachments.append(await cluster.worker())
     epoch = cluster.session.epoch

@@ -132,7 +132,7 @@ def test_a_pool_without_a_node_is_dropped_in_the_end(calls: KeeperCalls) -> None
     assert not peer_gone(alive)
 
 
-def test_a_node_that_came_back_is_kept_again(calls: KeeperCalls) -> None:
+def test_a_restarted_nodes_pool_is_kept_again(calls: KeeperCalls) -> None:
     calls.ask("keep")[1].close()
     calls.server.drop_abandoned(0.0)
     calls.ask("keep", content=b"again")

@@ -235,7 +235,7 @@ async def another_name(lives: Lives) -> Attachment:
 
 
 @pytest.mark.parametrize("again", [another_model, another_size, another_name])
-async def test_another_pool_is_a_fresh_one(lives: Lives, again: Callable[[Lives], Any]) -> None:
+async def test_changed_flags_start_a_fresh_pool(lives: Lives, again: Callable[[Lives], Any]) -> None:
     await lives.begin()
     old = await lives.worker()
     await lives.commit(old, CHAIN)
@@ -367,7 +367,7 @@ def check_kept_memory(client: PoolKeeper, keeper: subprocess.Popen[bytes]) -> No
         client.take("kv-a")
 
 
-def test_a_place_is_held_as_long_as_the_memory_is_mapped() -> None:
+def test_a_user_lock_lasts_as_long_as_the_mapping() -> None:
     segment = OwnedSegment(8192)
     assert segment.own()
     worker = reopened(segment.fileno())
@@ -385,7 +385,7 @@ def test_a_place_is_held_as_long_as_the_memory_is_mapped() -> None:
     segment.close()
 
 
-def test_every_place_is_found_in_any_order() -> None:
+def test_all_users_of_a_segment_are_found() -> None:
     segment, chance = OwnedSegment(4096), random.Random(5)
     assert segment.own()
     places = {1, 2, 2**62, *(chance.randrange(3, 2**62) for _ in range(40))}

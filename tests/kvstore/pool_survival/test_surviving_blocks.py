@@ -103,7 +103,7 @@ def test_a_thousand_kills_serve_no_wrong_block() -> None:
     assert taken > KILLS, "blocks are recovered, and not only dropped"
 
 
-def test_every_store_of_an_entry_may_be_the_last() -> None:
+def test_a_kill_at_any_store_leaves_no_valid_torn_entry() -> None:
     """An incomplete entry does not count, and neither does what it overwrote."""
     old, new = split_hashes(chain_hashes(bytes(32), [1, 2], 1))
     for left in itertools.count():

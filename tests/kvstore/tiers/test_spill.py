@@ -182,7 +182,7 @@ def test_watermarks_count_in_percent_of_the_pool() -> None:
     assert slots_of(0, 0) == (0, 0), "never fewer than none are free"
 
 
-async def test_without_tiers_the_front_is_evicted() -> None:
+async def test_without_tiers_the_oldest_blocks_are_evicted() -> None:
     async with running() as host:
         for token in range(16):
             host.serve(token)
@@ -194,7 +194,7 @@ async def test_without_tiers_the_front_is_evicted() -> None:
         assert len(host.index) == 12
 
 
-async def test_victims_are_kept_below() -> None:
+async def test_evicted_blocks_are_stored_in_the_tier_below() -> None:
     """Bytes, parent and segment are unchanged, last blocks come before heads, and the index hears of no removal."""
     tier = ScriptedTier()
     async with running(tier) as host:
@@ -277,7 +277,7 @@ async def test_a_tier_that_raises_loses_its_blocks_only(caplog: pytest.LogCaptur
     assert "a lower tier failed" in caplog.text
 
 
-async def test_while_no_tier_has_room_the_pool_keeps_all() -> None:
+async def test_blocks_stay_in_the_pool_if_no_tier_has_room() -> None:
     tier = ScriptedTier()
     tier.room = BLOCK_BYTES - 1
     async with running(tier) as host:
@@ -309,7 +309,7 @@ async def test_a_tier_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPat
         await until_free(host)
 
 
-async def test_two_tiers_both_get_it() -> None:
+async def test_evicted_blocks_are_offered_to_both_tiers() -> None:
     """A block is gone only when neither has it."""
     fast, slow = ScriptedTier(), ScriptedTier()
     fast.refuses = True
@@ -355,7 +355,7 @@ async def test_a_cancelled_copy_is_waited_for() -> None:
     await closing
 
 
-def test_news_is_of_blocks_that_are_nowhere() -> None:
+def test_only_blocks_in_no_tier_are_announced_as_gone() -> None:
     a, b, c = (prompt(token)[0] for token in range(3))
     came, moved, gone = IndexEvent(b, here=True), IndexEvent(b, here=False), IndexEvent(c, here=False)
     assert without_moved([came, moved, gone], {b}.__contains__) == [came, gone]
@@ -363,7 +363,7 @@ def test_news_is_of_blocks_that_are_nowhere() -> None:
     assert lost_everywhere(names, {a}, {b}.__contains__) == [IndexEvent(c, here=False, segment=b"s" * 32)]
 
 
-async def test_through_a_real_disk(tmp_path: Path) -> None:
+async def test_indexed_blocks_are_readable_with_a_real_disk(tmp_path: Path) -> None:
     """Many prompts through a small pool: whatever the index has is present, with the right bytes."""
     disk = await open_disk_tier(
         DiskFolder(tmp_path), namespace=bytes(32), block_bytes=BLOCK_BYTES, disk_bytes=40 * 4096

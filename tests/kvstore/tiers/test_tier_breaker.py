@@ -26,7 +26,7 @@ def test_pauses_back_off_up_to_a_limit_and_reset() -> None:
     assert breaker.probe_at_s - now == FIRST_PAUSE_S
 
 
-def test_a_read_of_before_the_pause_does_not_shorten_it() -> None:
+def test_a_read_from_before_a_pause_does_not_shorten_it() -> None:
     breaker = TierBreaker()
     breaker.late(0.0)
     breaker.in_time()

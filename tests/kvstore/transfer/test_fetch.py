@@ -243,7 +243,7 @@ async def test_a_corrupt_block_is_fetched_from_another_source():
     node.check()
 
 
-async def test_a_source_that_is_lost_in_the_middle(monkeypatch):
+async def test_a_source_lost_during_a_fetch(monkeypatch):
     monkeypatch.setattr(fetch_module, "BATCH_BYTES", 3 * BLOCK_BYTES)
     node = FetchingNode()
     node.add("a", 10).fail_after = 2
@@ -386,7 +386,7 @@ async def test_a_released_ticket_stops_its_fetch(monkeypatch):
     node.check()
 
 
-async def test_a_worker_that_computes_the_same_meanwhile():
+async def test_a_worker_computes_a_chain_during_its_fetch():
     """Both end with one copy; the fetched slots that lost are returned."""
     node = FetchingNode()
     source = node.add("a", 10)
@@ -480,7 +480,7 @@ async def test_a_timeout_counts_towards_a_sources_pace():
     node.check()
 
 
-async def test_a_chain_that_names_a_block_twice_brings_less_and_breaks_nothing():
+async def test_a_chain_with_a_repeated_block_fetches_nothing():
     node = FetchingNode()
     node.add("a", 10)
     twice = [*PROMPT[:3], PROMPT[1], *PROMPT[3:5]]
@@ -506,7 +506,7 @@ def state_of(node: FetchingNode, ticket_id: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("tiered", [False, True])
-async def test_a_state_comes_behind_its_block(tiered: bool) -> None:
+async def test_a_state_is_fetched_after_its_block(tiered: bool) -> None:
     node = FetchingNode(ListedTier([*PROMPT, *PAGES]) if tiered else None)
     if not tiered:
         node.add("a", 8)
@@ -523,7 +523,7 @@ async def test_a_state_comes_behind_its_block(tiered: bool) -> None:
     assert node.ledger.tickets[going_on(node)].blocks == 6
 
 
-async def test_a_page_that_fails_loses_the_state_and_not_the_blocks() -> None:
+async def test_a_failed_page_loses_the_state_but_not_the_blocks() -> None:
     node = FetchingNode()
     node.add("a", 8).flip = {PAGES[1]}
     ticket_id = going_on(node)
@@ -538,7 +538,7 @@ async def test_a_page_that_fails_loses_the_state_and_not_the_blocks() -> None:
     node.check()
 
 
-async def test_a_ticket_that_is_released_ends_the_fetch_of_its_state() -> None:
+async def test_releasing_a_ticket_ends_the_fetch_of_its_state() -> None:
     node = FetchingNode()
     source = node.add("a", 8)
     source.gate.clear()

@@ -117,7 +117,7 @@ def test_a_hand_over_respects_its_limits(
 
 @given(CHAINS)
 @settings(max_examples=examples(100), deadline=None)
-def test_nothing_is_lost_where_there_is_time_and_room(chains: list[list[int]]) -> None:
+def test_all_chains_are_handed_over_given_time_and_room(chains: list[list[int]]) -> None:
     other = OtherPool(1000)
     plan: HandOver[tuple[int, ...]] = HandOver(
         map(named, chains), {"n": 1000}, block_bytes=BLOCK_BYTES, bytes_per_s=1e12, begun_s=0.0, until_s=1e9
@@ -186,7 +186,7 @@ def test_a_chain_that_a_node_has_is_not_sent_to_another_one() -> None:
     assert [chain for _, chain in plan.whole] == chains
 
 
-def test_a_full_node_that_has_a_chain_keeps_it_from_others() -> None:
+def test_a_chain_on_a_full_node_is_not_sent_to_others() -> None:
     chains = [named([1]), named([2])]
     plan: HandOver[tuple[int, ...]] = HandOver(
         chains, {"full": 1, "roomy": 1}, block_bytes=1, bytes_per_s=1e9, begun_s=0.0, until_s=1e9
@@ -205,7 +205,7 @@ def test_a_full_node_that_has_a_chain_keeps_it_from_others() -> None:
     assert plan.whole == [("full", chains[0]), ("full", chains[1])]
 
 
-def test_an_index_that_is_wrong_costs_one_ask() -> None:
+def test_a_wrong_index_costs_one_extra_request() -> None:
     plan: HandOver[tuple[int, ...]] = HandOver(
         map(named, [[1, 1]]), {"said": 9, "roomy": 10}, block_bytes=1, bytes_per_s=1e9, begun_s=0.0, until_s=1e9
     )
@@ -220,7 +220,7 @@ def test_an_index_that_is_wrong_costs_one_ask() -> None:
     assert asked == ["said", "roomy"]
 
 
-def test_room_is_what_is_free_and_a_fair_share_of_what_is_cached() -> None:
+def test_room_is_free_slots_plus_a_fair_share_of_cached_ones() -> None:
     others = [OtherNode("empty", 100, 0), OtherNode("full", 0, 100), OtherNode("pinned", 0, 0)]
     # 100 of 200 blocks have to go somewhere, so half of the full node's make room.
     assert rooms_of(100, others) == {"empty": 100, "full": 50}
@@ -232,7 +232,7 @@ def test_room_is_what_is_free_and_a_fair_share_of_what_is_cached() -> None:
     st.integers(0, 14),
 )
 @settings(max_examples=examples(150), deadline=None)
-def test_tips_cover_a_pool_in_the_reverse_order_of_eviction(prompts: list[list[int]], pinned: int) -> None:
+def test_chain_tips_are_in_reverse_eviction_order(prompts: list[list[int]], pinned: int) -> None:
     ledger = Ledger(itertools.count(1).__next__, 0, PoolShares(90, 90))
     ledger.shape(200)
     epoch = ledger.attach("one", SESSION)

@@ -15,7 +15,7 @@ from pillion.engine.checkpoints.prepare import prepare
 from tests.support.own_cache import model_cache
 
 
-def test_sums_are_those_of_torch():
+def test_sums_match_torch():
     generator = torch.Generator().manual_seed(1)
     exact, other = torch.log_softmax(torch.randn(2, 9, 50, generator=generator, dtype=torch.float64), -1)
     ids = torch.randint(0, 50, (9,), generator=generator)

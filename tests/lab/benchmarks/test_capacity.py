@@ -61,7 +61,7 @@ def test_requests_arrive_at_the_rate(load: str) -> None:
 
 
 @pytest.mark.parametrize("load", ["chat", "toolagent", "turns"])
-def test_rates_have_the_same_lengths_in_the_same_order_and_share_no_prompt(load: str) -> None:
+def test_runs_at_all_rates_have_the_same_lengths_and_no_common_prompt(load: str) -> None:
     slow, fast = (OpenLoad(load, rate, 20.0, loads(SCALE)[load]).sessions(3) for rate in (2.0, 3.0))
     lengths = [[[len(turn.ids or turn.text.split()) for turn in each.turns] for each in made] for made in (slow, fast)]
     # The last chat may be cut by the number of requests.
@@ -111,7 +111,7 @@ def test_capacities_are_compared_with_the_peers_best_setting_and_the_better_poli
     assert relaxed["over_peer"] == pytest.approx(2.0)
 
 
-def test_the_picture_has_a_line_for_each_system_and_objective(tmp_path: pathlib.Path) -> None:
+def test_the_chart_has_a_line_for_each_system_and_objective(tmp_path: pathlib.Path) -> None:
     figures = ("itl_p99_ms", "ttft_of_bound_p99", "good_strict_per_s")
     runs = [{"rate": rate, **dict.fromkeys(figures, 10 * rate)} for rate in (1.0, 2.0, 2.0)]
     found = [{"load": "chat", "system": system, "runs": runs} for system in ("pillion auto", "vllm 512")]

@@ -21,7 +21,7 @@ def test_every_system_is_compared_with_peers_of_the_same_weights() -> None:
         assert {peer.rsplit("-", 1)[1] for peer in peers} == {system.rsplit("-", 1)[1]}
 
 
-def test_ratios_are_of_one_round() -> None:
+def test_ratios_compare_results_of_the_same_round() -> None:
     rounds = {
         "1024": [
             {"pillion-bf16": 100.0, "vllm-bf16": 200.0},
@@ -41,7 +41,7 @@ def test_ratios_are_of_one_round() -> None:
     assert not any(key.startswith("of ") for row in (rows[0], rows[2]) for key in row)
 
 
-def test_a_systems_figures_become_rounds() -> None:
+def test_figures_of_a_system_are_split_into_rounds() -> None:
     found = {
         ("1024/1 x 1", "vllm-bf16"): [{"ttft_p50_ms": 1.0}, {"ttft_p50_ms": 2.0}],
         ("1024/1 x 1", "pillion-bf16"): [{"ttft_p50_ms": 3.0}, {"ttft_p50_ms": 4.0}],
@@ -65,7 +65,7 @@ def test_rounds_are_not_added_to_those_of_another_machine(tmp_path: pathlib.Path
         cold_prompts.earlier(path)
 
 
-def test_peers_that_are_absent_are_left_out(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_peers_are_left_out(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = argparse.Namespace(vllm="/no/such/vllm", llama_python=None, systems=cold_prompts.SYSTEMS, pillion_flags="")
     found = cold_prompts.systems(args, pathlib.Path("folder"), pathlib.Path("file"), tmp_path)
     assert [system.name for system in found] == ["pillion-bf16", "pillion-gguf"]

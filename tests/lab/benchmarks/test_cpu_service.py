@@ -111,7 +111,7 @@ def test_prompts_repeat_only_for_the_same_seed() -> None:
     assert len(set(heads)) == 24
 
 
-async def test_the_loop_is_closed() -> None:
+async def test_the_load_is_a_closed_loop() -> None:
     """At most as many streams as clients, no fewer while prompts are left, and each prompt once."""
     target = CountingTarget(2, 3)
     run = await measure(target, LOAD.sessions(3), LOAD.concurrency)
@@ -151,7 +151,7 @@ def test_rows_pair_the_rounds() -> None:
     assert "ratio" not in alone[0]
 
 
-def test_a_peer_that_is_absent_is_left_out_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_peer_is_left_out_and_reported(capsys: pytest.CaptureFixture[str]) -> None:
     args = argparse.Namespace(
         pillion=["a=--cpu-threads 2", "b"],
         pillion_alone=["c=--quantization int8"],
@@ -177,7 +177,7 @@ def test_a_peer_that_is_absent_is_left_out_with_a_line(capsys: pytest.CaptureFix
 
 
 @pytest.mark.skipif("avx2" not in host_features(), reason="this processor has no AVX2")
-def test_a_peer_that_is_limited_to_avx2_sees_nothing_beyond() -> None:
+def test_a_peer_limited_to_avx2_detects_no_newer_instructions() -> None:
     """vLLM asks torch which of its libraries to load."""
     asked = "[torch.cpu._is_avx2_supported(), torch.cpu._is_avx512_supported(), torch.cpu._is_amx_tile_supported()]"
     program = f"import torch; print({asked}, torch.backends.cpu.get_cpu_capability())"

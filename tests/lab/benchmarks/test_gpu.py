@@ -93,7 +93,7 @@ def visit(environment: dict[str, str], folder: pathlib.Path, *words: str, time_s
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_a_visit_runs_once_where_only_torch_and_triton_are(bare, tmp_path):
+def test_a_visit_runs_with_only_torch_and_triton(bare, tmp_path):
     """All sections, tiny, and the search of all constants, except parts covered below: test files, all clusters but
     one, and sections whose result is tested."""
     wanted = set()
@@ -163,7 +163,7 @@ def test_a_result_has_the_rows_of_its_sections(bare, tmp_path):
                 assert any(word in name for name in names), f"{part.name} measures nothing with {word} in its name"
 
 
-def test_every_section_and_test_can_be_imported_where_only_torch_and_triton_are(bare):
+def test_sections_and_tests_import_with_only_torch_and_triton(bare):
     """Shows in seconds that a section or test file cannot start there."""
     code = "".join(f"import lab.benchmarks.gpu.{section}\n" for section in SECTIONS)
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=bare, capture_output=True, text=True, check=False)
@@ -210,7 +210,7 @@ def test_a_section_that_takes_too_long_is_ended_and_keeps_its_rows(tmp_path):
     ("share", "target", "met"),
     [(0.85, ">= 0.85", True), (0.84, ">= 0.85", False), (1.15, "<= 1.15", True), (1.16, "<= 1.15", False)],
 )
-def test_targets(share, target, met):
+def test_rows_report_whether_they_meet_their_target(share, target, met):
     row = Row("a", 1.0, "us", share, "copy bandwidth", target)
     assert row.met is met
     result = {"device": {"date": "2026-01-01"}, "sections": {"s": {"rows": [row.as_json()], "seconds": 1, "error": ""}}}

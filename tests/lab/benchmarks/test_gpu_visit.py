@@ -136,7 +136,7 @@ def test_every_pattern_of_a_part_names_kernels_to_compile_ahead():
         assert next(jobs([pattern], 1), None), pattern
 
 
-def test_the_page_has_figures_and_what_is_next(clone):
+def test_the_page_lists_figures_and_remaining_parts(clone):
     done, left = part("done"), part("left", seconds=7)
     result = {
         "device": {"name": "GPU", "date": "2026-01-01"},

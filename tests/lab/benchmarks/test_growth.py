@@ -35,7 +35,7 @@ def test_growth_in_the_warm_up_does_not_count():
 
 
 @pytest.mark.parametrize("kind", list(ALLOWED))
-def test_each_kind_is_judged(kind):
+def test_each_kind_of_growth_is_judged(kind):
     absolute, share = ALLOWED[kind]
     level = absolute / share
     flat = [(float(n), level + n % 3) for n in range(90)]

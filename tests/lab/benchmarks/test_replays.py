@@ -15,7 +15,7 @@ REQUESTS = 60
 @pytest.mark.cluster
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_recorded_requests_replay_equal() -> None:
+def test_recorded_requests_replay_identically() -> None:
     with tempfile.TemporaryDirectory(prefix="pil-") as name:
         found = run_replays(REQUESTS, pathlib.Path(name))
     assert (found["requests"], found["unequal"]) == (REQUESTS, [])

@@ -89,7 +89,7 @@ def test_the_fewest_workers_are_found(
     ],
     ids=lambda value: " ".join(value)[-30:] if isinstance(value, tuple) else None,
 )
-def test_mistakes_are_one_line(
+def test_invalid_arguments_are_reported_in_one_line(
     trace: pathlib.Path, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(f"--trace={trace}", *words) == 2
@@ -98,7 +98,7 @@ def test_mistakes_are_one_line(
     assert shown.out == "", "a fleet was simulated before"
 
 
-def test_a_file_that_is_no_trace(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_is_not_a_trace_is_refused(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"timestamp": 0}\n')
     assert run(f"--trace={path}", COST) == 2

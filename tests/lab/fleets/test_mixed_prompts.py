@@ -53,7 +53,7 @@ def test_steps_with_short_and_long_prompts_keep_to_the_target(policy: str) -> No
     assert max(gaps_ms) < 1.15 * TARGET_MS
 
 
-def test_auto_serves_as_many_as_decode_workers_alone() -> None:
+def test_auto_serves_as_many_requests_as_colocated() -> None:
     """Prefill workers must not get more long prompts than they can compute in time."""
     count = {"auto": 0, "colocated": 0}
     for policy in count:

@@ -56,7 +56,7 @@ def test_a_seed_replays_to_the_event() -> None:
     assert "fault:" in first.stdout
 
 
-def test_requests_come_through_without_faults() -> None:
+def test_requests_complete_without_faults() -> None:
     shape = ClusterShape(decodes=1, prefills=1, policy="disaggregated")
     prompt = tuple(range(40))
     requests = tuple(
@@ -160,7 +160,7 @@ def test_workers_end_with_their_node() -> None:
 
 
 @pytest.mark.parametrize("kills", [1, 3])
-def test_requests_wait_for_the_workers_of_a_node_that_is_back(kills: int) -> None:
+def test_requests_wait_for_the_workers_after_a_node_restart(kills: int) -> None:
     """The node is back at once, but its pool has no shape before a worker, whose step takes long, has attached."""
     shape = ClusterShape(decodes=1, prefills=0, policy="colocated", step_s=0.05, kept=True)
     requests = tuple(
@@ -176,7 +176,7 @@ def test_requests_wait_for_the_workers_of_a_node_that_is_back(kills: int) -> Non
 
 
 @pytest.mark.parametrize("kind", [FaultKind.DISK_STALL, FaultKind.DISK_FULL, FaultKind.DISK_FLIP])
-def test_a_bad_disk_costs_no_request(kind: FaultKind) -> None:
+def test_a_faulty_disk_loses_no_request(kind: FaultKind) -> None:
     """Prompts fill a small pool and repeat, so that blocks are spilled and fetched back."""
     shape = ClusterShape(decodes=1, prefills=0, policy="colocated", slots=36, disk_blocks=60, step_s=0.005)
     requests = tuple(

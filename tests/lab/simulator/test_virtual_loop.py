@@ -18,7 +18,7 @@ def finish(loop: VirtualLoop, work: Coroutine[Any, Any, Any], process: Process |
     return task.result()
 
 
-def test_the_clock_jumps() -> None:
+def test_the_virtual_clock_jumps_to_the_next_timer() -> None:
     loop = VirtualLoop(Random(1))
 
     async def wait() -> float:

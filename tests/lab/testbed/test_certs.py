@@ -48,7 +48,7 @@ def test_a_set_of_certificates(tmp_path: pathlib.Path) -> None:
 
 
 @needs_openssl
-def test_nothing_is_overwritten(tmp_path: pathlib.Path) -> None:
+def test_existing_certificates_are_not_overwritten(tmp_path: pathlib.Path) -> None:
     (tmp_path / "internal.key").write_text("mine")
     with pytest.raises(ConfigError, match="there already"):
         make_certs(tmp_path)

@@ -75,7 +75,7 @@ def test_importing_the_command_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize("module", ["pillion", "pillion.client.client", "pillion.offline.llm"])
-def test_the_sdk_imports_nothing_of_the_operators(module: str) -> None:
+def test_the_sdk_imports_no_operator_tools(module: str) -> None:
     """Not even when its late names are used: `pillion.Client` and `pillion.LLM` are classes of these modules."""
     operators = {"cli", "supervisor", "top", "loadgen"}
     script = (
@@ -149,7 +149,7 @@ def test_user_errors_are_one_line_on_stderr(command: Run, argv: list[str], statu
     assert done.stdout == ""
 
 
-def test_a_client_s_certificates_that_cannot_be_used_are_one_line(tmp_path: pathlib.Path, command: Run) -> None:
+def test_unusable_client_certificates_are_a_one_line_error(tmp_path: pathlib.Path, command: Run) -> None:
     from lab.testbed.certs import make_certs
 
     for name in ("one", "two"):
@@ -178,7 +178,7 @@ def leaves(command: click.Command, *words: str) -> Iterator[tuple[tuple[str, ...
         yield words, command
 
 
-def test_each_required_option_and_argument_is_asked_for(command: Run) -> None:
+def test_missing_required_options_and_arguments_are_reported(command: Run) -> None:
     asked = set()
     for words, one in leaves(cli):
         required = [param for param in one.params if param.required]
@@ -250,7 +250,7 @@ def test_servers_need_the_server_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "\n" not in caught.value.message
 
 
-def test_component_failures_and_signals(tmp_path: pathlib.Path) -> None:
+def test_component_exit_statuses_after_failures_and_signals(tmp_path: pathlib.Path) -> None:
     """A component's exit status: 0 after SIGTERM, 1 if it failed by itself, 2 if its configuration is invalid."""
     script = """
 import asyncio, sys
@@ -297,7 +297,7 @@ main(["kvnode"])
     assert (living.returncode, out) == (0, "stopped\n")
 
 
-def test_a_command_hears_of_its_children_although_its_parent_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_get_child_statuses_even_if_sigchld_was_ignored(capsys: pytest.CaptureFixture[str]) -> None:
     """Children inherit ignored signals: `pillion serve` did not get the status of a child."""
     known = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
@@ -314,7 +314,7 @@ WRITE_DESCRIPTORS = "open({path!r}, 'w').write(' '.join(os.readlink(f'/proc/self
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_no_socket_gets_the_number_of_a_descriptor_that_was_closed(tmp_path: pathlib.Path) -> None:
+def test_closed_standard_descriptors_are_opened_on_dev_null(tmp_path: pathlib.Path) -> None:
     """The caller may have closed its standard descriptors; children have them anyway."""
     own, child = (str(tmp_path / name) for name in ("own", "child"))
     code = f"""

@@ -10,7 +10,7 @@ from pillion.cli.cache import duration, parse_duration, read_prompts
 from pillion.errors import ConfigError
 
 
-def test_a_text_is_one_prompt_and_each_line_of_jsonl_another(tmp_path: pathlib.Path) -> None:
+def test_a_text_file_is_one_prompt_and_each_jsonl_line_is_one(tmp_path: pathlib.Path) -> None:
     text, lines = tmp_path / "system.txt", tmp_path / "all.jsonl"
     text.write_text("One\n\nprompt.\n")
     (only,) = read_prompts(text)
@@ -27,7 +27,7 @@ def test_a_text_is_one_prompt_and_each_line_of_jsonl_another(tmp_path: pathlib.P
 
 
 @pytest.mark.parametrize("inside", ["\u2028", "\u2029", "\u0085"])
-def test_a_line_ends_at_a_newline_alone(inside: str, tmp_path: pathlib.Path) -> None:
+def test_jsonl_lines_end_only_at_newlines(inside: str, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "one.jsonl"
     path.write_text(f'{{"text": "a{inside}b"}}\r\n{{"text": "c"}}\n', encoding="utf-8")
     assert [one.prompt for one in read_prompts(path)] == [f"a{inside}b", "c"]
@@ -57,7 +57,7 @@ def test_a_bad_line_is_named(line: str, words: str, tmp_path: pathlib.Path) -> N
         read_prompts(tmp_path / "missing")
 
 
-def test_times() -> None:
+def test_durations_are_parsed_and_formatted() -> None:
     assert [parse_duration(text) for text in ("90", "90s", "5m", "1h", "7d")] == [90, 90, 300, 3600, 7 * 86_400]
     for wrong in ("", "h", "-1s", "1w", "1.5h"):
         with pytest.raises(ValueError, match="is not a duration"):

@@ -184,7 +184,7 @@ def test_the_banner() -> None:
         banner([a], "x", "h:1")
 
 
-def test_a_system_message_comes_first_and_a_file_is_needed() -> None:
+def test_the_system_message_comes_first_and_save_needs_a_file() -> None:
     talk = Conversation()
     assert talk.command("/system Sing.") == "system message: Sing."
     assert [message.role for message in talk.messages()] == ["system"]

@@ -32,7 +32,7 @@ def test_a_component_listens_publicly_only_on_request(cls: Any, name: str, addre
 
 
 @pytest.mark.parametrize("address", LOCAL)
-def test_this_machine_alone_is_fine(address: str) -> None:
+def test_local_addresses_need_no_tls(address: str) -> None:
     assert is_local(address)
     check_flags(KVNodeFlags(node_listen=address))
     check_flags(DecodeFlags(listen=address))
@@ -40,7 +40,7 @@ def test_this_machine_alone_is_fine(address: str) -> None:
 
 @pytest.mark.parametrize("missing", list(PROVEN))
 @pytest.mark.parametrize("cls", [KVNodeFlags, DecodeFlags, GatewayFlags, ServeFlags])
-def test_between_components_both_sides_prove(cls: Any, missing: str) -> None:
+def test_internal_tls_needs_certificate_key_and_ca(cls: Any, missing: str) -> None:
     with pytest.raises(ConfigError, match="must be given together"):
         check_flags(cls(**{**PROVEN, missing: ""}))
 
@@ -48,7 +48,7 @@ def test_between_components_both_sides_prove(cls: Any, missing: str) -> None:
 @pytest.mark.parametrize(
     "flags", [{"tls_cert": "c"}, {"tls_key": "k"}, {"tls_ca": "a"}, {"tls_cert": "c", "tls_ca": "a"}]
 )
-def test_an_edge_has_a_certificate_and_its_key(flags: dict[str, str]) -> None:
+def test_public_tls_needs_a_certificate_and_its_key(flags: dict[str, str]) -> None:
     for cls in (GatewayFlags, ServeFlags):
         with pytest.raises(ConfigError):
             check_flags(cls(**flags))
@@ -56,7 +56,7 @@ def test_an_edge_has_a_certificate_and_its_key(flags: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("cls", [KVNodeFlags, PrefillFlags, DecodeFlags, GatewayFlags, ServeFlags])
-def test_the_defaults_are_good(cls: Any) -> None:
+def test_default_flags_are_valid(cls: Any) -> None:
     check_flags(cls())
 
 
@@ -98,7 +98,7 @@ def test_the_defaults_are_good(cls: Any) -> None:
         (GatewayFlags(gateway_workers=2), "--gateway-workers is a flag of pillion serve"),
     ],
 )
-def test_flags_that_cannot_work(flags: Any, complaint: str) -> None:
+def test_invalid_flag_combinations_are_rejected(flags: Any, complaint: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(complaint)) as caught:
         check_flags(flags)
     assert "\n" not in caught.value.message
@@ -109,7 +109,7 @@ def test_colocated_needs_no_prefill_worker() -> None:
     check_flags(ServeFlags(prefill_workers=0))
 
 
-def test_strangers_with_keys_are_none() -> None:
+def test_open_apis_are_allowed_with_keys_or_on_loopback() -> None:
     open_apis = {"ui": True, "enable_lora": True, "allow_runtime_lora_updating": True, "lora_path": ("a",)}
     check_flags(ServeFlags(host="0.0.0.0", api_keys="keys.toml", **open_apis))
     check_flags(ServeFlags(host="127.0.0.1", **open_apis))

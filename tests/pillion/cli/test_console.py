@@ -57,7 +57,7 @@ def test_json_for_collectors() -> None:
 @pytest.mark.parametrize(
     "error", [OSError(errno.ENOSPC, "No space left on device"), BrokenPipeError(), ValueError("closed")]
 )
-def test_a_log_that_cannot_be_written_loses_lines_alone(error: Exception) -> None:
+def test_an_unwritable_log_only_loses_lines(error: Exception) -> None:
     """A full disk, a reader that has gone, a closed file: losses are counted, and reported when writing works again."""
 
     class Full(io.StringIO):
@@ -80,7 +80,7 @@ def test_a_log_that_cannot_be_written_loses_lines_alone(error: Exception) -> Non
     assert out.getvalue().splitlines() == lines
 
 
-def test_a_disconnected_reader_ends_nothing() -> None:
+def test_a_disconnected_log_reader_does_not_end_the_program() -> None:
     program = """
 import os, sys
 from pillion.cli.console import Notices

@@ -124,7 +124,7 @@ def test_the_http_port_also_has_vllms_name(tmp_path: pathlib.Path) -> None:
         read_config(str(file))
 
 
-def test_names_and_keys_from_all_three_places(tmp_path: pathlib.Path) -> None:
+def test_names_and_keys_are_read_from_every_source(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "flags.toml"
     file.write_text('served-model-name = "one"\n[default-chat-template-kwargs]\nenable_thinking = false\n')
     flags = parse(GatewayFlags, ["--config", str(file)], {"PILLION_API_KEY": "key-a key-b"})

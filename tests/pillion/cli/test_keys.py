@@ -79,7 +79,7 @@ def test_a_bad_file_or_name_changes_nothing(tmp_path: pathlib.Path, text: str, t
     assert [path.name for path in tmp_path.iterdir()] == ["keys.toml"]
 
 
-def test_the_hash_of_a_key_that_exists() -> None:
+def test_keys_hash_prints_the_hash_of_an_existing_key() -> None:
     key = "k" * 40
     result = CliRunner().invoke(cli, ["keys", "hash"], input=f"{key}\n")
     assert result.output.strip() == hash_of(key)

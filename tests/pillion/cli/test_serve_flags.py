@@ -156,7 +156,7 @@ def test_every_flag_of_a_component_reaches_its_process(
         assert given != field.default
 
 
-def test_the_cluster_chooses_its_components_names_and_places() -> None:
+def test_serve_has_no_component_placement_flags() -> None:
     placed = {field.name for cls in COMPONENTS.values() for field in fields(cls) if field.metadata["placement"]}
     assert {"node_id", "component_id", "listen", "node_listen", "attach_socket", "kv_device"} <= placed
     assert not placed & {param.name for param in cli.commands["serve"].params}

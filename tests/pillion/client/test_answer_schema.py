@@ -86,7 +86,7 @@ VALUES: list[tuple[Any, Any, Any, list[Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "good", "value", "bad"), VALUES)
-def test_a_type_is_a_schema_and_its_values(kind: Any, good: Any, value: Any, bad: list[Any]) -> None:
+def test_a_type_gives_a_schema_and_parses_its_values(kind: Any, good: Any, value: Any, bad: list[Any]) -> None:
     schema = answer_schema(kind)
     validator = jsonschema.Draft202012Validator(json.loads(schema.text))
     validator.check_schema(validator.schema)
@@ -150,7 +150,7 @@ async def read(client: Client, other: AsyncClient, llm: LLM) -> None:
 
 
 @pytest.mark.long
-def test_a_value_has_the_type_of_its_schema(tmp_path: pathlib.Path) -> None:
+def test_parsed_values_are_statically_typed(tmp_path: pathlib.Path) -> None:
     (tmp_path / "typed.py").write_text(TYPED)
     words = ("mypy", "--strict", "--follow-imports=silent", f"--cache-dir={tmp_path}", tmp_path / "typed.py")
     done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True)

@@ -36,7 +36,7 @@ def blocking(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-async def test_results_have_the_prompts_order(blocking: bool) -> None:
+async def test_batch_results_are_in_prompt_order(blocking: bool) -> None:
     async with running_fake_cluster("The answer.") as fakes:
         prompts = ["Once", [5, 6, 7], [{"role": "user", "content": "x"}]] * 4
         sampling = [SamplingParams(max_tokens=1 + n, seed=n) for n in range(12)]
@@ -53,7 +53,7 @@ async def test_results_have_the_prompts_order(blocking: bool) -> None:
         await fakes.settled()
 
 
-async def test_never_more_than_the_bound_at_once(blocking: bool) -> None:
+async def test_batch_concurrency_is_bounded(blocking: bool) -> None:
     async with running_fake_cluster("The answer.") as fakes:
         fakes.decode.gate.clear()
         work = asyncio.create_task(batch(fakes, blocking, ["x"] * 9, concurrency=3))
@@ -142,7 +142,7 @@ def test_invalid_arguments_are_rejected() -> None:
     assert one_each(None, {}, 2) == [SamplingParams()] * 2
 
 
-async def test_load_that_stays_is_an_error() -> None:
+async def test_persistent_overload_is_an_error() -> None:
     """After OVERLOAD_RETRIES; each wait is the time that the gateway names."""
     from pillion.client import batch as module
 

@@ -171,13 +171,13 @@ async def test_mutual_tls(certs: pathlib.Path) -> None:
         ("h:1", {"api_key": " spaced"}, "printable ASCII"),
     ],
 )
-def test_options_that_cannot_work(target: str, options: dict, complaint: str) -> None:
+def test_invalid_option_combinations_are_rejected(target: str, options: dict, complaint: str) -> None:
     for cls in (Client, AsyncClient):
         with pytest.raises(ConfigError, match=complaint):
             cls(target, **options)
 
 
-def test_schemes_are_no_part_of_the_target() -> None:
+def test_url_schemes_are_stripped_from_the_target() -> None:
     assert (connect("grpc://h:1").targets, connect("grpcs://h:1").targets) == (("h:1",), ("h:1",))
     assert connect("grpc://h:1").credentials is None
     assert connect("grpcs://h:1").credentials is not None
@@ -196,7 +196,7 @@ async def test_every_call_sends_the_api_key(monkeypatch: pytest.MonkeyPatch) -> 
             assert [call.get("authorization") for call in servicer.calls[-2:]] == [expected] * 2
 
 
-async def test_details_of_errors_come_back() -> None:
+async def test_error_details_reach_the_client() -> None:
     quotas = (QuotaViolation("tokens_per_minute", "3 over"),)
     errors = [Overloaded("full", 1500, quotas), Unauthenticated("no key")]
     async with serving(Scripted(*errors)) as address:
@@ -213,7 +213,7 @@ async def test_details_of_errors_come_back() -> None:
             assert isinstance(await asyncio.to_thread(fail), Unauthenticated)
 
 
-async def test_the_gateway_names_the_bound_that_was_met() -> None:
+async def test_an_overload_error_names_the_limit() -> None:
     async with running_fake_cluster("The answer.", max_inflight_requests=1) as fakes:
         fakes.decode.gate.clear()
         first = asyncio.create_task(texts(fakes.client))
@@ -261,7 +261,7 @@ asyncio.run(main())
 """
 
 
-def test_a_stream_ends_whose_gateway_is_killed_before_its_first_message() -> None:
+def test_a_gateway_killed_before_the_first_message_ends_the_stream() -> None:
     with started([sys.executable, "-c", DEAF], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         port = int(process.stdout.readline())
@@ -322,7 +322,7 @@ async def test_other_errors_are_not_retried(error: PillionError, before: int) ->
         assert len(servicer.calls) == 1
 
 
-async def test_a_client_finds_a_server_that_came_back() -> None:
+async def test_a_client_reconnects_to_a_restarted_server() -> None:
     address = f"127.0.0.1:{free_port()}"
     async with serving(Scripted(), address):
         client = AsyncClient(address, connect_timeout_s=0)
@@ -416,7 +416,7 @@ async def test_a_blocking_client_works_after_an_interrupt(monkeypatch: pytest.Mo
         assert await asyncio.to_thread(talk, target) == ["x", "x"]
 
 
-async def test_sizes_of_messages_are_options() -> None:
+async def test_message_size_limits_are_configurable() -> None:
     big = 5 * 2**20
     async with serving(Scripted(text="y" * big), max_message_bytes=2**20) as address, AsyncClient(address) as client:
         with pytest.raises(Overloaded, match="larger than max"):

@@ -71,7 +71,7 @@ async def complaint(target: str, **options: object) -> str:
 
 
 @needs_openssl
-async def test_every_connection_error_says_what_to_do(made: pathlib.Path) -> None:
+async def test_every_connection_error_suggests_a_fix(made: pathlib.Path) -> None:
     ca, nobody, unix = {"ca": made / "ca.pem"}, f"127.0.0.1:{free_port()}", f"unix:{made}/no.sock"
     pair = [((made / "internal.key").read_bytes(), (made / "internal.pem").read_bytes())]
     async with contextlib.AsyncExitStack() as stack:
@@ -158,7 +158,7 @@ async def test_errors_of_missing_and_unknown_keys(monkeypatch: pytest.MonkeyPatc
                     await client.models()
 
 
-async def test_a_proxy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_error_names_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("no_proxy", "no_grpc_proxy", "grpc_proxy", "https_proxy"):
         monkeypatch.delenv(name, raising=False)
     async with serving(Scripted()) as address:

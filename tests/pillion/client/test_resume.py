@@ -61,7 +61,7 @@ def progress(
     return StreamProgress(request, timeout_s, resume_timeout_s, connect_timeout_s, addresses, 100.0)
 
 
-def test_the_rest_is_asked_for_after_the_last_tokens() -> None:
+def test_a_resume_continues_after_the_last_received_tokens() -> None:
     stream = progress(n=3)
     assert stream.request().resume is None
     for one in (message(3, 4, first=True), message(9, index=2, reason=FinishReason.STOP), message(5)):
@@ -72,7 +72,7 @@ def test_the_rest_is_asked_for_after_the_last_tokens() -> None:
     assert (again.resume, again.request_id, again.text) == (Resume(ORIGIN, answers), "r-1", "x")
 
 
-def test_attempts_and_their_time_are_bounded_and_begin_anew_with_each_token() -> None:
+def test_resume_attempts_and_time_are_bounded_and_reset_by_each_token() -> None:
     stream, now_s = progress(resume_timeout_s=1e9), 100.0
     for _ in range(3):
         stream.accept(message(7, first=True))
@@ -113,7 +113,7 @@ def test_a_gateways_error_is_final_except_on_resume() -> None:
             assert stream.delay_s(error, True, True, 100.0) > 0
 
 
-def test_gateways_that_were_never_there_are_called_in_rounds_with_pauses() -> None:
+def test_unreachable_gateways_are_retried_in_rounds_with_backoff() -> None:
     stream = progress(addresses=3, connect_timeout_s=0)
     pauses = [stream.delay_s(*NOWHERE, 100.0) for _ in range(3 * RETRY_ATTEMPTS - 1)]
     with pytest.raises(Unavailable):
@@ -183,7 +183,7 @@ def cutting(cut: bytes) -> Iterator[str]:
 
 @pytest.mark.parametrize("cut", [struct.pack("ii", 1, 0), struct.pack("ii", 0, 0)], ids=["reset", "closed"])
 @pytest.mark.parametrize("blocking", [False, True])
-async def test_a_connection_that_is_cut_before_it_exists_is_waited_for(
+async def test_a_connection_cut_during_its_handshake_is_retried(
     cut: bytes, blocking: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bool] = []
@@ -227,7 +227,7 @@ async def test_a_request_waits_until_a_gateway_listens(scheme: str, monkeypatch:
                 assert await asked == ["x"]
 
 
-async def test_the_next_of_several_addresses_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_next_address_is_tried_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (connection, resume):
         monkeypatch.setattr(module, "RETRY_FIRST_BACKOFF_S", 0.01)
     async with running_fake_cluster("Hello") as fakes:

@@ -224,7 +224,7 @@ def test_a_broken_stream_is_resumed_by_the_rules(scenes: list[Random]) -> None:
     assert bounds <= {(0.5, 1)}, "pauses are shortened by up to half"
 
 
-def test_a_gateway_that_names_no_origin_cannot_go_on_with_a_stream() -> None:
+def test_a_gateway_that_sends_no_origin_cannot_resume_a_stream() -> None:
     stream = StreamProgress(GenerateRequest(text="x"), None, 9.0, 9.0, 1, 0.0)
     origin = gateway_pb2.StreamOrigin(seed=-5, digest=bytes(32), cached_tokens=8)
     stream.accept(gateway_pb2.GenerateResponse(token_ids=[1], origin=origin))
@@ -251,7 +251,7 @@ def test_pauses_before_a_connection_stay_bounded() -> None:
     assert max(pauses_s) <= RETRY_MAX_BACKOFF_S
 
 
-def test_stopping_gateways_are_called_in_a_few_rounds_alone() -> None:
+def test_stopping_gateways_are_retried_for_only_a_few_rounds() -> None:
     """The time to wait for a connection is for gateways that have none."""
     stream = StreamProgress(GenerateRequest(text="x"), None, 9.0, 9.0, 1, 0.0)
     stopping = Unavailable("stopping", 300)
@@ -261,12 +261,12 @@ def test_stopping_gateways_are_called_in_a_few_rounds_alone() -> None:
         stream.delay_s(stopping, True, True, 1.0)
 
 
-def test_any_announced_pause_means_that_a_gateway_stops() -> None:
+def test_any_retry_delay_marks_a_stopping_gateway() -> None:
     assert should_retry(Unavailable("stopping", 1), True, 1, 2)
     assert not should_retry(Unavailable("no worker"), True, 1, 2)
 
 
-def test_a_stream_is_over_with_its_usage() -> None:
+def test_a_usage_message_ends_a_stream() -> None:
     stream = StreamProgress(GenerateRequest(text="x"), None, 9.0, 9.0, 1, 0.0)
     assert not stream.over
     stream.accept(gateway_pb2.GenerateResponse(token_ids=[1]))

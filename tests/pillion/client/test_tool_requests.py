@@ -24,7 +24,7 @@ READ = Tool(name="f", description="d", parameters='{"type": "object"}', strict=T
         ({"type": "function", "function": {"name": "f"}}, "named", "f"),
     ],
 )
-def test_tools_in_both_forms(choice: Any, read: str, name: str) -> None:
+def test_tools_are_accepted_as_dicts_and_objects(choice: Any, read: str, name: str) -> None:
     found = tool_options([{"type": "function", "function": FUNCTION}, Tool(name="g")], choice, False)
     assert found == ToolOptions(tools=(READ, Tool(name="g")), choice=read, name=name, parallel_tool_calls=False)
 
@@ -71,7 +71,7 @@ def test_messages_with_calls() -> None:
             message_of(message, "m")
 
 
-def test_parts_of_calls_are_gathered() -> None:
+def test_streamed_call_fragments_are_joined() -> None:
     collector = OutputCollector(None, None, False)
     parts = [(0, "a", "f", ""), (0, "", "", '{"x"'), (0, "", "", ": 1}"), (1, "b", "g", "{}")]
     for part in parts:

@@ -40,7 +40,7 @@ def test_contract_violations(contract: Contract, cost: StrikeCost, said: tuple[s
     assert contract.broken_by(cost) == said
 
 
-def test_a_file_has_limits_for_all_kinds_and_for_one(tmp_path: pathlib.Path) -> None:
+def test_a_contract_file_has_global_and_per_kind_limits(tmp_path: pathlib.Path) -> None:
     toml, text = tmp_path / "c.toml", tmp_path / "c.json"
     toml.write_text("longest_pause_ms = 2000\nlost_blocks = 0\n[kvnode]\nlost_blocks = 40\n")
     text.write_text('{"longest_pause_ms": 2000, "lost_blocks": 0, "kvnode": {"lost_blocks": 40}}')

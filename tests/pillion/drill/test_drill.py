@@ -112,7 +112,7 @@ def test_consent_is_required(monkeypatch: pytest.MonkeyPatch, typed: str, begins
     ("args", "said"),
     [(["--start", "x"], "need --kill"), (["--json", "/no/such/r.json"], "--json: there is no folder /no/such")],
 )
-def test_options_that_cannot_work(monkeypatch: pytest.MonkeyPatch, args: list[str], said: str) -> None:
+def test_invalid_option_combinations_are_rejected(monkeypatch: pytest.MonkeyPatch, args: list[str], said: str) -> None:
     played(monkeypatch, [report()])
     result = CliRunner().invoke(drill, ["--yes", *args], standalone_mode=False)
     assert isinstance(result.exception, ConfigError)

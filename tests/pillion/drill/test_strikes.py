@@ -112,7 +112,7 @@ def test_a_local_component_is_the_process_at_its_socket(runtime: RuntimeDir) -> 
         process.wait()
 
 
-def test_only_what_a_living_supervisor_keeps_is_struck(runtime: RuntimeDir, tmp_path: pathlib.Path) -> None:
+def test_only_components_of_a_live_supervisor_are_struck(runtime: RuntimeDir, tmp_path: pathlib.Path) -> None:
     """A gateway is found next to the workers of its supervisor, and so is Redis."""
     names = ("decode-0", "gateway-0", "redis", "keeper")
     with socket.socket(socket.AF_UNIX) as other:
@@ -135,7 +135,7 @@ def test_only_what_a_living_supervisor_keeps_is_struck(runtime: RuntimeDir, tmp_
     assert not is_supervised(runtime.path)
 
 
-def test_a_command_gets_the_component_and_no_shell(tmp_path: pathlib.Path) -> None:
+def test_strike_commands_get_the_component_and_run_without_a_shell(tmp_path: pathlib.Path) -> None:
     said = tmp_path / "said"
     program = 'import sys; open(sys.argv[1], "a").write(" ".join(sys.argv[2:]) + chr(10))'
     write = f"{sys.executable} -c '{program}' {said}"

@@ -46,7 +46,7 @@ def test_the_tightest_quota_counts(groups: str, files: dict[str, str], expected:
     assert quota_cores(tmp_path) == expected
 
 
-def test_a_share_of_a_core_is_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fraction_of_a_core_counts_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cores, "allowed_cores", lambda: frozenset(range(8)))
     for quota, expected in ((0.5, 1), (2.9, 2), (64.0, 8), (math.inf, 8)):
         monkeypatch.setattr(cores, "quota_cores", lambda quota=quota: quota)

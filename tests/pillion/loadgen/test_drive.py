@@ -90,7 +90,7 @@ async def test_a_closed_loop_keeps_its_concurrency():
     assert sum(record.due_s < first_end for record in run.records) == 3
 
 
-async def test_turns_carry_the_real_answers_and_are_due_after_them():
+async def test_turns_include_the_real_answers_and_start_after_them():
     target = FakeTarget()
     turns = (Turn(2, text="one"), Turn(1, text="two", think_s=0.02), Turn(1, text="three"))
     run = await drive(target, [LoadSession(0.0, turns, "be brief")])
@@ -121,7 +121,7 @@ async def test_failures_are_kept_by_kind_and_end_their_session():
     assert "2 s" in next(record.error for record in run.records if record.status == "timeout")
 
 
-async def test_ids_as_a_chat_are_words_with_the_same_beginnings():
+async def test_token_ids_sent_as_chat_become_words_with_shared_prefixes():
     target = FakeTarget()
     await drive(target, [single(0.0, (5, 6, 7), 1), single(0.0, (5, 6, 8), 1)], as_chat=True)
     one, two = (request.messages[0]["content"].split() for request in target.asked)

@@ -128,7 +128,7 @@ def test_the_load_test_passes(tmp_path):
         assert idle_complaints(running) == []
 
 
-def test_the_load_test_notices_what_is_wrong():
+def test_the_load_test_reports_errors_and_short_answers():
     broken = {"summary": {"errors": {"HTTP 500": {"count": 2, "first": "x"}}, "short_answers": 1, "unsent_turns": 0}}
     assert complaints("s", broken) == ["s: HTTP 500, 2 times (x)", "s: 1 short answers"]
 
@@ -158,7 +158,7 @@ def test_user_errors_are_one_line(argv, status, complaint, capsys):
     assert "Traceback" not in said
 
 
-def test_the_bench_needs_the_sdk_alone():
+def test_the_bench_imports_only_the_sdk():
     program = """
 import sys
 class Refuse:

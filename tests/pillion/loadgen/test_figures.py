@@ -110,7 +110,7 @@ def test_written_records_are_read_back(measure, fixed, prompt, answer):
     assert parse_slo(f"{measure}={fixed!r}+{prompt!r}*n+{answer!r}*m") == (Objective(measure, fixed, prompt, answer),)
 
 
-def test_bounds_grow_with_the_prompt_and_a_failure_meets_nothing():
+def test_bounds_grow_with_the_prompt_and_failures_meet_no_objective():
     (objective,) = parse_slo("ttft=1+0.01*n")
     assert objective.bound_s(50, 0) == 1.5
     assert meets(objective, record(messages=((1.5, 1),), prompt_tokens=50))
@@ -120,7 +120,7 @@ def test_bounds_grow_with_the_prompt_and_a_failure_meets_nothing():
 
 
 @given(st.lists(st.floats(0.001, 5), min_size=1, max_size=30))
-def test_gaps_within_one_request(gaps):
+def test_token_gap_statistics_of_one_request_match_numpy(gaps):
     one = record(messages=((1.0, 1), *((float(at), 1) for at in 1.0 + np.cumsum(gaps))))
     assert measured_s("itl", one) == pytest.approx(np.mean(gaps))
     assert measured_s("tpot", one) == pytest.approx(np.mean(gaps))

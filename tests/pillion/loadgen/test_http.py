@@ -53,7 +53,7 @@ def test_events_are_the_same_however_the_bytes_are_cut(texts, data):
     assert (reader.status, reader.done, reader.reusable) == (200, True, True)
 
 
-def test_bodies_of_a_length_and_up_to_the_end():
+def test_bodies_with_and_without_a_content_length_are_read():
     reader = EventReader()
     assert list(reader.feed(b"HTTP/1.1 404 No\r\nContent-Length: 5\r\n\r\nabc")) == []
     assert list(reader.feed(b"de")) == [b"abcde"]
@@ -95,7 +95,7 @@ def test_malformed_responses_are_errors(raw):
         ),
     ],
 )
-def test_which_events_bring_a_token(event, message):
+def test_events_with_tokens_are_recognized(event, message):
     assert message_of(json.dumps(event).encode()) == message
 
 
@@ -149,7 +149,7 @@ async def pieces(target, request=ASK):
     return [message async for message in target.stream(request)]
 
 
-async def test_a_stream_and_its_connection_used_again():
+async def test_a_streams_connection_is_reused():
     async with server(ANSWER, ANSWER) as (target, requests, connections):
         for _ in range(2):
             answer = await pieces(target)
@@ -192,7 +192,7 @@ async def test_a_kept_connection_that_the_server_closed_is_replaced():
         (Reset(), "connection", "ConnectionResetError"),
     ],
 )
-async def test_failures_are_typed_and_spoil_no_later_request(answer, status, words):
+async def test_failures_are_typed_and_do_not_affect_later_requests(answer, status, words):
     async with server(answer, ANSWER) as (target, _, _):
         with pytest.raises(TargetError) as caught:
             await pieces(target)
@@ -210,7 +210,7 @@ async def test_a_stream_left_early_closes_its_connection():
         assert len(connections) == 2
 
 
-async def test_the_model_is_the_first_of_the_list():
+async def test_the_default_model_is_the_first_listed():
     models = b'{"data": [{"id": "one"}, {"id": "two"}]}'
     reply = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(models), models)
     async with server(reply, ANSWER, model="") as (target, requests, _):

@@ -50,7 +50,7 @@ def test_gaps_are_gamma_distributed(burstiness):
     assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.1)
 
 
-def test_constant_gaps_are_equal_and_processes_have_their_factor():
+def test_constant_gaps_are_equal_and_burstiness_is_checked():
     assert np.diff(arrival_times(8.0, math.inf, 0, 1000)) == pytest.approx(np.full(999, 0.125))
     assert [burstiness_of(name, 0.5) for name in ("constant", "poisson", "gamma")] == [math.inf, 1.0, 0.5]
     for process, factor in (("tidal", 1.0), ("gamma", 0.0), ("gamma", math.nan)):
@@ -143,7 +143,7 @@ def test_an_invalid_load_is_rejected(fields, complaint):
     st.integers(1, 2500),
     st.integers(1, 2500),
 )
-def test_prompts_of_a_trace_are_equal_as_far_as_their_hashes(ids, one, other):
+def test_trace_prompts_share_prefixes_as_far_as_their_hashes(ids, one, other):
     # Chained hashes: equal at a place only if all before are.
     chains = [tuple(f for f in range(len(row_ids)) if row_ids[: f + 1]) for row_ids in ids]
     chained = [

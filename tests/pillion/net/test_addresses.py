@@ -42,7 +42,7 @@ def untouched(trap: socket.socket) -> bool:
     return False
 
 
-async def test_no_proxy_catches_a_channel_between_parts(trap: socket.socket) -> None:
+async def test_internal_channels_bypass_the_proxy(trap: socket.socket) -> None:
     server = await rpc.start_server("127.0.0.1:0", [])
     try:
         assert await is_serving(server.address)
@@ -51,7 +51,7 @@ async def test_no_proxy_catches_a_channel_between_parts(trap: socket.socket) -> 
         await server.stop(0)
 
 
-def test_loopback_is_spared_by_libraries(trap: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loopback_is_added_to_no_proxy(trap: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "intern.example.org, 127.0.0.1")
     spare_loopback()
     for name in ("no_proxy", "NO_PROXY"):
@@ -62,7 +62,7 @@ def test_loopback_is_spared_by_libraries(trap: socket.socket, monkeypatch: pytes
     assert (os.environ["no_proxy"], "NO_PROXY" in os.environ) == ("*", False)
 
 
-def test_nothing_is_set_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_proxy_is_not_set_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
@@ -72,7 +72,7 @@ def test_nothing_is_set_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.skipif(listening_host("::") != "::", reason="no IPv6")
-async def test_one_host_serves_both_families() -> None:
+async def test_one_listening_host_serves_ipv4_and_ipv6() -> None:
     async with running_fake_cluster(host="::") as fakes:
         gateway, port = fakes.gateway, free_port()
         exports = Exports(Meters(), "x", "gateway", host="::", port=port, not_ready=lambda: "")
@@ -87,7 +87,7 @@ async def test_one_host_serves_both_families() -> None:
             await asyncio.to_thread(exports.close)
 
 
-def test_a_machine_without_ipv6_serves_the_other_family(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_ipv6_serves_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> socket.socket:
         raise OSError(97, "Address family not supported by protocol")
 

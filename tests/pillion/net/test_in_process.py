@@ -161,7 +161,7 @@ async def test_a_sender_waits_for_its_receiver() -> None:
         assert [number async for number in numbers] == list(range(2, 1001))
 
 
-async def test_the_servers_and_the_channels_end_end_streams() -> None:
+async def test_closing_the_server_or_the_channel_ends_streams() -> None:
     async with serving() as (_, channel, server):
         stream = channel.stream_stream("/Echo/Many")()
         reading = asyncio.ensure_future(stream.read())

@@ -30,7 +30,7 @@ def dribbling(sock: socket.socket):
         thread.join()
 
 
-def test_a_line_that_never_ends_is_given_up_within_the_sockets_timeout() -> None:
+def test_an_endless_line_times_out() -> None:
     near, far = socket.socketpair()
     with near, far, dribbling(far):
         near.settimeout(0.05)
@@ -64,7 +64,7 @@ def test_malformed_lines_leak_no_descriptor(sent: bytes) -> None:
         assert came.read() == b"", "the pipe has a writer still"
 
 
-def test_a_peers_end_is_seen() -> None:
+def test_a_closed_peer_is_detected() -> None:
     near, far = socket.socketpair()
     with near:
         near.setblocking(False)

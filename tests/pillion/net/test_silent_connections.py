@@ -29,7 +29,7 @@ HOSTS = st.sampled_from(["10.0.0.1", "10.0.0.2", "fe80::1"])
 @given(
     st.lists(st.builds(PortConnection, st.just(3), HOSTS, st.integers(1, 9), st.integers(0, 99))), st.integers(-1, 20)
 )
-def test_the_host_with_most_connections_loses_its_most_silent_one(idle: list[PortConnection], count: int) -> None:
+def test_the_host_with_most_connections_loses_its_longest_silent_one(idle: list[PortConnection], count: int) -> None:
     chosen = most_silent(idle, count)
     assert len(chosen) == min(len(idle), max(count, 0))
     left = Counter(idle)
@@ -95,7 +95,7 @@ async def healthy(address: str) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sockets are found in /proc")
-async def test_calls_go_on_and_newcomers_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_active_calls_continue_and_new_connections_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also a component's own port: other programs on its machine can reach it."""
     async with echoing(monkeypatch) as server, rpc.open_channel(server.address) as channel:
         call = channel.stream_stream("/test.Echo/Echo")()
@@ -111,7 +111,7 @@ async def test_calls_go_on_and_newcomers_are_served(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="sockets are found in /proc")
-async def test_a_watched_health_keeps_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_health_watch_does_not_protect_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Anyone may watch the health forever."""
     async with echoing(monkeypatch) as server, contextlib.AsyncExitStack() as stack:
         watches = []

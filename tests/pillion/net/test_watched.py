@@ -29,7 +29,7 @@ def path(tmp_path: pathlib.Path) -> pathlib.Path:
     return made
 
 
-def test_a_file_is_read_when_it_has_come_to_rest(path: pathlib.Path) -> None:
+def test_a_changing_file_is_read_once_it_is_stable(path: pathlib.Path) -> None:
     watched = Watched([str(path)])
     assert watched.newer(path.read_text) is None
     with path.open("w") as file:
@@ -49,7 +49,7 @@ def test_an_old_change_is_read_at_the_first_look(path: pathlib.Path, monkeypatch
     assert watched.newer(path.read_text) == "two"
 
 
-def test_a_secret_that_is_swapped_by_its_folders_link(tmp_path: pathlib.Path) -> None:
+def test_a_secret_swapped_by_a_folder_symlink_is_reread(tmp_path: pathlib.Path) -> None:
     """In a Kubernetes secret the file is a link into ..data, which is a link to the version's folder."""
     for number in ("1", "2"):
         (tmp_path / number).mkdir()
@@ -63,7 +63,7 @@ def test_a_secret_that_is_swapped_by_its_folders_link(tmp_path: pathlib.Path) ->
     assert [watched.newer(path.read_text), watched.newer(path.read_text)] == [None, "2"]
 
 
-def test_other_rights_are_a_change(path: pathlib.Path) -> None:
+def test_a_permission_change_counts_as_a_change(path: pathlib.Path) -> None:
     watched, before = Watched([str(path)]), path.stat().st_ctime_ns
 
     def changed() -> bool:

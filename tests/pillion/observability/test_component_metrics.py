@@ -103,14 +103,14 @@ def test_step_compositions_add_up(budget: int, wrong: int, slots: int, prompts: 
     assert only(line.meters, names.STEP_DURATION).count == values(line.meters, names.STEPS)[("ok",)]
 
 
-def test_failed_steps_are_counted_apart() -> None:
+def test_failed_steps_are_counted_separately() -> None:
     meters = Meters()
     StepMeter(meters).count_step(StepPlan(budget_tokens=8), 0.5, ok=False)
     assert values(meters, names.STEPS) == {("ok",): 0, ("failed",): 1}
     assert values(meters, names.STEP_BUDGET)[StepUse.IDLE,] == 8
 
 
-def test_a_workers_lines() -> None:
+def test_worker_queue_lengths_are_exported() -> None:
     line = SchedulerHarness(budget=8, max_num_seqs=2)
     for seed in range(3):
         line.submit(prompt(seed + 1, 6), 4)
@@ -148,7 +148,7 @@ def metered(answers: int = 1) -> tuple[Meters, RequestMeter]:
     return meters, RequestMeter(meters, "demo", "chat", 100.0, answers)
 
 
-def test_tokens_that_come_together_share_their_time() -> None:
+def test_tokens_that_arrive_together_share_their_latency() -> None:
     meters, request = metered()
     request.tokens(0, 2, 100.3)
     request.tokens(0, 1, 100.35)
@@ -294,7 +294,7 @@ def test_json_lines_have_their_trace_id() -> None:
     assert entry["replays"] == 1
 
 
-def test_json_lines_outside_of_a_trace_and_with_an_exception() -> None:
+def test_json_lines_include_exceptions_and_no_trace_id_without_a_trace() -> None:
     try:
         raise ValueError("it broke")
     except ValueError as error:

@@ -25,7 +25,7 @@ def lines(level: str) -> list[str]:
     return [line.split(": ", 1)[1] for line in done.stderr.splitlines()]
 
 
-def test_debug_is_for_our_own_lines() -> None:
+def test_debug_level_applies_only_to_our_own_loggers() -> None:
     assert lines("debug") == ["a line of ours", "a warning of theirs"]
     assert lines("info") == ["a warning of theirs"]
     assert lines("error") == []

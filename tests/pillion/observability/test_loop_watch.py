@@ -14,7 +14,7 @@ from pillion.observability.metrics import Meters
 from tests.support.loop_clock import turn_clock
 
 
-def test_the_longest_is_kept_for_one_window_and_at_most_two() -> None:
+def test_the_maximum_is_kept_for_one_to_two_windows() -> None:
     longest = RecentMax(0.0)
     assert longest.longest(1.0) == 0.0
     longest.note(0.5, 10.0)

@@ -55,7 +55,7 @@ def test_a_distribution_is_a_histogram(observed: list[tuple[float, int]]) -> Non
     assert cell.total == pytest.approx(values.sum())
 
 
-def test_the_page_reads_as_it_was_counted() -> None:
+def test_the_metrics_page_matches_the_counters() -> None:
     meters = Meters()
     meters.counter(names.GENERATED_TOKENS, "demo").add(7)
     meters.counter(names.GENERATED_TOKENS, 'a "model"\n').add(1)
@@ -96,7 +96,7 @@ def test_the_number_of_labels_is_limited() -> None:
         assert (rest.count if isinstance(rest, Distribution) else rest) == 50
 
 
-def test_books_that_cannot_be_read_hide_nothing_else() -> None:
+def test_a_failing_collector_hides_no_other_metric() -> None:
     def broken() -> Iterator[Reading]:
         yield names.KV_DISK_BLOCKS, (), 3
         raise RuntimeError("the books burnt")
@@ -131,7 +131,7 @@ def test_vllm_names_are_aliases() -> None:
     assert ("vllm:request_success_total", (("finished_reason", "UNAVAILABLE"), model)) not in found
 
 
-async def test_a_part_has_a_page_and_its_port_is_its_own() -> None:
+async def test_a_component_has_a_metrics_page_on_its_own_port() -> None:
     port = free_port()
     meters, page = Meters(), {"host": "127.0.0.1", "port": port, "not_ready": str}
     exports = Exports(meters, "decode-7", "decode", **page)  # type: ignore[arg-type]
@@ -161,7 +161,7 @@ async def test_an_answer_of_a_parts_page_is_one_segment() -> None:
         await asyncio.to_thread(exports.close)
 
 
-async def test_a_health_check_reads_whether_a_part_serves_and_whether_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_health_checks_report_readiness_and_liveness(monkeypatch: pytest.MonkeyPatch) -> None:
     trouble, port = "", free_port()
     page = {"host": "127.0.0.1", "port": port, "not_ready": lambda: trouble}
     exports = Exports(Meters(), "gateway-0", "gateway", **page)  # type: ignore[arg-type]
@@ -209,7 +209,7 @@ def test_the_environment_enables_the_export_of_spans(
     assert telemetry.wanted() is wanted
 
 
-def test_the_environment_names_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_sets_the_service_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert telemetry.resource("g-1", "gateway").attributes["service.name"] == "pillion-gateway"
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.namespace=shop,team=a")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "llm")
@@ -218,7 +218,7 @@ def test_the_environment_names_the_process(monkeypatch: pytest.MonkeyPatch) -> N
     assert found["team"] == "a"
 
 
-def test_the_last_spans_are_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flushing_the_last_spans_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry, "FLUSH_TIMEOUT_MS", 10)
     never = threading.Event()
     telemetry._stop(never.wait)

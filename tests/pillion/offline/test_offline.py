@@ -84,14 +84,14 @@ def test_every_shape_of_a_prompt(llm: LLM, oracle: Oracle, prompt: object) -> No
     assert not first_difference(oracle.greedy([5, 6, 7], 16), output.outputs[0].token_ids, 1e-3)
 
 
-def test_texts_in_dicts_and_one_sampling_for_each(llm: LLM) -> None:
+def test_text_dicts_and_per_prompt_sampling_are_accepted(llm: LLM) -> None:
     asked = [SamplingParams(temperature=0, max_tokens=n) for n in (3, 5)]
     outputs = llm.generate([{"prompt": "The sea"}, "The sea"], asked, use_tqdm=False, priority=[5, -5])
     assert [(output.prompt, len(output.outputs[0].token_ids)) for output in outputs] == [("The sea", 3), ("The sea", 5)]
     assert tokens(outputs)[1][:3] == tokens(outputs)[0]
 
 
-def test_prefixes_are_cached_across_calls_and_salts_part_them(llm: LLM) -> None:
+def test_prefixes_are_cached_across_calls_but_not_across_salts(llm: LLM) -> None:
     prompt = "a prompt that nobody has sent before, longer than a few blocks"
     first, again = (llm.generate(prompt, GREEDY, use_tqdm=False)[0] for _ in range(2))
     assert (first.num_cached_tokens, again.num_cached_tokens) == (0, (len(prompt) - 1) // 16 * 16)
@@ -100,7 +100,7 @@ def test_prefixes_are_cached_across_calls_and_salts_part_them(llm: LLM) -> None:
     assert salted.num_cached_tokens == 0
 
 
-def test_several_answers_are_those_of_their_seeds(llm: LLM) -> None:
+def test_several_answers_equal_single_ones_with_their_seeds(llm: LLM) -> None:
     asked = {"temperature": 0.9, "max_tokens": 12, "ignore_eos": True}
     (several,) = llm.generate("The sea", SamplingParams(n=3, seed=7, **asked), use_tqdm=False)
     assert [answer.index for answer in several.outputs] == [0, 1, 2]
@@ -134,7 +134,7 @@ def test_logprobs_have_vllms_shape(llm: LLM) -> None:
     assert answer.cumulative_logprob == pytest.approx(sum(first))
 
 
-def test_more_answers_than_there_is_room_for(llm: LLM) -> None:
+def test_more_answers_than_slots_are_queued(llm: LLM) -> None:
     asked = SamplingParams(n=16, temperature=0.9, max_tokens=2, ignore_eos=True)
     outputs = llm.generate([[n % 200 + 2] for n in range(60)], asked, use_tqdm=False)
     assert [output.prompt_token_ids for output in outputs] == [[n % 200 + 2] for n in range(60)]
@@ -201,11 +201,11 @@ def test_wrong_requests_are_rejected_with_a_reason(llm: LLM, call, error: type[E
         call(llm)
 
 
-def test_nothing_to_do_is_done(llm: LLM) -> None:
+def test_an_empty_prompt_list_returns_no_outputs(llm: LLM) -> None:
     assert llm.generate([], GREEDY, use_tqdm=False) == []
 
 
-async def test_a_running_event_loop_does_not_matter(llm: LLM) -> None:
+async def test_generate_works_inside_a_running_event_loop(llm: LLM) -> None:
     assert len(llm.generate("here", GREEDY, use_tqdm=False)) == 1
     both = await asyncio.gather(*(asyncio.to_thread(llm.generate, TEXTS, GREEDY, use_tqdm=False) for _ in range(2)))
     assert tokens(both[0]) == tokens(both[1])
@@ -222,7 +222,7 @@ async def test_a_running_event_loop_does_not_matter(llm: LLM) -> None:
         ({"dtype": "float8"}, ConfigError, "not one of auto, bfloat16, float16"),
     ],
 )
-def test_options_that_cannot_work(options: dict, error: type[Exception], complaint: str) -> None:
+def test_invalid_option_combinations_are_rejected(options: dict, error: type[Exception], complaint: str) -> None:
     with pytest.raises(error, match=complaint):
         LLM("demo", **options)
 
@@ -256,7 +256,7 @@ def test_a_start_that_fails_leaves_nothing(folder: pathlib.Path) -> None:
         LLM(str(folder / "nowhere"))
 
 
-def test_requests_within_the_original_length_have_the_frequencies_of_training(tmp_path: pathlib.Path) -> None:
+def test_dynamic_ntk_leaves_requests_within_the_original_length_unscaled(tmp_path: pathlib.Path) -> None:
     """Dynamic NTK, served beyond its original length: longer limits have other KV, and share none (I2)."""
     rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
     folder = save_model(tmp_path / "ntk", max_position_embeddings=64, rope_parameters=rope)

@@ -101,7 +101,7 @@ def test_unsupported_adapters_are_rejected(made):
             llm.generate(["x", "y"], lora=["a"], use_tqdm=False)
 
 
-def test_requests_bring_their_adapters_as_vllm_has_it(made):
+def test_adapters_are_passed_per_request_as_in_vllm(made):
     folder, adapters = made
     prompt, greedy = (
         {"prompt_token_ids": tokens_of(40, 5)},

@@ -119,7 +119,7 @@ except Cancelled as error:
 """
 
 
-def test_close_an_interrupt_and_a_fork_leave_everything_in_order(model: pathlib.Path) -> None:
+def test_close_interrupt_and_fork_are_handled_cleanly(model: pathlib.Path) -> None:
     out, err = run(model, CLOSED_INTERRUPTED_AND_FORKED)
     assert out.splitlines() == [
         *["this LLM is closed"] * 2,
@@ -133,7 +133,7 @@ def test_close_an_interrupt_and_a_fork_leave_everything_in_order(model: pathlib.
     assert said[0] == "nothing was said", err
 
 
-def test_it_ends_with_the_interpreter_and_a_killed_one_leaves_a_folder_that_the_next_removes(
+def test_an_llm_exits_with_the_interpreter_and_removes_folders_of_killed_ones(
     model: pathlib.Path,
 ) -> None:
     """Two of them, one in the middle of a call on a daemon thread, in a program with its own loop."""

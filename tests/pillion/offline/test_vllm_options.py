@@ -52,12 +52,12 @@ def llm(folder: pathlib.Path) -> Iterator[LLM]:
         ({"quantization": "AWQ"}, "quantization='awq': .* has plain weights; leave the option out, or choose int8"),
     ],
 )
-def test_rejections_say_what_to_do(options: dict, complaint: str, folder: pathlib.Path) -> None:
+def test_rejections_suggest_an_alternative(options: dict, complaint: str, folder: pathlib.Path) -> None:
     with pytest.raises(ConfigError, match=complaint):
         LLM(str(folder), **SMALL, **options)
 
 
-def test_options_that_ask_for_nothing_are_taken(folder: pathlib.Path) -> None:
+def test_no_op_options_are_accepted(folder: pathlib.Path) -> None:
     plain = {"trust_remote_code": False, "swap_space": 4, "pipeline_parallel_size": 1, "cpu_offload_gb": 0}
     given = {
         **plain,
@@ -98,7 +98,7 @@ def test_a_checkpoints_producer_may_be_named(named, config, files, right, tmp_pa
             check_producer(producer, str(tmp_path), tmp_path)
 
 
-def test_kernels_of_vllm_name_producers() -> None:
+def test_vllm_kernel_names_map_to_producers() -> None:
     names = ("gptq_bitblas", "compressed_tensors", "auto_round", "inc", "modelopt_fp4")
     found = ["gptq", "compressed-tensors", "auto-round", "auto-round", "modelopt"]
     assert [producer_of({"quantization": name}) for name in names] == found
@@ -110,13 +110,13 @@ def test_every_producer_whose_checkpoints_are_read_may_be_named() -> None:
 
 
 @pytest.mark.parametrize("reader", ["bitsandbytes", "fastsafetensors", "runai_streamer"])
-def test_readers_of_vllm_mean_safetensors(reader: str, folder: pathlib.Path) -> None:
+def test_vllm_load_formats_mean_safetensors(reader: str, folder: pathlib.Path) -> None:
     assert translate_options(str(folder), {"load_format": reader}) == {}
     with pytest.raises(ConfigError, match="demo is a GGUF file"):
         translate_options("demo", {"load_format": reader})
 
 
-def test_own_kinds_of_weights_are_no_producers() -> None:
+def test_our_own_weight_formats_are_not_producers() -> None:
     assert [producer_of({"quantization": kind}) for kind in ("int8", "none", None, 4)] == [""] * 4
 
 
@@ -145,7 +145,7 @@ def test_the_tokenizer_is_transformers(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("name", ["encode", "reward"])
-def test_rows_and_rewards_are_rejected_by_name(name: str, llm: LLM) -> None:
+def test_encode_and_reward_are_rejected_by_name(name: str, llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match=f"LLM.{name} is not .*, no rows.*; for token ids, use get_tokenizer"):
         getattr(llm, name)(["x"], use_tqdm=False)
 
@@ -155,7 +155,7 @@ def test_beam_search_is_rejected(llm: LLM) -> None:
         llm.beam_search(["x"], object())
 
 
-def test_a_seed_repeats_a_programs_answers(folder: pathlib.Path) -> None:
+def test_a_seed_makes_a_programs_answers_reproducible(folder: pathlib.Path) -> None:
     """Two equal prompts of one call also get different answers, like different draws."""
     hot = SamplingParams(temperature=5.0, max_tokens=8, ignore_eos=True)
 

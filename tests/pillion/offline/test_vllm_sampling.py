@@ -71,7 +71,7 @@ def test_bad_words_are_never_completed(llm: LLM, codec: Tokenizer) -> None:
     assert answers(llm, replace(GREEDY, bad_words=("zq9" * 5,)), "harmless")[0] == free
 
 
-def test_a_structure_is_narrowed(llm: LLM, codec: Tokenizer) -> None:
+def test_token_restrictions_apply_within_a_grammar(llm: LLM, codec: Tokenizer) -> None:
     """The allowed tokens and bad words apply within a grammar; if they leave no token, the grammar decides."""
     shape = StructuredOutputs(regex="[abc]{4,8}")
     ids = {letter: codec.encode(letter, add_special_tokens=False).ids[0] for letter in "abc"}
@@ -87,7 +87,7 @@ def test_a_structure_is_narrowed(llm: LLM, codec: Tokenizer) -> None:
             assert set(text) <= set(letters), (name, text)
 
 
-def test_detokenize_and_truncation(llm: LLM, codec: Tokenizer) -> None:
+def test_detokenize_truncation_and_stop_options_are_applied(llm: LLM, codec: Tokenizer) -> None:
     (output,) = llm.generate(PROMPT, replace(GREEDY, detokenize=False), use_tqdm=False, priority=None)
     assert (output.outputs[0].text, list(output.outputs[0].token_ids)) == ("", answers(llm, GREEDY, "free")[0])
     (cut,) = llm.generate(PROMPT, replace(GREEDY, truncate_prompt_tokens=5), use_tqdm=False)

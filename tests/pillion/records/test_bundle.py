@@ -106,7 +106,7 @@ def test_invalid_and_modified_bundles_are_rejected(change: Any, complaint: str, 
         read(path, KEY)
 
 
-def test_signed_data_may_be_no_bundle(tmp_path: pathlib.Path) -> None:
+def test_signed_data_that_is_not_a_bundle_is_rejected(tmp_path: pathlib.Path) -> None:
     fields = json.loads(encode(bundle_of(), KEY))
     fields["reason"] = "whatever"
     (tmp_path / "it.json").write_text(json.dumps(fields))
@@ -158,7 +158,7 @@ def test_a_bundle_is_found_by_its_id_its_path_and_its_requests_label(tmp_path: p
         read_named("nobody", folder, "")
 
 
-def test_explain_prints_a_picture_and_sentences_or_json(tmp_path: pathlib.Path) -> None:
+def test_explain_prints_text_or_json(tmp_path: pathlib.Path) -> None:
     key = make_key(tmp_path)
     write(tmp_path, NAME, encode(bundle_of(), key))
     run = CliRunner().invoke

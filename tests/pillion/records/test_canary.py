@@ -49,7 +49,9 @@ EQUAL, OTHER = CanaryOutcome(name="equal"), CanaryOutcome(name="differs", positi
         ("slower=1.5", 3, [CanaryOutcome(name="equal", slower=one) for one in (1, 1.6, 9)], False),
     ],
 )
-def test_verdicts_of_a_rule(rule: str, wanted: int, outcomes: list[CanaryOutcome], verdict: bool | None) -> None:
+def test_a_canary_rule_gives_the_expected_verdict(
+    rule: str, wanted: int, outcomes: list[CanaryOutcome], verdict: bool | None
+) -> None:
     tally = CanaryTally(parse_rule(rule), wanted)
     for outcome in outcomes:
         tally.note(bundle(), outcome)
@@ -57,7 +59,7 @@ def test_verdicts_of_a_rule(rule: str, wanted: int, outcomes: list[CanaryOutcome
 
 
 @given(st.lists(st.booleans(), max_size=8), st.integers(1, 8), st.floats(0, 1))
-def test_a_canary_that_is_stopped_early_would_have_been_stopped(differ: list[bool], wanted: int, most: float) -> None:
+def test_an_early_stop_agrees_with_the_full_canary(differ: list[bool], wanted: int, most: float) -> None:
     tally = CanaryTally(CanaryRule(differs=most), wanted)
     for one in differ:
         if tally.verdict() is None:
@@ -75,7 +77,7 @@ def test_rules_are_read() -> None:
             parse_rule(text)
 
 
-def test_kinds_have_rows_of_their_own() -> None:
+def test_request_kinds_are_tallied_separately() -> None:
     assert kind_of(bundle()) == "chat greedy"
     assert kind_of(bundle("text_completion", 0.5, 2, "start: A")) == "text drawn grammar n > 1"
     tally = CanaryTally(CanaryRule(), 9)

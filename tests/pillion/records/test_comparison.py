@@ -62,7 +62,7 @@ def replayed(ids: str, finish_reason: str = "length", top: str = "") -> Replayed
         ),
     ],
 )
-def test_the_first_difference(old: BundleAnswer, new: ReplayedAnswer, words: str) -> None:
+def test_the_first_difference_is_described(old: BundleAnswer, new: ReplayedAnswer, words: str) -> None:
     found = first_difference([old], [new])
     assert ("" if found is None else str(found)) == words
 
@@ -71,7 +71,7 @@ _IDS = st.text("ab", max_size=5)
 
 
 @given(st.lists(st.tuples(_IDS, _IDS), min_size=1, max_size=3))
-def test_a_difference_is_where_the_first_unequal_answer_parts(pairs: list[tuple[str, str]]) -> None:
+def test_the_first_difference_is_where_the_first_unequal_answer_diverges(pairs: list[tuple[str, str]]) -> None:
     found = first_difference([recorded(old) for old, _ in pairs], [replayed(new) for _, new in pairs])
     unequal = [index for index, (old, new) in enumerate(pairs) if old != new]
     assert (found is None) == (not unequal)
@@ -82,12 +82,12 @@ def test_a_difference_is_where_the_first_unequal_answer_parts(pairs: list[tuple[
         assert old[found.position : found.position + 1] != new[found.position : found.position + 1]
 
 
-def test_distances_are_those_of_equal_tokens_with_recorded_log_probabilities() -> None:
+def test_logprob_distances_use_only_equal_tokens_with_recorded_logprobs() -> None:
     old = [recorded("aabx", logprobs=(None, -0.5, -0.75, -9.0)), recorded("ab")]
     assert logprob_distance(old, [replayed("aabc"), replayed("ab")]) == (0.25, 2)
 
 
-def test_an_unfinished_answer_needs_no_more_than_it_had() -> None:
+def test_a_replay_need_not_exceed_an_unfinished_answer() -> None:
     assert [replayed("ab", "").covers(recorded(ids, "")) for ids in ("ab", "abc")] == [True, False]
     assert not replayed("ab", "").covers(recorded("ab"))
     assert replayed("a", "stop").covers(recorded("abc"))

@@ -216,7 +216,7 @@ def test_phases_have_no_gaps(bundle: Bundle) -> None:
     assert axis.endswith("3.00 s")
 
 
-def test_phases_of_a_request_that_moved() -> None:
+def test_a_migrated_requests_phases_are_listed() -> None:
     assert [(one.name, one.worker, one.start_ms) for one in phases(MOVED)] == [
         (Wait.READING, "", 0),
         (Wait.PLANNING, "", 10),
@@ -258,7 +258,7 @@ def test_considered_routes_are_reported() -> None:
     assert "d1 was chosen at a price of 500 ms; the others were d0 at 900 ms." in sentences(story(plan, sent))
 
 
-def test_a_request_that_had_no_turn_is_explained() -> None:
+def test_a_request_that_never_got_a_slot_is_explained() -> None:
     waits = event(10, "waits", figures={"running": 1, "waiting": 0})
     ended = event(5000, "failed", words="DeadlineExceeded: late")
     told = sentences(

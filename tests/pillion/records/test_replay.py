@@ -61,7 +61,7 @@ async def recorded(components: Components, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-async def test_every_kind_replays_equal(components: Components, recorded: pathlib.Path) -> None:
+async def test_every_request_kind_replays_identically(components: Components, recorded: pathlib.Path) -> None:
     for path in bundles_in(recorded):
         status, lines = await replayed(path, components.gateway.grpc_address)
         assert (status, lines[-1].partition(":")[0]) == (0, "equal"), (path.read_text(), lines)
@@ -69,7 +69,7 @@ async def test_every_kind_replays_equal(components: Components, recorded: pathli
     await components.proven()
 
 
-async def test_token_ids_alone_ask_for_the_same(components: Components, recorded: pathlib.Path) -> None:
+async def test_a_replay_uses_token_ids_if_the_template_differs(components: Components, recorded: pathlib.Path) -> None:
     """A gateway with another template makes another prompt of the messages, and then gets the ids."""
     other = components.folder / "other.jinja"
     other.write_text("Be brief. " + TEMPLATE)

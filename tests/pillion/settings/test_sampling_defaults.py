@@ -46,7 +46,7 @@ def test_output_of_transformers_is_read(tmp_path: pathlib.Path) -> None:
     assert chosen(tmp_path)["max_tokens"] == 7
 
 
-def test_the_flags_choose(tmp_path: pathlib.Path) -> None:
+def test_flags_select_the_source_of_sampling_defaults(tmp_path: pathlib.Path) -> None:
     own, other = tmp_path / "own", tmp_path / "other"
     for folder, temperature in ((own, 0.6), (other, 0.3)):
         folder.mkdir()
@@ -96,7 +96,7 @@ def test_defaults_outside_their_range_are_rejected_by_name(
     assert chosen(tmp_path, generation_config="none") == {}
 
 
-def test_an_override_that_cannot_be_meant() -> None:
+def test_an_invalid_sampling_override_is_rejected() -> None:
     assert override_of("") == SamplingParams()
     for text, words in (
         ("{", "is not JSON"),

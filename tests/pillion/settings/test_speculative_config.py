@@ -123,7 +123,7 @@ def test_invalid_combinations_are_rejected_by_name(said: Any, complaint: str) ->
     assert "\n" not in caught.value.message
 
 
-def test_a_file_may_have_a_table_and_the_offline_engine_a_dict(tmp_path: pathlib.Path) -> None:
+def test_a_config_may_be_a_toml_table_or_a_dict(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "pillion.toml"
     file.write_text('speculative-config = {method = "ngram", num_speculative_tokens = 5}\n')
     text = read_config(str(file))["speculative_config"]

@@ -43,7 +43,7 @@ def component(folder: pathlib.Path, *, soft_files: int) -> tuple[int, int, int, 
     return status, frozen, collects, soft, hard
 
 
-def test_no_collection_looks_through_what_a_component_has_loaded_and_it_may_open_many_files(
+def test_loaded_objects_are_frozen_for_gc_and_the_open_file_limit_is_raised(
     tmp_path: pathlib.Path,
 ) -> None:
     status, frozen, collects, soft, hard = component(tmp_path, soft_files=256)
@@ -53,7 +53,7 @@ def test_no_collection_looks_through_what_a_component_has_loaded_and_it_may_open
     assert soft == (min(hard, MAX_OPEN_FILES) if hard > 0 else MAX_OPEN_FILES)
 
 
-def test_a_component_that_has_ended_leaves_its_memory_to_the_kernel() -> None:
+def test_a_component_exits_without_python_cleanup() -> None:
     program = (
         "import atexit; from pillion.supervisor.component_process import end_process; "
         "atexit.register(print, 'freed'); print('its last line'); end_process(3)"

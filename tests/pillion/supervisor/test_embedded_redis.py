@@ -20,7 +20,7 @@ from pillion.supervisor.probes import accepts
 from tests.support.processes import STAY, started
 
 
-async def test_it_starts_serves_and_stops(folder: pathlib.Path) -> None:
+async def test_embedded_redis_starts_serves_and_stops(folder: pathlib.Path) -> None:
     import redis.asyncio as client
 
     socket = folder / "redis.sock"
@@ -40,7 +40,7 @@ async def test_it_starts_serves_and_stops(folder: pathlib.Path) -> None:
     assert [path.name for path in folder.iterdir()] == []
 
 
-async def test_it_dies_with_its_parent_however_that_dies(folder: pathlib.Path) -> None:
+async def test_embedded_redis_dies_with_its_parent(folder: pathlib.Path) -> None:
     socket = folder / "redis.sock"
     script = (
         "import pathlib, subprocess; from pillion.supervisor import embedded_redis as redis;"

@@ -27,7 +27,7 @@ from tests.support.processes import STAY
 KILL_AFTER_S = 0.2
 
 
-def test_it_is_due_after_the_time_and_only_once() -> None:
+def test_a_fence_is_overdue_once_after_its_timeout() -> None:
     watch = FenceWatch(5.0)
     assert watch.overdue(1, ("a",), 10.0) == []
     assert watch.overdue(1, ("a", "b"), 14.5) == []
@@ -46,7 +46,7 @@ def test_returned_workers_are_not_overdue() -> None:
     assert watch.overdue(2, ("a",), 24.5) == [("a", 5.0)]
 
 
-def test_without_patience_it_is_due_at_sight() -> None:
+def test_a_zero_timeout_makes_a_fence_overdue_at_once() -> None:
     assert FenceWatch(0.0).overdue(1, ("a",), 10.0) == [("a", 0.0)]
 
 

@@ -90,7 +90,7 @@ def test_no_child_shows_a_key_on_its_command_line() -> None:
         assert spec.environ == {"HOME": "/", "PILLION_API_KEY": "plain-one plain-two"}
 
 
-def test_further_models() -> None:
+def test_additional_models_inherit_and_override_flags() -> None:
     flags = GatewayFlags(
         model="/a", dtype="float32", max_model_len=100, also_model=("b=/x/b", "c=hub/c,max-model-len=4K,revision=v2")
     )

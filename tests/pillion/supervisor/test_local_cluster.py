@@ -45,7 +45,9 @@ def test_defaults_depend_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("kernels", "tokens"), [("amx", 512), ("avx512_bf16", 256)])
-def test_matrix_tiles_take_larger_steps(monkeypatch: pytest.MonkeyPatch, kernels: str, tokens: int) -> None:
+def test_matrix_tile_kernels_get_larger_step_budgets(
+    monkeypatch: pytest.MonkeyPatch, kernels: str, tokens: int
+) -> None:
     features = frozenset(BY_NAME[kernels].needs)
     monkeypatch.setattr("pillion.engine.backends.devices.host_features", lambda: features)
     assert resolved(ServeFlags(model="m", device="cpu")).max_num_batched_tokens == tokens
@@ -54,7 +56,7 @@ def test_matrix_tiles_take_larger_steps(monkeypatch: pytest.MonkeyPatch, kernels
         assert with_budgets(without).max_num_batched_tokens == 256
 
 
-def test_budgets_of_a_cpu_cover_a_minimal_step() -> None:
+def test_cpu_step_budgets_cover_a_minimal_step() -> None:
     """A step has a token for each stream, and a prefill step a block."""
     assert with_budgets(DecodeFlags(device="cpu", max_num_seqs=600)).max_num_batched_tokens == 600
     assert with_budgets(PrefillFlags(device="cpu", block_size=1024)).max_num_batched_prefill_tokens == 1024
@@ -98,7 +100,7 @@ def test_gpu_flags_are_rejected_without_a_gpu(
         resolved(ServeFlags(**flags))
 
 
-def test_kv_of_a_type_that_a_gpu_does_not_have_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kv_type_unsupported_on_gpus_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.engine.backends.gpu.gpu_devices.device_count", lambda: 1)
     with pytest.raises(ConfigError, match="--kv-cache-dtype int8 is for the CPU kernels"):
         resolved(ServeFlags(kv_cache_dtype="int8"))
@@ -204,7 +206,7 @@ def test_invalid_stages_are_rejected_before_the_start(
     cluster.check_stages(replace(asked, pipeline_parallel_size=1), None)
 
 
-def test_too_few_cores_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_few_cores_in_the_cpu_affinity_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.host.cores.allowed_cores", lambda: frozenset(range(8)))
     with pytest.raises(ConfigError, match="names 3 cores, the workers' threads need 4"):
         process_specs(on_cpu(model="m", cpu_threads=2, cpu_affinity="0-2"), pathlib.Path("/run/x"), None)

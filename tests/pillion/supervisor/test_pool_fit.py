@@ -20,7 +20,7 @@ def fitted(flags: ServeFlags, reserve_percent: int = 10) -> PoolFit:
     return fit_pool(flags, 2**18, flags.max_model_len or 8192, 1, reserve_percent=reserve_percent)
 
 
-def test_the_pool_in_tokens() -> None:
+def test_the_pool_size_is_converted_to_tokens() -> None:
     assert fitted(POOL) == PoolFit(65536, 8192, 0)
 
 
@@ -48,7 +48,7 @@ def test_the_default_length_is_limited_by_the_pool(megabytes: int) -> None:
             fitted(replace(unasked, max_model_len=made.max_model_len_tokens + 16))
 
 
-def test_a_length_is_not_lowered_to_nothing() -> None:
+def test_a_pool_too_small_for_any_length_is_rejected() -> None:
     with pytest.raises(ConfigError, match="lower --max-model-len"):
         fitted(replace(POOL, kv_pool_bytes=16 * 2**20, max_model_len=0))
 
@@ -59,7 +59,7 @@ def test_a_pool_larger_than_the_machine_is_rejected(monkeypatch: pytest.MonkeyPa
         fitted(POOL)
 
 
-def test_a_pool_may_not_have_the_memory_of_the_largest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pool_must_leave_memory_for_the_largest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "machine_bytes", lambda: 2**30)
     fit_pool(POOL, 2**18, 8192, 1, 2**30 - POOL.kv_pool_bytes)
     with pytest.raises(

@@ -105,7 +105,7 @@ def test_every_path_is_checked_before_the_start(model: str, field: str) -> None:
     assert "/proc/nope" in said or field == "tls_key"
 
 
-def test_no_flag_that_names_a_path_is_forgotten() -> None:
+def test_every_path_flag_is_listed() -> None:
     named = {
         one.name
         for one in dataclasses.fields(ServeFlags)
@@ -164,7 +164,7 @@ def test_a_metrics_port_in_use_is_rejected(model: str) -> None:
         assert f"--metrics-port {port} on 127.0.0.1 cannot be used" in refusal("serve", model, "--metrics-port", port)
 
 
-def test_the_variable_or_the_line_that_said_it(
+def test_an_error_names_the_variable_or_config_line_that_set_the_flag(
     model: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "pillion.toml"
@@ -177,7 +177,7 @@ def test_the_variable_or_the_line_that_said_it(
     assert refusal("serve", model).startswith("--block-size 0 is less than 1 (--block-size is set by PILLION_BLOCK_S")
 
 
-async def test_a_dead_redis_gets_a_word_and_a_bounded_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_dead_redis_is_reported_and_waited_for_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "REDIS_WAIT_MS", 300)
     monkeypatch.setattr(preflight, "REDIS_POLL_MS", 10)
     notices, url = RecordedNotices(), f"redis://:secret@127.0.0.1:{free_port()}"

@@ -18,7 +18,7 @@ def test_delays_double_up_to_a_limit() -> None:
     assert delays == [Restart(s) for s in (0.0, 0.2, 0.4, 0.8, 1.0, 1.0)]
 
 
-def test_deaths_with_time_between_them_are_each_followed_at_once() -> None:
+def test_deaths_far_apart_are_each_restarted_at_once() -> None:
     policy = RestartPolicy(calm_s=5.0, first_delay_ms=200)
     delays = [policy.died("a", -9, now) for now in (0.0, 13.0, 26.0, 30.0, 40.0)]
     assert delays == [Restart(s) for s in (0.0, 0.0, 0.0, 0.2, 0.0)]
@@ -63,7 +63,7 @@ def test_a_component_that_flaps_for_ever_waits_the_longest_delay() -> None:
 
 
 @given(st.lists(st.floats(0, 30), max_size=60), st.integers(1, 8), st.floats(0.1, 60), st.integers(1, 500))
-def test_never_more_quick_restarts_in_a_window_than_allowed(
+def test_quick_restarts_per_window_are_bounded(
     pauses: list[float], max_deaths: int, window_s: float, first_delay_ms: int
 ) -> None:
     policy = RestartPolicy(max_deaths, window_s, first_delay_ms, max_delay_ms=1000)
@@ -88,7 +88,7 @@ def test_never_more_quick_restarts_in_a_window_than_allowed(
 
 
 @given(random_scenes())
-def test_a_death_is_followed_by_the_rules(scenes: list[Random]) -> None:
+def test_restart_delays_match_the_reference_model(scenes: list[Random]) -> None:
     """Delays double with deaths in a row, and with each one while the component flaps, for a window after its start."""
     for rng in scenes:
         most, window_s, calm_s = rng.randint(2, 5), float(rng.randint(4, 20)), float(rng.randint(1, 4))

@@ -52,7 +52,7 @@ TLS = {"tls_cert": "c", "tls_key": "k"}
         ({"also_model": ("b=/b",), "model": "/a b"}, '"model": "/a b"}', "chat"),
     ],
 )
-def test_how_a_cluster_is_reached(flags: dict[str, Any], curl: str, chat: str) -> None:
+def test_the_start_prints_commands_that_reach_the_cluster(flags: dict[str, Any], curl: str, chat: str) -> None:
     class Printed(RecordedNotices):
         def command(self, text: str) -> None:
             self.lines.append(text)
@@ -123,7 +123,7 @@ def test_the_start_logs_step_budgets(tmp_path: pathlib.Path, monkeypatch: pytest
         assert words in notices.lines[-1]
 
 
-def test_kv_in_8_bits_is_named_and_needs_half_the_pool(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eight_bit_kv_is_named_and_needs_half_the_pool(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
     model, tokens = str(save_model(tmp_path / "model", head_dim=64)), []
     for kv in ("auto", "fp8"):
@@ -138,7 +138,9 @@ def test_kv_in_8_bits_is_named_and_needs_half_the_pool(tmp_path: pathlib.Path, m
     assert tokens[1] / tokens[0] == pytest.approx(128 / 68, rel=0.01)
 
 
-def test_the_command_is_called_from_where_one_stands(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_printed_command_works_from_the_current_folder(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "a clone" / ".venv" / "bin"
     folder.mkdir(parents=True)
     monkeypatch.setattr(sys, "executable", str(folder / "python"))

@@ -144,7 +144,7 @@ async def test_a_dead_component_is_started_again(folder: pathlib.Path) -> None:
     assert supervisor.living() == []
 
 
-async def test_a_component_that_needs_a_dead_one_waits_for_it(folder: pathlib.Path) -> None:
+async def test_a_component_waits_for_its_dead_dependency(folder: pathlib.Path) -> None:
     gate = folder / "gate"
     gate.touch()
     gated = spec(folder, "a", program=f"{until_there(gate)}\n{COMPONENT}")
@@ -168,7 +168,7 @@ async def test_a_component_that_needs_a_dead_one_waits_for_it(folder: pathlib.Pa
         await supervisor.stop()
 
 
-async def test_a_component_ends_with_the_one_that_it_needs(folder: pathlib.Path) -> None:
+async def test_a_component_is_stopped_with_its_dependency(folder: pathlib.Path) -> None:
     """It does not count as its own death, however often it happens."""
     notices = RecordedNotices()
     needy, free = dataclasses.replace(spec(folder, "b", 1), needs=("a",)), spec(folder, "c", 1)
@@ -193,7 +193,7 @@ async def test_a_component_ends_with_the_one_that_it_needs(folder: pathlib.Path)
         await supervisor.stop()
 
 
-async def test_a_component_that_is_being_started_ends_with_the_one_that_it_needs(folder: pathlib.Path) -> None:
+async def test_a_starting_component_is_stopped_with_its_dependency(folder: pathlib.Path) -> None:
     notices = RecordedNotices()
     known_late, hold = asyncio.Event(), False
 
@@ -270,7 +270,7 @@ async def test_a_flapping_component_is_dropped_if_others_serve(folder: pathlib.P
         await supervisor.stop()
 
 
-async def test_an_optional_component_ends_nothing(folder: pathlib.Path) -> None:
+async def test_a_flapping_optional_component_does_not_end_the_cluster(folder: pathlib.Path) -> None:
     spare = dataclasses.replace(spec(folder, "a"), spare=True)
     supervisor = Supervisor([spare, spec(folder, "b")], RecordedNotices(), flapping())
     await supervisor.start()
@@ -282,7 +282,7 @@ async def test_an_optional_component_ends_nothing(folder: pathlib.Path) -> None:
         await supervisor.stop()
 
 
-async def test_a_program_that_cannot_be_started_any_more_ends_nothing_while_another_one_serves(
+async def test_an_unstartable_component_does_not_end_a_cluster_with_another_one(
     folder: pathlib.Path,
 ) -> None:
     program = folder / "program"
@@ -302,7 +302,7 @@ async def test_a_program_that_cannot_be_started_any_more_ends_nothing_while_anot
         await supervisor.stop()
 
 
-async def test_the_end_of_one_that_survives_what_it_needs_is_no_death_of_its_own(folder: pathlib.Path) -> None:
+async def test_a_surviving_dependents_exit_is_not_counted_as_its_own_death(folder: pathlib.Path) -> None:
     """Such a worker notices only later that it cannot continue, when its KV node is already back."""
     notices = RecordedNotices()
     needy = dataclasses.replace(spec(folder, "b", 1), needs=("a",), survives=True)
@@ -341,7 +341,7 @@ async def test_a_start_that_fails_half_way_leaves_nothing(folder: pathlib.Path) 
     assert supervisor.living() == []
 
 
-async def test_a_missing_program(folder: pathlib.Path) -> None:
+async def test_a_missing_program_is_reported(folder: pathlib.Path) -> None:
     absent = ProcessSpec(component_id="x", level=0, argv=("/nowhere/x",), environ={}, probe=spec(folder, "x").probe)
     supervisor = Supervisor([absent], RecordedNotices())
     with pytest.raises(Unavailable, match="x cannot be started"):

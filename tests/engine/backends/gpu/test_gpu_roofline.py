@@ -153,7 +153,7 @@ class DriverAttributes:
         ((13, 0), 100, 2000, 8000, 512, 1.024, 205),
     ],
 )
-def test_rates_are_those_of_data_sheets(
+def test_roofline_rates_match_data_sheets(
     capability: tuple[int, int],
     processors: int,
     clock_mhz: int,
@@ -218,7 +218,7 @@ def test_the_interpreter_has_the_budgets_of_a_cpu(gpu: PreparedModel, monkeypatc
     assert with_budgets(PrefillFlags()).max_num_batched_prefill_tokens == 512
 
 
-def test_the_first_step_beside_streams_keeps_to_what_is_expected(tmp_path: pathlib.Path) -> None:
+def test_the_first_prompt_step_uses_the_expected_cost(tmp_path: pathlib.Path) -> None:
     """An H100 needs 30 ms for an eighth of the whole budget, more than 2.5 plain steps."""
     cost = expected_cost(H100, model_of(tmp_path, LLAMA | SHAPES["8b"]), 131_072)
     blind = TokenBudget(8192, target_steps=AUTO_TARGET_STEPS)

@@ -165,7 +165,7 @@ MIXES = ([0, 1, 2, 3, -1, 0, 1, 2], [1] * 5, [-1, 0, -1], [-1, -1], [2], [0, -1,
 
 
 @pytest.mark.parametrize("slots", MIXES, ids=len)
-def test_rows_of_many_adapters(runner, layer, slots):
+def test_rows_with_different_adapters_share_a_batch(runner, layer, slots):
     x, numbers = layer.inputs(len(slots)), list(range(len(slots)))
     found = layer.run(runner, x, slots, layer.out(numbers))
     wanted = layer.expected(x, slots, layer.out(numbers))
@@ -184,7 +184,7 @@ def test_a_row_has_the_same_bits_in_every_batch(runner, layer):
             assert torch.equal(found, together[rows])
 
 
-def test_a_row_without_an_adapter_has_the_bits_of_the_plain_product(runner, layer):
+def test_a_row_without_an_adapter_equals_the_plain_product(runner, layer):
     slots = [0, -1, 2, -1, 3]
     x = layer.inputs(5)
     mixed = layer.run(runner, x, slots, layer.out([0, 1, 2, 3, 4]))
@@ -286,7 +286,7 @@ def test_rows_of_experts(runner, rows, slots):
 
 
 @pytest.mark.parametrize("isa", [registers_of(isa.name) for isa in TABLE])
-def test_tiles_keep_their_sums_in_registers(isa):
+def test_low_rank_tiles_do_not_spill(isa):
     for name, text in assembly(SHRINKS, BY_NAME[isa]).items():
         if name.startswith("shrink_tile"):
             assert not SPILL.search(text), name

@@ -72,7 +72,7 @@ def rounded_by(runner: Any, spec: CodeInputs, x: torch.Tensor, group: int, threa
 
 @pytest.mark.parametrize("bf16", [True, False])
 @pytest.mark.parametrize("group", [16, 48, 128])
-def test_each_group_of_a_row_becomes_the_codes_of_torch(runner, bf16, group):
+def test_row_groups_are_quantized_as_in_torch(runner, bf16, group):
     x = normal(5, 208, seed=3) * torch.tensor([1e-3, 1.0, 30.0, 1e4, 1.0])[:, None]
     x[1, :100], x[2, 17] = 0, 1e5
     x = x.bfloat16() if bf16 else x
@@ -181,7 +181,7 @@ class GroupedCodes:
 @pytest.mark.parametrize(
     ("rows", "columns", "inputs", "group"), [(1, 64, 160, 32), (5, 40, 48, 16), (37, 96, 272, 272), (3, 32, 256, 256)]
 )
-def test_product(runner, spec, rows, columns, inputs, group):
+def test_products_match_the_reference(runner, spec, rows, columns, inputs, group):
     one = GroupedCodes(spec, rows, columns, inputs, group)
     assert one.packed[0].group == min(group, 128)
     assert_close(one.run(runner), one.expected())
@@ -215,13 +215,13 @@ def test_a_row_does_not_depend_on_the_others(runner, spec):
 
 @pytest.mark.parametrize("spec", GROUPED, ids=lambda spec: spec.name)
 @pytest.mark.parametrize("groups", [[3, 0, 37, 1], [0, 0]], ids=str)
-def test_experts_meet_their_own_rows(runner, spec, groups):
+def test_each_expert_multiplies_its_own_rows(runner, spec, groups):
     one = GroupedCodes(spec, sum(groups), 72, 80, 16, groups)
     assert_close(one.run(runner), one.expected())
 
 
 @pytest.mark.parametrize("spec", PRODUCTS, ids=lambda spec: spec.name)
-def test_sums_at_the_ends_of_codes_are_exact(runner, spec):
+def test_sums_of_extreme_codes_are_exact(runner, spec):
     """The largest codes of both signs, whose products would be wrong with 16 bits or saturation."""
     if spec.bias or spec.epilogue in GATED or spec.offsets:
         return
@@ -238,7 +238,7 @@ def test_sums_at_the_ends_of_codes_are_exact(runner, spec):
 
 @pytest.mark.parametrize("kind", DOT_KINDS)
 @pytest.mark.parametrize("shifted", [False, True])
-def test_packed_codes_stand_for_the_same_numbers(kind, shifted):
+def test_packed_codes_dequantize_to_the_same_values(kind, shifted):
     matrix = matrix_of(kind, 40, 90, 30 if shifted else 90, shifted, 1)
     matrix = matrix if not shifted else matrix_of(kind, 40, 96, 48, True, 1)
     found = unpack(pack_linear(matrix, kind))[:40, : matrix.shape[1]]
@@ -283,7 +283,7 @@ def test_sums_stay_in_registers_and_are_dot_products(name, spec):
 
 @pytest.mark.parametrize("name", ["amx", "avx512_vnni", "avx512", "avx2_vnni", "avx2"])
 @pytest.mark.parametrize("spec", PRODUCTS[1:4], ids=lambda spec: spec.name)
-def test_all_rows_of_the_table_give_the_same_bits(name, spec):
+def test_all_instruction_sets_give_the_same_bits(name, spec):
     """Sums are whole numbers, and scales are applied in one order."""
     if spec.epilogue in GATED:
         spec = Gemm(spec.weights, "fp32", "store", offsets=spec.offsets)
@@ -297,7 +297,7 @@ def test_all_rows_of_the_table_give_the_same_bits(name, spec):
 
 @pytest.mark.parametrize("group", [16, 32, 48, 80, 128])
 @pytest.mark.parametrize("spec", PRODUCTS, ids=lambda spec: spec.name)
-def test_matrix_tiles_give_the_bits_of_registers(spec, group):
+def test_matrix_tiles_and_registers_give_the_same_bits(spec, group):
     """Groups of all numbers of steps, a shorter last one, and rows for one pass over the scratch and for two."""
     one, found = GroupedCodes(spec, 530 if group == 32 else 45, 64, 176, group), []
     for row in ("avx512_bf16", TILE_MODES[0][0]):

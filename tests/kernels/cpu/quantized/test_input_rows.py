@@ -53,7 +53,7 @@ def check_sums(runner, spec, rows, vectors, inputs, threads):
 @pytest.mark.parametrize("spec", SPECS[:2], ids=lambda spec: spec.name)
 @settings(max_examples=examples(10))
 @given(rows=st.integers(1, 9), vectors=st.integers(1, 9), seed=st.integers(0, 99), threads=st.sampled_from((1, 3)))
-def test_rows_in_another_order(runner, spec, rows, vectors, seed, threads):
+def test_rows_are_reordered(runner, spec, rows, vectors, seed, threads):
     check_order(runner, spec, rows, vectors, seed, threads)
 
 
@@ -65,11 +65,11 @@ def test_rows_in_another_order(runner, spec, rows, vectors, seed, threads):
     inputs=st.sampled_from((16, 48, 128)),
     threads=st.sampled_from((1, 3)),
 )
-def test_sums_of_groups(runner, spec, rows, vectors, inputs, threads):
+def test_group_sums_match_the_reference(runner, spec, rows, vectors, inputs, threads):
     check_sums(runner, spec, rows, vectors, inputs, threads)
 
 
-def test_one_size_of_each(runner):
+def test_each_kernel_runs_at_one_size(runner):
     """A size for runners on which many would take long."""
     for spec in SPECS[:2]:
         check_order(runner, spec, 5, 7, 1, 3)

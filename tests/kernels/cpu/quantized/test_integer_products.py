@@ -70,7 +70,7 @@ def meaning(codes: torch.Tensor, constants: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("bf16", [True, False])
-def test_rows_become_the_codes_of_torch(runner, bf16):
+def test_rows_are_quantized_as_in_torch(runner, bf16):
     x = normal(7, 208, seed=3) * torch.tensor([1e-3, 1.0, 30.0, 1.0, 1.0, 1.0, 1e4])[:, None]
     x[3], x[4], x[5] = 0, x[4].abs(), -x[5].abs()
     x = x.bfloat16() if bf16 else x
@@ -175,7 +175,7 @@ def _matrix(columns: int, inputs: int, shifted: bool, seed: int) -> QuantizedMat
 
 @pytest.mark.parametrize("spec", PRODUCTS, ids=lambda spec: spec.name)
 @pytest.mark.parametrize(("rows", "columns", "inputs"), [(1, 64, 160), (5, 40, 20), (37, 96, 272)])
-def test_product(runner, spec, rows, columns, inputs):
+def test_products_match_the_reference(runner, spec, rows, columns, inputs):
     one = Product(spec, rows, columns, inputs)
     assert_close(one.run(runner), one.expected())
 
@@ -268,7 +268,7 @@ def test_int8_products_use_matrix_tiles():
 
 
 @pytest.mark.parametrize("name", [TILE_MODES[0][0], "avx512_vnni", "avx512", "avx2"])
-def test_all_rows_of_the_table_give_the_same_bits(name):
+def test_all_instruction_sets_give_the_same_bits(name):
     """Sums are whole numbers, and scales are applied in one order."""
     one = Product(PRODUCTS[3], 21, 64, 80)
     specs, found = [one.spec, CodeInputs(False)], []
@@ -281,7 +281,7 @@ def test_all_rows_of_the_table_give_the_same_bits(name):
     assert torch.equal(found[1], found[3])
 
 
-def test_parts_of_one_projection_round_rows_together_or_not():
+def test_fused_parts_quantize_rows_only_if_all_of_them_do():
     part = _matrix(32, 32, False, 1)
     taken = QuantizedMatrix("int8", part.codes, part.scales, 32)
     assert isinstance(stack_rows([part, taken], torch.float32), torch.Tensor)

@@ -33,7 +33,7 @@ def random_matrix(
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_units_hold_every_code(bits):
+def test_packed_codes_round_trip(bits):
     codes = torch.arange(32 * 4 * 3).view(3, 32, 4).remainder(2**bits).to(torch.uint8)
     units = pack_codes(codes, bits)
     assert units.shape == (3, 16 * bits)
@@ -71,7 +71,7 @@ def test_packed_codes_are_the_matrix(coding, columns, inputs, group, half, seed)
         torch.testing.assert_close(found, part.dequantize(torch.float32), rtol=1e-5, atol=1e-5)
 
 
-def test_what_panels_cannot_hold_is_widened():
+def test_matrices_that_do_not_fit_panels_are_widened():
     matrix = random_matrix(8, 100, 50)
     assert packed_kind([matrix], "bf16") == "bf16"
     assert torch.equal(weights_of(pack_linear(matrix, "fp32"))[:8, :100], matrix.dequantize(torch.float32))

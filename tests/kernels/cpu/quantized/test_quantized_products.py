@@ -130,7 +130,7 @@ def assert_close(one: GemmCase, found: torch.Tensor) -> None:
         *(pytest.param(*shape, marks=pytest.mark.long) for shape in ((1, 64, 160, 32), (2, 32, 700, 700))),
     ],
 )
-def test_product(runner, spec, rows, columns, inputs, group):
+def test_products_match_the_reference(runner, spec, rows, columns, inputs, group):
     one = case(spec, rows, columns, inputs, group)
     assert_close(one, one.run(runner))
 
@@ -173,7 +173,7 @@ def test_groups_are_multiplied_by_their_own_matrix(runner, spec, groups):
 @pytest.mark.parametrize(
     "spec", [PLAIN[0], *(one for one in PLAIN if one.weights == "nf4")], ids=lambda spec: spec.name
 )
-def test_many_rows(runner, spec, columns):
+def test_products_of_many_rows_match_the_reference(runner, spec, columns):
     """Few panels are cut into blocks of rows. Many panels are multiplied by all rows at once, more than fit beside
     widened groups."""
     one = case(spec, 1100, columns, 48, 16)
@@ -184,7 +184,7 @@ def test_many_rows(runner, spec, columns):
 
 
 @pytest.mark.parametrize("spec", [one for one in PLAIN if one.rows == "bf16" and one.epilogue == "store"], ids=str)
-def test_products_that_load_have_the_bits_of_those_that_do_not(spec):
+def test_products_with_and_without_loads_have_the_same_bits(spec):
     one, isa = case(spec, 80, 40, 208, 32), isa_or_skip("avx512_bf16")
     found = []
     for loads in (False, True):

@@ -25,7 +25,7 @@ runner = runner_of(SPECS)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
-def test_rows_and_states(runner, spec):
+def test_outputs_and_states_match_the_reference(runner, spec):
     tokens, parts, width = sum(COUNTS), 3 if spec.gated else 1, PIECES * PIECE_CHANNELS
     x, taps = normal(tokens, parts, width), Taps(normal(CHANNELS, spec.taps, seed=1), normal(CHANNELS, seed=2))
     pool = PiecePool(COUNTS, FOUND, [(spec.taps - 1, PIECE_CHANNELS)] * PIECES)

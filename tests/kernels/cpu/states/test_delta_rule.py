@@ -26,7 +26,7 @@ runner = runner_of([*PREPARE, *RUN, *BY_ROWS])
 
 
 @pytest.mark.parametrize(("prepare", "run"), [*zip(PREPARE, RUN, strict=True)], ids=lambda spec: spec.name)
-def test_rows_and_states(runner, prepare, run):
+def test_outputs_and_states_match_the_reference(runner, prepare, run):
     tokens, key_dim = sum(COUNTS), run.key_dim
     pool = PiecePool(COUNTS, FOUND, [(key_dim, 16)] * (HEADS * HEAD_DIM // 16))
     mixed, rates = normal(tokens, 2 * KEY_HEADS * key_dim + HEADS * HEAD_DIM), normal(tokens, 32, seed=1) * 4
@@ -69,7 +69,7 @@ def test_rows_and_states(runner, prepare, run):
     pool.check_others_unchanged()
 
 
-def test_rows_of_matrices_that_forget_on_their_own(runner):
+def test_delta_rules_with_a_decay_per_row_match_the_reference(runner):
     prepare, run = BY_ROWS
     tokens, key_dim = sum(COUNTS), run.key_dim
     pool = PiecePool(COUNTS, FOUND, [(key_dim, 16)] * (HEADS * HEAD_DIM // 16))

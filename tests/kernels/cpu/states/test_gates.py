@@ -43,7 +43,7 @@ def test_groups_are_normed_and_gated(runner, spec, own):
 
 
 @pytest.mark.parametrize(("squares", "norm"), SHARED, ids=lambda spec: spec.name)
-def test_parts_of_a_group_are_normed_by_the_squares_of_all_of_it(runner, squares, norm):
+def test_parts_of_a_group_are_normed_by_its_whole_sum_of_squares(runner, squares, norm):
     rows, gates, weight = normal(TOKENS, WIDTH), normal(TOKENS, WIDTH, seed=1) * 3, normal(WIDTH, seed=2)
     halves, partials = (slice(0, 16), slice(16, WIDTH)), torch.full((2, TOKENS + 1, 3), 7.0)
     parts = [(rows[:, half].clone(), gates[:, half].contiguous(), weight[half].contiguous()) for half in halves]

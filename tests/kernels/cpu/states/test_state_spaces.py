@@ -20,7 +20,7 @@ runner = runner_of([PrepareSpace(HEADS), *RUN, SCAN])
 
 
 @pytest.mark.parametrize("run", RUN, ids=lambda spec: spec.name)
-def test_rows_and_states(runner, run):
+def test_outputs_and_states_match_the_reference(runner, run):
     tokens, columns, values = sum(COUNTS), run.state_dim, HEADS * HEAD_DIM
     pool = PiecePool(COUNTS, FOUND, [(columns, 16)] * (values // 16))
     mixed, steps = normal(tokens, values + 2 * GROUPS * columns), normal(tokens, 32, seed=1) * 6
@@ -50,7 +50,7 @@ def test_rows_and_states(runner, run):
     pool.check_others_unchanged()
 
 
-def test_scans_and_states(runner):
+def test_scans_and_their_states_match_the_reference(runner):
     tokens, columns, channels = sum(COUNTS), SCAN.state_dim, SCAN.heads * SCAN.head_dim
     pool = PiecePool(COUNTS, FOUND, [(columns, 16)] * (channels // 16))
     mixed, steps = normal(tokens, channels), normal(tokens, channels + 32, seed=1) * 6

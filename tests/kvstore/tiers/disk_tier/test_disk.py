@@ -50,7 +50,7 @@ def _umask() -> int:
     return mask
 
 
-async def test_heads_are_named_before_tails(tmp_path: Path) -> None:
+async def test_chains_are_listed_from_head_to_tail(tmp_path: Path) -> None:
     """Heads come before last blocks in whatever order blocks were stored or used."""
     one, two = chain(6), chain(6, 50)
     mixed = [*one, *two]

@@ -90,7 +90,7 @@ async def test_a_disk_that_rejects_writes_is_backed_off(tmp_path: Path, monkeypa
 
 
 @pytest.mark.parametrize("small_disk", [mounted_disk, pretended_disk])
-async def test_a_disk_that_others_fill(
+async def test_the_disk_tier_adapts_to_free_disk_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, small_disk: Any
 ) -> None:
     """The tier keeps as many of the newest blocks as fit, reports it once, and grows when there is room again; all
@@ -149,7 +149,7 @@ async def test_a_disk_that_others_fill(
 
 
 @pytest.mark.usefixtures("no_pause")
-async def test_a_disk_that_answers_nothing_but_errors(tmp_path: Path) -> None:
+async def test_a_disk_with_only_errors_raises_nothing(tmp_path: Path) -> None:
     """Its folders are gone: old blocks are missing, new ones are refused, nothing raises."""
     blocks = chain(3)
     async with opened(tmp_path) as tier:
@@ -162,7 +162,7 @@ async def test_a_disk_that_answers_nothing_but_errors(tmp_path: Path) -> None:
         tier.touch([blocks[0][0].hash])
 
 
-async def test_a_file_that_is_read_is_not_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_file_being_read_is_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A read gets the requested block although it was dropped meanwhile. Otherwise a dropped block's file is reused for
     the next one."""
     one, two, three = (chain(1, token)[0] for token in range(3))

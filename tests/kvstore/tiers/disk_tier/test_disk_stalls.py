@@ -83,7 +83,7 @@ async def test_a_cancel_stops_queued_reads_and_running_ones_after_a_block(
     assert caplog.text.count("answers again") == 1
 
 
-async def test_a_read_that_was_given_up_writes_to_no_further_block(tmp_path: Path, begun: list[BlockName]) -> None:
+async def test_a_cancelled_disk_read_writes_no_further_block(tmp_path: Path, begun: list[BlockName]) -> None:
     """The block that a thread is reading may still arrive; it is the first of the thread's share."""
     blocks = chain(6)
     async with opened(tmp_path) as tier:
@@ -116,7 +116,7 @@ async def test_short_timeouts_still_detect_a_hung_disk(tmp_path: Path, begun: li
         await until("the disk to be used again", tier.is_available)
 
 
-async def test_many_late_reads_make_one_pause_of_the_first_length(
+async def test_many_late_reads_cause_a_single_first_pause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun: list[BlockName]
 ) -> None:
     pauses, late_at = list[float](), TierBreaker.late
@@ -212,7 +212,7 @@ async def test_a_slow_disk_that_answers_is_not_paused(tmp_path: Path, monkeypatc
         assert tier.is_available()
 
 
-async def test_a_node_serves_on_while_its_disk_hangs(
+async def test_a_node_keeps_serving_while_its_disk_hangs(
     short_folder: str, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests compute what they cannot get. The slots kept by late reads do not grow with their number."""

@@ -120,7 +120,7 @@ async def test_other_nodes_find_written_objects(service: S3Service) -> None:
         assert await found(tier, one) == 0, "another model's node sees other objects"
 
 
-async def test_blocks_that_wait_to_be_written_are_there(service: S3Service) -> None:
+async def test_blocks_pending_a_write_are_readable(service: S3Service) -> None:
     (blocks,) = branched([40])
     async with opened(service) as tier:
         service.trouble = "stall"

@@ -78,7 +78,7 @@ async def test_a_fork_is_a_child_like_any_other(folder: pathlib.Path) -> None:
         assert said == []
 
 
-async def test_a_fork_has_the_output_the_status_and_the_environment_of_its_own(folder: pathlib.Path) -> None:
+async def test_a_fork_has_its_own_output_status_and_environment(folder: pathlib.Path) -> None:
     async def run(*words: str, **more: str) -> tuple[int, list[str]]:
         lines: list[str] = []
         child = await server.launch((*PILLION, *words), child_environ(os.environ, "") | more, lines.append)
@@ -114,7 +114,7 @@ async def test_a_component_outlives_the_fork_server_and_others_start_without_it(
         assert child.running
 
 
-async def test_a_server_that_dies_while_it_imports_comes_back(
+async def test_a_fork_server_killed_during_import_is_respawned(
     folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fork_server, "RESPAWN_DELAY_S", 0.01)
@@ -145,7 +145,7 @@ async def test_a_server_that_hangs_is_killed_and_not_waited_for(
         await until("its end", lambda: not alive(first))
 
 
-async def test_an_abandoned_order_is_never_run(folder: pathlib.Path) -> None:
+async def test_an_abandoned_fork_request_is_never_run(folder: pathlib.Path) -> None:
     async with serving() as (server, _):
         async with keeper(server, folder):
             pass
@@ -165,7 +165,7 @@ async def test_an_abandoned_order_is_never_run(folder: pathlib.Path) -> None:
         await until("the fork to be waited for", lambda: children() == [])
 
 
-async def test_a_fork_that_is_given_up_is_waited_for_before_the_end(folder: pathlib.Path) -> None:
+async def test_an_abandoned_fork_is_reaped_before_shutdown_ends(folder: pathlib.Path) -> None:
     children = NewChildren()
     async with serving() as (server, said):
         async with keeper(server, folder):
@@ -192,7 +192,7 @@ async def test_a_server_without_descriptors_forks_nothing(folder: pathlib.Path) 
         assert (server.pid, said) == (first, [])
 
 
-def test_a_supervisor_that_is_lost_while_the_server_imports_is_its_end() -> None:
+def test_a_fork_server_exits_if_its_supervisor_is_lost_during_import() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, started([sys.executable, "-m", fork_server.PROGRAM], stdin=theirs, stderr=subprocess.PIPE) as process:
         theirs.close()
@@ -281,7 +281,7 @@ def _linux() -> None:
         pytest.skip("only Linux hands orphans over to a supervisor")
 
 
-async def test_a_child_for_which_something_else_has_waited_has_ended() -> None:
+async def test_a_child_reaped_elsewhere_counts_as_ended() -> None:
     """Otherwise the event loop would poll for it forever, and do little else."""
     with started([sys.executable, "-S", "-c", ""]) as program:
         child = ForkedProcess(program.pid, None)
