@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from pillion.kernels.gpu.attention.attention_rows import (
+    _WORDS,
     _beginning,
     _end_item,
     _load,
@@ -35,9 +36,8 @@ from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.fp8 import decode_e4m3
 
 # Words of an item, by index, as in pillion.kernels.gpu.attention.gpu_attention_plan. Jitted functions only see
-# constants of their own module.
+# constants in their own module's namespace.
 _TABLE, _HEAD, _BEGIN, _END = map(tl.constexpr, (0, 4, 5, 6))
-_WORDS = tl.constexpr(8)
 
 
 # fmt: off

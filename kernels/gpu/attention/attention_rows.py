@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 # Words of items and merges, by index, as in pillion.kernels.gpu.attention.gpu_attention_plan. Jitted functions only see
-# constants of their own module.
+# constants in their own module's namespace.
 _TABLE, _ROW, _ROWS, _SHIFT, _HEAD, _BEGIN, _END, _PARTIAL = map(tl.constexpr, range(8))
 _PARTS, _WORDS = tl.constexpr(5), tl.constexpr(8)
 # Initial maximum of a row's scores: below every real score, and finite, because a row that has seen no key subtracts it

@@ -19,7 +19,15 @@ import torch
 import triton
 import triton.language as tl
 
-from pillion.kernels.gpu.attention.attention_rows import _beginning, _end_item, _load, _whole, _words
+from pillion.kernels.gpu.attention.attention_rows import (
+    _LOWEST,
+    _WORDS,
+    _beginning,
+    _end_item,
+    _load,
+    _whole,
+    _words,
+)
 from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlanner, Tiling
 from pillion.kernels.gpu.attention.paged_attention import joining, merge_constants, merge_tiles, padded_head_dim
 from pillion.kernels.gpu.attention.parted_attention import _before_all, _end_part, _merge_parts, in_parts
@@ -42,7 +50,6 @@ MIN_WIDTH, MAX_LATENTS, MAX_ROTARY = 16, 512, 128
 # Scales of a row in 8 bits: of its latents, and of its rotated key.
 LATENT_SCALES = 2
 # Words per item; initial value of running maxima, as in attention_rows.py.
-_WORDS, _LOWEST = tl.constexpr(8), tl.constexpr(-1.0e30)
 
 
 # fmt: off

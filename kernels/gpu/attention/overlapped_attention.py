@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from pillion.kernels.gpu.attention.attention_rows import (
+    _WORDS,
     _beginning,
     _end_item,
     _queries,
@@ -41,8 +42,6 @@ from pillion.kernels.gpu.dependent import wait_for_earlier
 
 # The architecture of these instructions, and the widths of heads whose tiles fit.
 ARCH, HEAD_DIMS = 90, (64, 128, 256, 512)
-# Words per item. Jitted functions only see constants of their own module.
-_WORDS = tl.constexpr(8)
 
 
 # fmt: off

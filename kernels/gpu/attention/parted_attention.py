@@ -27,16 +27,22 @@ import triton
 import triton.language as tl
 
 from pillion.kernels.gpu.attention.attention_kernel import _early, _tiles
-from pillion.kernels.gpu.attention.attention_rows import _queries, _rows_of, _whole, _words
+from pillion.kernels.gpu.attention.attention_rows import (
+    _LOG2_E,
+    _LOWEST,
+    _PARTS,
+    _WORDS,
+    _queries,
+    _rows_of,
+    _whole,
+    _words,
+)
 from pillion.kernels.gpu.attention.gpu_attention_plan import PARTS_A_PROGRAM, Tiling
 from pillion.kernels.gpu.dependent import wait_for_earlier
 from pillion.kernels.gpu.tuned import tuned
 
 # Words of an item, by index, as in pillion.kernels.gpu.attention.gpu_attention_plan.
 _ROW, _ROWS, _HEAD, _PARTIAL = map(tl.constexpr, (1, 2, 4, 7))
-_PARTS, _WORDS = tl.constexpr(5), tl.constexpr(8)
-_LOWEST = tl.constexpr(-1.0e30)
-_LOG2_E = tl.constexpr(1.4426950408889634)
 # Bytes spilled by heads of these widths where parts end, once per part.
 SPILL_BYTES = {128: 16, 256: 152}
 

@@ -38,12 +38,12 @@ SPLIT_K_MAX_ROWS = 256
 # Inputs are split at multiples of this, into enough splits for two programs of 64 outputs for each of an H200's 132
 # multiprocessors.
 UNIT_INPUTS = 128
-_PROGRAMS, _PROGRAM_OUTPUTS = 264, 64
-_MIN_UNITS, _MAX_SPLITS = 2, 16
+PROGRAMS, PROGRAM_OUTPUTS = 264, 64
+MIN_UNITS, MAX_SPLITS = 2, 16
 # BLOCK_K by bytes per weight; in float32, tiles are multiplied in registers.
 _BLOCK_K = {2: 128, 4: 32}
 # Max output tiles of a split-K launch, each of which has a ticket.
-_MAX_TICKETS = 4 * _PROGRAMS
+_MAX_TICKETS = 4 * PROGRAMS
 
 
 # fmt: off
@@ -137,8 +137,8 @@ def _product(
 def splits_of(inputs: int, outputs: int) -> int:
     """Return the number of splits of the inputs. It depends on the matrix's shape alone, because a row's bits depend on
     it."""
-    units, tiles = -(-inputs // UNIT_INPUTS), -(-outputs // _PROGRAM_OUTPUTS)
-    target = max(1, min(_PROGRAMS // tiles, units // _MIN_UNITS, _MAX_SPLITS))
+    units, tiles = -(-inputs // UNIT_INPUTS), -(-outputs // PROGRAM_OUTPUTS)
+    target = max(1, min(PROGRAMS // tiles, units // MIN_UNITS, MAX_SPLITS))
     # Rounded so that each split has at least one unit of inputs.
     return -(-units // -(-units // target))
 
@@ -154,9 +154,9 @@ class DenseGemm:
         """Reserve the workspace for rows [max_rows, K] of ``dtype``: at most 17 MB."""
         self._dtype, self._arch = dtype, arch_of(device)
         rows = next((tile for tile in ROW_TILES if max_rows <= tile), SPLIT_K_MAX_ROWS)
-        # In split-K launches, tiles of 64 outputs times splits are at most _PROGRAMS; tiles of 128 outputs add at most
+        # In split-K launches, tiles of 64 outputs times splits are at most PROGRAMS; tiles of 128 outputs add at most
         # half a tile per split.
-        columns = (_PROGRAMS + _MAX_SPLITS) * _PROGRAM_OUTPUTS
+        columns = (PROGRAMS + MAX_SPLITS) * PROGRAM_OUTPUTS
         self._partials = torch.zeros(columns * rows, dtype=torch.float32, device=device)
         self._tickets = torch.zeros(_MAX_TICKETS, dtype=torch.int32, device=device)
 

@@ -26,6 +26,7 @@ import triton.language as tl
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.fp8 import NATIVE_FP8_ARCH, decode_e4m3, encode, scale_of
 from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor, interpreting
+from pillion.kernels.gpu.products.dense_gemm import MAX_SPLITS, PROGRAMS, ROW_TILES
 from pillion.kernels.gpu.products.quantized_product import _sum
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
@@ -35,11 +36,10 @@ BLOCK = 128
 _BLOCK = tl.constexpr(BLOCK)
 # cuBLASLt requires matrices whose sides are multiples of this, and scales of blocks in rows of a multiple of SCALE_ROW.
 SIDES, SCALE_ROW = 16, 4
-# Rows per tile. More rows than SPLIT_K_MAX_ROWS go to cuBLASLt.
-ROW_TILES = (16, 32, 64, 128)
+# More rows go to cuBLASLt.
 SPLIT_K_MAX_ROWS = 64
-# Target number of programs, two for each of an H200's 132 multiprocessors; max splits, and min blocks per split.
-_PROGRAMS, _MAX_SPLITS, _MIN_BLOCKS = 264, 16, 2
+# Min blocks per split.
+_MIN_BLOCKS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ def _product(
 def splits_of(outputs: int, inputs: int) -> int:
     """Return the number of splits of the inputs for few rows."""
     blocks, tiles = -(-inputs // BLOCK), -(-outputs // BLOCK)
-    target = max(1, min(_PROGRAMS // tiles, blocks // _MIN_BLOCKS, _MAX_SPLITS))
+    target = max(1, min(PROGRAMS // tiles, blocks // _MIN_BLOCKS, MAX_SPLITS))
     return -(-blocks // -(-blocks // target))
 
 

@@ -25,18 +25,14 @@ import triton.language as tl
 
 from pillion.kernels.gpu.dependent import dependent, prefetch, wait_for_earlier
 from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor
+from pillion.kernels.gpu.products.dense_gemm import MAX_SPLITS, MIN_UNITS, PROGRAM_OUTPUTS, PROGRAMS, ROW_TILES
 from pillion.kernels.gpu.products.gpu_packing import BITS, COLUMNS, PackedKind, PackedMatrix
 from pillion.kernels.gpu.products.packed_tiles import packed_part, tile_constants
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.torch.quantized_matrix import CODINGS
 
-# Rows per tile; a launch uses the smallest tile that fits its rows, or several of the largest.
-ROW_TILES = (16, 32, 64, 128)
 # Max rows of split-K launches.
 SPLIT_K_MAX_ROWS = 64
-# Target number of programs of 64 outputs: two for each of an H200's 132 multiprocessors.
-_PROGRAMS, _PROGRAM_OUTPUTS = 264, 64
-_MIN_UNITS, _MAX_SPLITS = 2, 16
 # Units of a program's words, 8 to 16 KB each, prefetched into the L2 while the previous kernel still runs.
 _EARLY_UNITS = tl.constexpr(4)
 _COLUMNS = tl.constexpr(COLUMNS)
@@ -122,8 +118,8 @@ def _sum(
 def splits_of(kind: PackedKind) -> int:
     """Return the number of splits of the inputs. It depends on the matrix's shape alone, because a row's bits depend on
     it."""
-    tiles = -(-kind.outputs // _PROGRAM_OUTPUTS)
-    target = max(1, min(_PROGRAMS // tiles, kind.units // _MIN_UNITS, _MAX_SPLITS))
+    tiles = -(-kind.outputs // PROGRAM_OUTPUTS)
+    target = max(1, min(PROGRAMS // tiles, kind.units // MIN_UNITS, MAX_SPLITS))
     # Rounded so that each split has at least one unit of inputs.
     return -(-kind.units // -(-kind.units // target))
 
