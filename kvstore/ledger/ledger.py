@@ -378,8 +378,8 @@ class Ledger:
         return ticket
 
     def _extend_to_state(self, ticket: TicketState, hashes: Sequence[bytes]) -> None:
-        match = self.tree.longest_with_state(hashes, ticket.state_pages)
         """Move a ticket's pin to the last block of its chain before a state, if there is a later one than now."""
+        match = self.tree.longest_with_state(hashes, ticket.state_pages)
         from_reservation = min(match.blocks - ticket.blocks, ticket.reserved)
         if from_reservation <= 0 or match.last_block is None or match.state is None:
             return
