@@ -241,7 +241,7 @@ class Ledger:
         """Revoke an epoch's right to make changes; its leases and pins stay until :meth:`end_epoch` or :meth:`drained`
         (I4)."""
         holder = self.holders.get(epoch)
-        if holder is None or holder.fenced:
+        if holder is None:
             return
         holder.fenced = True
         for ticket_id in holder.tickets:
@@ -299,9 +299,8 @@ class Ledger:
         if state_pages:
             known = max(known, min(known_blocks, len(hashes)))
             known = self.states.on_admit(hashes, replace(match, known=known))
-        for pinned in (match.last_block, match.state):
-            if pinned is not None:
-                self.tree.pin(pinned)
+        self.tree.pin(match.last_block)
+        self.tree.pin(match.state)
         if self.prefix_pins.all:
             self.prefix_pins.count_hits(hashes, match.blocks)
         ticket = self._opened(holder, nonce, match.last_block, total_blocks - match.blocks)
@@ -381,7 +380,7 @@ class Ledger:
         """Move a ticket's pin to the last block of its chain before a state, if there is a later one than now."""
         match = self.tree.longest_with_state(hashes, ticket.state_pages)
         from_reservation = min(match.blocks - ticket.blocks, ticket.reserved)
-        if from_reservation <= 0 or match.last_block is None or match.state is None:
+        if from_reservation <= 0:
             return
         # Pinning uses up match.newly_pinned slots; the remaining reservations must still be covered.
         if self.available - match.newly_pinned < self.reserved - from_reservation:
@@ -500,16 +499,14 @@ class Ledger:
         after ``parent``. No hash may be committed yet. Return the blocks, unpinned."""
         holder = self.active(epoch)
         last_block = parent
-        if last_block is not None:
-            self.tree.pin(last_block)
+        self.tree.pin(last_block)
         blocks = []
         for slot, block_hash in run:
             del holder.leased[slot]
             last_block = self.tree.add(slot, block_hash, last_block, _is_page(block_hash, last_block))
             self._on_commit(last_block)
             blocks.append(last_block)
-        if last_block is not None:
-            self.tree.unpin(last_block)
+        self.tree.unpin(last_block)
         return blocks
 
     def active(self, epoch: int) -> Holder:
@@ -572,15 +569,13 @@ class Ledger:
             self._unpin(ticket)
 
     def _unpin(self, ticket: TicketState) -> None:
-        for pinned in (ticket.last_block, ticket.state):
-            if pinned is not None:
-                self.tree.unpin(pinned)
+        self.tree.unpin(ticket.last_block)
+        self.tree.unpin(ticket.state)
 
     def _move_pin(self, ticket: TicketState, block: Block) -> None:
         """Move a ticket's pin to ``block``, a child of its chain's last block."""
         self.tree.pin(block)
-        if ticket.last_block is not None:
-            self.tree.unpin(ticket.last_block)
+        self.tree.unpin(ticket.last_block)
         ticket.last_block = block
 
     def _commit_run(self, holder: Holder, run: CommitRun) -> CommitRunResult:
@@ -629,8 +624,7 @@ class Ledger:
         scratch = TicketState(ticket.ticket_id, ticket.opener, parent, 0, set())
         sealed = [self._seal(holder, scratch, *pair, page=True) for pair in zip(slots, hashes, strict=True)]
         previous, ticket.state, ticket.state_pages = ticket.state, scratch.last_block, len(hashes)
-        if previous is not None:
-            self.tree.unpin(previous)
+        self.tree.unpin(previous)
         return sealed
 
     def _check_chain(self, ticket: TicketState, hashes: list[bytes]) -> None:

@@ -134,7 +134,7 @@ class StateEviction:
         if match.blocks < match.known < len(hashes):
             self._add_branch_point(hashes[match.known - 1])
         if self._branch_points:
-            for blocks in range(len(hashes), max(match.known, match.blocks), -1):
+            for blocks in range(len(hashes), match.known, -1):
                 if hashes[blocks - 1] in self._branch_points:
                     return blocks
         return match.known
@@ -145,10 +145,9 @@ class StateEviction:
             self._useless.update((block, None) for block in self.plain if self._is_useless(block))
         parent = page.parent
         assert parent is not None, "a page without a parent"
-        state = self._by_page.get(parent) or self._by_block.get(parent)
+        state = self._by_page.get(parent)
         if state is None:
             state = self._create(parent)
-        self._unmark_idle(state)
         state.pages.append(page)
         state.missing = max(0, state.missing - 1)
         self._by_page[page] = state
@@ -225,7 +224,7 @@ class StateEviction:
 
     def drop(self, block: Block) -> None:
         state = self._by_page.get(block)
-        if state is not None and state in self._idle and not block.children:
+        if state is not None and state in self._idle:
             self._kinds[state.kind].count(hit=False)
         self.plain.drop(block)
         self._forget(block)
@@ -242,7 +241,7 @@ class StateEviction:
         removed_children: Counter[Block] = Counter()
         while useless or len(states) < len(self._idle):
             over = pages > self._max_pages or not useless
-            if over and len(states) < len(self._idle):
+            if over:
                 state = self._next_victim(states, removed_children)
                 states[state] = None
                 block = state.pages[-1]

@@ -140,9 +140,9 @@ class BlockTree:
             last_block.children += 1
         return block
 
-    def pin(self, block: Block) -> None:
-        """Add a pin to ``block``, which protects its whole chain."""
-        at: Block | None = block
+    def pin(self, block: Block | None) -> None:
+        """Add a pin to ``block``, which protects its whole chain; None is an empty chain."""
+        at = block
         while at is not None:
             at.ref_count += 1
             if at.ref_count > 1:
@@ -151,9 +151,9 @@ class BlockTree:
             self.policy.remove(at)
             at = at.parent
 
-    def unpin(self, block: Block) -> None:
+    def unpin(self, block: Block | None) -> None:
         """Remove a pin from ``block``. Blocks that lose their protection become evictable, the last one first."""
-        at: Block | None = block
+        at = block
         while at is not None:
             at.ref_count -= 1
             if at.ref_count:
