@@ -811,8 +811,8 @@ class Gateway:
         return answers
 
     async def _catch_up(self, answer: AnswerText, so_far: AnswerSoFar, tenant: Tenant) -> None:
-        """Push the tokens of a resumed answer, which restores its withheld text and parser state. Runs on a thread,
-        since the answer may be long."""
+        """Feed the tokens of a resumed answer to its AnswerText, to restore the parser's state and the text held back.
+        Runs on a thread, since the answer may be long."""
         size_bytes = TOKEN_BYTES * len(so_far.token_ids)
         await self.on_thread(tenant, size_bytes, answer.push, so_far.token_ids)
 

@@ -40,7 +40,7 @@ class PrefillRun:
         self._previous_s = 0.0
         self._chunk_tokens: tuple[int, ...] = ()
         self._end_tokens = 0
-        # At most one entry per chunk, one for the start and one for the end.
+        # Bounded: one entry per chunk, plus one for the start and one for the end.
         self._results: asyncio.Queue[ChunkAck | PillionError | None] = asyncio.Queue()
         self._over = False
 

@@ -29,8 +29,8 @@ from pillion.host.adapter_folders import (
     ADAPTERS,
     MAX_ADAPTER_BYTES,
     STORE_BYTES,
-    adapter_draft,
     is_adapter_digest,
+    temporary_folder,
 )
 
 
@@ -168,7 +168,7 @@ class AdapterStore:
     def _draft(self, size_bytes: int) -> Iterator[Path]:
         root = self._cache.make(ADAPTERS)
         try:
-            with adapter_draft(root, size_bytes, self._store_bytes) as draft:
+            with temporary_folder(root, size_bytes, self._store_bytes) as draft:
                 yield draft
         except OSError as error:
             raise Overloaded(f"the adapter cannot be stored in {root}: {error.strerror or error}") from None

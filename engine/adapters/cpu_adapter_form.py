@@ -17,7 +17,7 @@ from pillion.host.core_lending_table import LINE_BYTES
 from pillion.kernels.cpu.adapters.adapter_tiles import RANK_MULTIPLE, pack_tiles
 from pillion.kernels.cpu.products.tiles import DEPTH_MULTIPLE, PANEL_COLUMNS, TILE_COLUMNS
 
-# Max pairs per fused layer (queries, keys, values and gates), and per expert (gate and up).
+# Max LoRA pairs (A, B): per fused projection (queries, keys, values and gates), and per expert (gate and up).
 MAX_PAIRS = 4
 MAX_EXPERT_PAIRS = 2
 

@@ -39,7 +39,7 @@ TOKENIZER_PATTERNS = ("config.json", *HUB_PATTERNS[2:], *TEXT_FILES)
 # Timeout of the hub's first response; downloads have no total timeout.
 HUB_TIMEOUT_S = 10.0
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 # Paths in a folder to compare with a misspelled one.
 MAX_LISTED_PATHS = 1000
@@ -187,7 +187,7 @@ def installed_demo() -> Path | None:
 
 def is_hub_id(model: str) -> bool:
     """Return whether a ``--model`` flag has the form of a hub id, owner/name."""
-    return _HUB_ID.fullmatch(model) is not None and not model.endswith(".gguf")
+    return _REPO_ID.fullmatch(model) is not None and not model.endswith(".gguf")
 
 
 def check_hub_config(model: str, revision: str, ignored_keys: Sequence[str] = ()) -> None:

@@ -319,5 +319,6 @@ class DraftControl:
         self._probing_share = probes / (drafts + probes)
 
     def record_drafting(self, seconds: float) -> None:
-        """Charge a drafting's seconds to the time for probes, in proportion to its share of probes."""
+        """Subtract the probes' share of a drafting's seconds from the time credit for slow probes. A probe is a draft
+        that no step verifies; it is compared with the text generated later."""
         self._probing_credit_s -= self._probing_share * seconds

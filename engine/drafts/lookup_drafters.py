@@ -29,7 +29,8 @@ class NGramDrafter:
         self._min_match, self._max_match = config.prompt_lookup_min, config.prompt_lookup_max
 
     def draft(self, wanted: Seq[tuple[Sequence, int]]) -> list[Int32]:
-        """Return for each text the tokens after the latest of the longest matches of its last tokens."""
+        """Return a draft for each text: the tokens that followed the longest earlier occurrence of its suffix; on equal
+        length, the latest."""
         return [self._look_back(sequence, limit) for sequence, limit in wanted]
 
     def _look_back(self, sequence: Sequence, limit: int) -> Int32:

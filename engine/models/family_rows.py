@@ -339,7 +339,7 @@ def _without_pictures(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _olmo_hybrid(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Derive that OLMo-Hybrid has no rotary embedding if the config's rotary base is null."""
+    """Return the setting that turns rotary embedding off if OLMo-Hybrid's rope_theta is null."""
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     base = rope.get("rope_theta", raw.get("rope_theta", 0.0)) if isinstance(rope, Mapping) else 0.0
     return {} if base is not None else {"position_embedding_type": "nope"}

@@ -21,7 +21,7 @@ import numpy as np
 from pillion.engine.models.config_json import MAX_EXPERTS
 from pillion.errors import ConfigError
 
-# Types of values: NumPy dtypes of numbers; string, array.
+# GGUF value types: NumPy dtypes of numeric types by id; ids of string and array.
 _NUMBERS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)

@@ -71,7 +71,8 @@ class PartialBlocks:
         self._kept: OrderedDict[bytes, PartialBlock] = OrderedDict()
 
     def share(self, sequence: Sequence) -> None:
-        """Order a copy of a matching block, if any, for a sequence that has joined the queues."""
+        """Schedule a copy of the kept partial block that follows a queued sequence's committed blocks, if its leading
+        tokens are the same."""
         kept = self._kept.get(sequence.hash_before(sequence.num_committed)) if self._kept else None
         if kept is not None and sequence.parent is None and kept.share(sequence):
             self._kept.move_to_end(kept.parent_hash)

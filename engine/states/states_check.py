@@ -21,7 +21,7 @@ def check_states(flags: WorkerFlags, device: str, config: ModelConfig) -> None:
 def _unsupported(flags: WorkerFlags, device: str) -> Iterator[str]:
     """Yield the unsupported combinations of flags."""
     if device != CPU and flags.pipeline_parallel_size > 1 and gpu_for_each(flags.processes):
-        # A divided pool is sharded by heads; stages would need the states of their layers.
+        # A pool divided among GPUs is sharded by heads; pipeline stages would need it sharded by layers.
         yield f"--pipeline-parallel-size {flags.pipeline_parallel_size} with a GPU for each stage"
     sizes = [f"--tensor-parallel-size {flags.tensor_parallel_size}"] * (flags.tensor_parallel_size > 1)
     sizes += [f"--pipeline-parallel-size {flags.pipeline_parallel_size}"] * (flags.pipeline_parallel_size > 1)

@@ -340,9 +340,9 @@ class ModelTurns:
             permit.place = None
 
     def grant(self, owner: SlotOwner, now_s: float, gone: Callable[[int], bool]) -> list[AdmissionPermit]:
-        """Grant slots, and remove these requests from the queue. Return them, and requests with ``given_up`` set: they
-        would miss their deadline, and are removed without slots. ``owner`` becomes the ``queue`` of granted requests;
-        ``gone`` returns whether the request of a number was cancelled, which drops it."""
+        """Grant slots to waiting requests, in order, while they fit. Return the granted ones, and those removed without
+        slots because they would miss their deadline (``given_up`` is set). ``owner`` becomes the ``queue`` of granted
+        requests; requests for whose number ``gone`` returns True are dropped."""
         granted = []
         while (candidate := self._next(now_s)) is not None:
             line, share, place, but = candidate

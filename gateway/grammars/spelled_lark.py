@@ -147,13 +147,13 @@ def _imported(name: str, alias: str) -> str:
 
 def _regex(pattern: str, flags: str) -> str:
     parts = list(_PART.finditer(pattern))
-    node = _options(parts[::-1], "s" in flags, 0)
+    node = _alternatives(parts[::-1], "s" in flags, 0)
     return _sequence_rule((node,), "i" if "i" in flags else "") or '""'
 
 
-def _options(parts: list[re.Match[str]], dot_all: bool, depth: int) -> _OneOf:
-    """Parse the parts of an expression, matches of _PART in reverse order, up to the end of the group, and remove them.
-    Raises ValueError."""
+def _alternatives(parts: list[re.Match[str]], dot_all: bool, depth: int) -> _OneOf:
+    """Parse the alternatives of a regex up to the end of its group. ``parts``: matches of _PART in reverse order;
+    parsed ones are removed. Raises ValueError for unsupported syntax."""
     if depth > MAX_DEPTH:
         raise ValueError("an expression is nested too deeply")
     options: list[tuple[_Node, ...]] = []
@@ -169,7 +169,7 @@ def _options(parts: list[re.Match[str]], dot_all: bool, depth: int) -> _OneOf:
         elif match["often"] and nodes and not match["lazy"] and not isinstance(nodes[-1], _Repeat):
             nodes.append(_Repeat(nodes.pop(), text))
         elif text == "(" or match["group"] is not None:
-            nodes.append(_options(parts, _group_dot_all(match["group"] or "", dot_all), depth + 1))
+            nodes.append(_alternatives(parts, _group_dot_all(match["group"] or "", dot_all), depth + 1))
         elif text == ".":
             nodes.append(_set(r"[\s\S]" if dot_all else r"[^\n]"))
         elif match["often"] or text in ("^", "$", "[", ")"):

@@ -568,7 +568,7 @@ class _LiteralWriter(_TaggedWriter):
 
     @property
     def form(self) -> LiteralForm:
-        """Marks of the format."""
+        """Delimiters of the tool call format."""
         return LITERAL_FORMS[self.builder.formats.tool_parser]
 
     def call_rule(self, tool: Tool, number: int) -> str:

@@ -60,7 +60,7 @@ _MAX_ERROR_CHARS = 1000
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
 _NAMED = re.compile(r"field `([^`]*)`")
 _VALUE = re.compile(r"^Invalid (?:enum )?value '(.*)'$", re.DOTALL)
-# Max surrogate escapes (131,072 emoji) of a body in which unpaired ones are replaced.
+# Max surrogate escapes per body (131,072 emoji); above it, unpaired ones are not replaced.
 MAX_SURROGATES = 2**18
 _INDEX = re.compile(r"\[\d+\]")
 # Not allowed in names in the header; a comma or a space would look like a name's end.

@@ -73,7 +73,7 @@ class HttpCall:
     _body_bytes = 0
     tenant = OPEN
     started = _reading = _streams = False
-    # Converts an error's body to an event of a stream that has started; None for error_form's.
+    # Formats an error body as an event of a stream that has started; None for error_form.event.
     error_event: Callable[[bytes], bytes] | None = None
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, error_form: ErrorForm = OPENAI_ERRORS) -> None:

@@ -191,7 +191,7 @@ class AnswerWriter:
         raise NotImplementedError
 
     def events_bytes(self, batch: DeltaBatch) -> int:
-        """Return the approximate size of some deltas' events if it may block the event loop, else 0."""
+        """Return the approximate bytes of the events of ``batch`` if formatting them may block the loop, else 0."""
         return 0
 
     def last_events(self, usage: Usage) -> bytes:

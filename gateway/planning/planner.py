@@ -111,7 +111,8 @@ class RequestPlan:
     @property
     def total_blocks(self) -> int:
         """Slots to reserve at the decode worker's node: for the prompt's blocks, including that of the first generated
-        token, and for the states of the sequences, one per worker on the node."""
+        token, and ``states.running`` slots for each worker of the request on that node (the decode worker, and a local
+        prefill worker)."""
         sequences = 1 if self.prefill is None or self.remote else 2
         return self.prompt_tokens // self.block_size + 1 + sequences * self.states.running
 
@@ -248,9 +249,9 @@ def _route_sources(sources: tuple[PrefixSource, ...], node_id: str, route: Route
 
 
 def _sources(snapshot: ClusterSnapshot, node_id: str, of_bucket: bool) -> tuple[PrefixSource, ...]:
-    """Return the live nodes with the longest hits, at most MAX_FETCH_SOURCES and ``node_id``, longest first; ties
-    rotate by ``spread`` to share the load. A hit includes blocks on the node's disk; that of ``node_id`` also includes
-    blocks in its bucket, with ``of_bucket``."""
+    """Return the nodes to fetch the prompt's cached prefix from, longest prefix first: ``node_id``, if it has any of
+    it, and up to MAX_FETCH_SOURCES other live nodes. Ties rotate by ``snapshot.spread`` to share the load. Prefixes
+    include blocks on a node's disk and, with ``of_bucket``, blocks in the object store bucket of ``node_id``."""
     nodes = snapshot.live_nodes() | {node_id}
     own = max(snapshot.hits.get(node_id, 0), snapshot.bucket_hits.get(node_id, 0) if of_bucket else 0)
     hits = sorted({**snapshot.hits, node_id: own}.items())

@@ -63,9 +63,9 @@ class NotRecorded(StrEnum):
     """Why a request that was to be recorded has no bundle: the queue was full, writing failed, or the tenant was over
     its limit."""
 
-    LOST = "lost"
-    UNWRITTEN = "unwritten"
-    OVER = "over"
+    QUEUE_FULL = "lost"
+    WRITE_FAILED = "unwritten"
+    RATE_LIMITED = "over"
 
 
 class Recorder:
@@ -152,7 +152,7 @@ class Recorder:
         if reason is None:
             return
         if story.chosen is None and not self._within_rate(story.tenant):
-            self.counts[NotRecorded.OVER] += 1
+            self.counts[NotRecorded.RATE_LIMITED] += 1
             return
         for worker in story.workers():
             if (stall := self._last_stall(worker.component_id, story.ended_s)) is not None:
@@ -160,7 +160,7 @@ class Recorder:
         try:
             self._jobs.put_nowait((story, reason))
         except queue.Full:
-            self.counts[NotRecorded.LOST] += 1
+            self.counts[NotRecorded.QUEUE_FULL] += 1
 
     def _why(self, story: Story) -> Reason | None:
         """Return "failed", "slow" or None."""
@@ -189,12 +189,12 @@ class Recorder:
             bundle = bundle_of(story, reason, self._flags, self._slow_ms, self._key)
             self._records.store(story.id, encode(bundle, self._key))
         except Exception as error:
-            if not self.counts[NotRecorded.UNWRITTEN]:
+            if not self.counts[NotRecorded.WRITE_FAILED]:
                 # Logged once: a full disk or an absent Redis would fill the log.
                 why = error.strerror if isinstance(error, OSError) else str(error)
                 defect = None if isinstance(error, OSError | PillionError) else error
                 log.warning("request %s and maybe others are not recorded: %s", label, why, exc_info=defect)
-            self.counts[NotRecorded.UNWRITTEN] += 1
+            self.counts[NotRecorded.WRITE_FAILED] += 1
         else:
             self.counts[reason] += 1
             log.info("request %s is recorded as %s: %s", label, story.id, reason)

@@ -248,9 +248,9 @@ class RemotePrefill:
 
 log = logging.getLogger("pillion.gateway")
 
-# Delay before a lost worker counts as killed by a request in its step: workers end with their KV node, whose loss may
-# be detected a moment later.
-VERDICT_MS = 300
+# Delay before a request is blamed for a worker that died in its step: a worker also exits when its KV node dies, and
+# that loss may be detected a moment later.
+BLAME_DELAY_MS = 300
 MAX_ADMISSION_WAIT_S = 120.0
 # Length above which prompts are hashed on a thread, since they would stall the event loop for more than 2 ms.
 LONG_CHAIN_TOKENS = 2**15
@@ -550,7 +550,7 @@ class ComponentCalls:
             retryable, broke = isinstance(error, (*_RETRYABLE, Overloaded)), isinstance(error, PrefillBroken)
             killed = ""
             if broke and in_step:
-                await asyncio.sleep(VERDICT_MS / 1000)
+                await asyncio.sleep(BLAME_DELAY_MS / 1000)
                 killed = worker.component_id if self._cluster.node_lives(worker.node_id) else ""
             patience_s = self._wait_limit_s(error, action.hold, broke and in_step)
             self._post(ev.PrefillLost(action.attempt, error, retryable, patience_s, killed))
@@ -586,7 +586,7 @@ class ComponentCalls:
                 self._cluster.view.note_refusal(self._stream[0])
         if self._suspected(delta):
             later = partial(self._lose_stream, attempt, delta, error)
-            asyncio.get_running_loop().call_later(VERDICT_MS / 1000, later)
+            asyncio.get_running_loop().call_later(BLAME_DELAY_MS / 1000, later)
         else:
             self._lose_stream(attempt, delta, error)
 

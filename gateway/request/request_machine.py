@@ -101,7 +101,7 @@ class RequestState(Enum):
     DONE = "done"
 
 
-_LIVING = frozenset(RequestState) - {RequestState.DONE}
+_UNFINISHED = frozenset(RequestState) - {RequestState.DONE}
 
 
 @dataclass(eq=False)
@@ -123,9 +123,10 @@ class RequestMachine:
     hold: TicketHold | None = None
     # Number of attempts since the last progress (tokens or scores), except those that failed because a component was
     # lost that is expected to return. It is limited; a stream that makes progress may move any number of times.
-    _fruitless: int = 1
-    _losses: int = 0
-    _lost_tickets: int = 0
+    _attempts_without_progress: int = 1
+    # For the back-off.
+    _losses_since_progress: int = 0
+    _consecutive_ticket_losses: int = 0
     _avoid: frozenset[str] = frozenset()
     _killed: tuple[str, ...] = ()
     # Wait for lost components: start of the current wait, and earlier waits since the last progress. The total is
@@ -134,8 +135,8 @@ class RequestMachine:
     _waited_s: float = 0.0
     _prefill_open: bool = False
     _stream_open: bool = False
-    # Deferred loss of the stream: in FOLLOWING until the leader has started, in PREFILLING until the range has ended.
-    _lost: ev.DecodeLost | None = None
+    # Loss of the stream, handled later: in FOLLOWING when the leader has started, in PREFILLING when the range ends.
+    _deferred_loss: ev.DecodeLost | None = None
     held: HeldKv = field(init=False)
     _timeline: _Timeline = field(init=False)
 
@@ -200,10 +201,10 @@ class RequestMachine:
             if not self._max_tokens:
                 return self._end(ev.Finish(FinishReason.LENGTH), now)
             self.state = RequestState.DECODING
-            self.held.follow(self.plan, now)
-            return [] if self._lost is None else self._decoding(self._lost, now)
+            self.held.begin_following(self.plan, now)
+            return [] if self._deferred_loss is None else self._decoding(self._deferred_loss, now)
         cancel: list[Action] = [] if self.plan is None else [ev.CancelDecode(self.attempt)]
-        self.attempt, self._lost = event.attempt, None
+        self.attempt, self._deferred_loss = event.attempt, None
         self.plan = event.plan if isinstance(event, ev.LeaderSubmitted) else None
         return cancel
 
@@ -212,10 +213,10 @@ class RequestMachine:
             return []
         if isinstance(event, ev.DecodeLost):
             # Wait for the next event, which shows whether the leader's stream is lost too and will be retried.
-            self._lost = event
+            self._deferred_loss = event
             return []
         self.state = RequestState.DECODING
-        self.held.follow(self.plan, now)
+        self.held.begin_following(self.plan, now)
         return self._decoding(event, now)
 
     def _unplanned(self, event: ev.PlanFailed, now: float) -> list[Action]:
@@ -240,6 +241,8 @@ class RequestMachine:
         self._wait_began_s = now
 
     def _lost_in_opening(self, event: ev.DecodeLost, now: float) -> list[Action]:
+        """Handle the loss of a stream in OPENING. NotFound: fewer blocks are pinned than planned, so the gateway opens
+        the ticket, in the same attempt."""
         if not isinstance(event.error, NotFound):
             return self._stream_lost(event, now, stream_over=True)
         self.state, self._stream_open = RequestState.PINNING, False
@@ -261,7 +264,7 @@ class RequestMachine:
         return self.handle(event, now)
 
     def _memory_granted(self, now: float) -> None:
-        self._lost_tickets = 0
+        self._consecutive_ticket_losses = 0
         self.held.begin(now)
         if self._timeline.admitted is None:
             self._timeline.admitted = now
@@ -274,8 +277,10 @@ class RequestMachine:
             return self._retry_or_fail(event, now)
         self.state, self._wait_began_s = RequestState.PLANNING, now
         # Back off, since all requests that lost their tickets with the node retry.
-        self._lost_tickets += 1
-        return [self._look_up(min(MAX_RETRY_DELAY_MS, COMPONENT_POLL_MS * 2 ** min(self._lost_tickets - 1, 8)))]
+        self._consecutive_ticket_losses += 1
+        return [
+            self._look_up(min(MAX_RETRY_DELAY_MS, COMPONENT_POLL_MS * 2 ** min(self._consecutive_ticket_losses - 1, 8)))
+        ]
 
     def _waits_for(self, loss: ev.AttemptLoss) -> bool:
         """Return whether the failed component is expected to return within the remaining wait."""
@@ -318,7 +323,7 @@ class RequestMachine:
     def _prefilling(self, event: ev.ChunkAcked | ev.PrefillEnded | ev.PrefillLost, now: float) -> list[Action]:
         if not self._prefill_open:
             return []
-        plan, limit = self._plan(), self._prompt_limit()
+        plan, limit = self._plan(), self._prefilled_limit()
         self._prefill_open = isinstance(event, ev.ChunkAcked)
         if self.state is not RequestState.PREFILLING:
             # The stream has started, so all chunks are committed, even if the call failed.
@@ -331,8 +336,8 @@ class RequestMachine:
             event = ev.PrefillLost(event.attempt, Unavailable("the prefill range ended early"), True)
         if isinstance(event, ev.PrefillEnded):
             self._timeline.reach(min(event.end_tokens, limit))
-            if self._lost is not None:
-                return self._retry_or_fail(self._lost, now)
+            if self._deferred_loss is not None:
+                return self._retry_or_fail(self._deferred_loss, now)
             self.state = RequestState.DECODING
             if self._stream_open:
                 return []
@@ -346,7 +351,7 @@ class RequestMachine:
         """Handle a stream's first message if it comes before the prefill range's last acknowledgement."""
         if not self._stream_open:
             return []
-        self._timeline.complete(self._plan(), self._prompt_limit(), now)
+        self._timeline.complete(self._plan(), self._prefilled_limit(), now)
         self.state = RequestState.DECODING
         return self.handle(event, now)
 
@@ -358,7 +363,7 @@ class RequestMachine:
         if not event.retryable:
             return self._decoding(event, now)
         self._avoid |= {self._plan().decode.component_id}
-        self._stream_open, self._lost = False, event
+        self._stream_open, self._deferred_loss = False, event
         return []
 
     def _decoding(self, event: ev.TokensSampled | ev.DecodeFinished | ev.DecodeLost, now: float) -> list[Action]:
@@ -390,7 +395,7 @@ class RequestMachine:
 
     def _record_progress(self) -> None:
         """Record progress, which resets all limits on losses."""
-        self._fruitless = self._losses = 0
+        self._attempts_without_progress = self._losses_since_progress = 0
         self._waited_s, self._killed = 0.0, ()
 
     def _stream_lost(self, loss: ev.DecodeLost, now: float, stream_over: bool) -> list[Action]:
@@ -422,9 +427,9 @@ class RequestMachine:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.emitted) >= self._max_tokens else None
 
-    def _prompt_limit(self) -> int:
-        """Return the end of the prefill range within the prompt, in tokens: without a replay's answer tokens, and
-        without the block of the prompt's last token."""
+    def _prefilled_limit(self) -> int:
+        """Return the end of the range that counts as prefilled in the timings: within the prompt, without a replay's
+        answer tokens, and without the block of the prompt's last token."""
         plan = self._plan()
         return min(plan.split_tokens, (len(self.prompt) - 1) // plan.block_size * plan.block_size)
 
@@ -446,21 +451,22 @@ class RequestMachine:
             text = f"two workers were lost in a step with this request ({names}), so it is not retried"
             return self._end(ev.Fail(LethalRequest(text)), now, stream_over)
         waits = self._waits_for(loss)
-        if not waits and (loss.patience_s or self._fruitless >= self._admitted.options.max_attempts):
+        # With patience, the wait is limited; without, the number of attempts.
+        if not waits and (loss.patience_s or self._attempts_without_progress >= self._admitted.options.max_attempts):
             return self._end(ev.Fail(self._attempts_exhausted(loss)), now, stream_over)
         stops = self._stop_attempt(stream_over, finished=False)
         self._end_held_kv(False, now)
-        delay_ms = min(MAX_RETRY_DELAY_MS, FIRST_RETRY_DELAY_MS * 4 ** min(self._losses, 8))
+        delay_ms = min(MAX_RETRY_DELAY_MS, FIRST_RETRY_DELAY_MS * 4 ** min(self._losses_since_progress, 8))
         self.attempt += 1
-        self._losses += 1
-        self._fruitless += not waits
+        self._losses_since_progress += 1
+        self._attempts_without_progress += not waits
         self._timeline.retry()
-        self._lost = None
+        self._deferred_loss = None
         self.state, self._wait_began_s = RequestState.PLANNING, now
         return [*stops, self._look_up(delay_ms)]
 
     def _attempts_exhausted(self, loss: ev.AttemptLoss) -> PillionError:
-        error, how = loss.error, f"after {self._fruitless} attempts; the last one"
+        error, how = loss.error, f"after {self._attempts_without_progress} attempts; the last one"
         if loss.patience_s:
             how = f"after {self._waited_s:.0f} s without the components that it needs; the last loss"
         text = f"given up {how}: {error.message}"
@@ -505,8 +511,8 @@ class RequestMachine:
     _HANDLERS: ClassVar[dict[tuple[RequestState, type[Event]], Callable[..., list[Action]]]] = {
         (state, kind): handler
         for states, handler, kinds in (
-            (_LIVING, _stopped, (ev.RequestCancelled, ev.DeadlinePassed, ev.StopStringFound)),
-            (_LIVING - {RequestState.FOLLOWING}, _silent, (ev.AttemptSilent,)),
+            (_UNFINISHED, _stopped, (ev.RequestCancelled, ev.DeadlinePassed, ev.StopStringFound)),
+            (_UNFINISHED - {RequestState.FOLLOWING}, _silent, (ev.AttemptSilent,)),
             ({RequestState.FOLLOWING}, _follow, (ev.LeaderSubmitted, ev.LeaderRetried, ev.LeaderStarted)),
             ({RequestState.FOLLOWING}, _following, (ev.TokensSampled, ev.DecodeFinished, ev.DecodeLost)),
             ({RequestState.PLANNING}, _planned, (ev.PlanMade,)),
@@ -650,7 +656,7 @@ class HeldKv:
         """Record the final plan of an attempt."""
         self._plan, self._shared_tokens = plan, 0
 
-    def follow(self, plan: RequestPlan | None, now_s: float) -> None:
+    def begin_following(self, plan: RequestPlan | None, now_s: float) -> None:
         """Record that a follower's stream starts. The leader accounts for the prompt."""
         self._plan, self._since_s = plan, now_s
         self._shared_tokens = 0 if plan is None else plan.prompt_tokens

@@ -27,7 +27,7 @@ _MAX_NESTED = 32
 _NUMBER = re.compile("[0-9]+")
 # Keys whose values templates compare with constants.
 _ENUM_KEYS = frozenset(("role", "type"))
-# Keys that templates look up: they are never broken.
+# Keys that templates look up; no breaker is inserted into them.
 _TEMPLATE_KEYS = _ENUM_KEYS | {
     "content",
     "name",

@@ -122,7 +122,7 @@ class UiApi:
     async def cluster(self, call: HttpCall) -> None:
         """Return the live picture for operators: components, step budgets, pools, queues and hits; with rates if it was
         read within the last seconds."""
-        # Check every viewer, even if the picture is reused.
+        # Authorize every viewer, even if the cached snapshot is served.
         self._gateway.operators_only(call.tenant)
         picture = self._picture.at(
             time.monotonic(),

@@ -38,7 +38,7 @@ _NF4 = (
     0.7229568362236023,
     1.0,
 )
-# Values of each coding's codes, float32 [16] or [256]. int4 starts at -8, int8 is two's complement, fp4_e2m1 is OCP's
+# Values by code, per coding, float32 [16] or [256]. int4 starts at -8, int8 is two's complement, fp4_e2m1 is OCP's
 # 4-bit float (of NVFP4 and MXFP4), fp8_e4m3 OCP's 8-bit float without infinities.
 CODINGS: dict[str, torch.Tensor] = {
     "uint4": torch.arange(16).float(),

@@ -26,9 +26,9 @@ from pillion.host.adapter_folders import (
     ADAPTERS,
     STORE_BYTES,
     TRANSFER_TIMEOUT_S,
-    adapter_draft,
     cache_root,
     is_adapter_digest,
+    temporary_folder,
 )
 from pillion.kvstore.adapters.adapter_pieces import next_piece, open_files, pieces_of, receive_files
 from pillion.kvstore.client.node_client import NodeClient
@@ -115,7 +115,7 @@ class NodeAdapters:
         a partial adapter."""
         target = self.root / ADAPTERS / digest
         target.parent.mkdir(parents=True, exist_ok=True)
-        with adapter_draft(target.parent, size_bytes, self._store_bytes) as draft:
+        with temporary_folder(target.parent, size_bytes, self._store_bytes) as draft:
             yield draft
             try:
                 draft.rename(target)

@@ -142,8 +142,9 @@ class SurvivingPool:
         return pool
 
     async def wait_unused(self, drained: Collection[int]) -> bool:
-        """Own the pool and return True once no process uses it except those at ``drained`` places, a collection that
-        may grow meanwhile. Return False after PATIENCE_S, or if the system cannot show which processes use it."""
+        """Lock the place OWNER and wait until no process uses the pool; then return True. ``drained``: places of
+        workers that have ended their last step, which are ignored; it may grow during the call. Return False after
+        PATIENCE_S, or if the pool's users cannot be determined."""
         until_s = time.monotonic() + PATIENCE_S
         while True:
             try:

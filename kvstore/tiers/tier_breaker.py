@@ -42,6 +42,6 @@ class TierBreaker:
         self.paused = False
 
     def in_time(self) -> None:
-        """Reset the pause after a timely read."""
+        """Record a read in time: the next pause lasts FIRST_PAUSE_S again, unless the medium is paused."""
         if not self.paused:
             self._pause_s = FIRST_PAUSE_S

@@ -482,7 +482,7 @@ def fp8_product_specs() -> list[BuildSpec]:
             architectures=(_ARCH,),
         )
         for name in ("outputs", "blocks")
-        for tile in fp8_product.ROW_TILES
+        for tile in dense_gemm.ROW_TILES
     ]
     return rows + products
 
@@ -527,7 +527,7 @@ def quantized_product_specs() -> list[BuildSpec]:
     ]
     specs = [
         _quantized_product_spec(name, kind, dtype, rows, arch)
-        for (name, kind, dtype), rows, arch in product(cases, quantized_product.ROW_TILES, ARCHITECTURES)
+        for (name, kind, dtype), rows, arch in product(cases, dense_gemm.ROW_TILES, ARCHITECTURES)
     ]
     use = tuned("quantized_sum", 90)
     constants = {"SPLITS": 4, "HAS_BIAS": False, "BLOCK": use["block"], "DEPENDENT": True}
@@ -550,7 +550,7 @@ def _quantized_product_spec(name: str, kind: PackedKind, dtype: str, rows: int, 
         kernel=quantized_product._product,
         signature=f"{pointers}, i32, {inputs}, i32:16, i32:16, i32",
         constants={"HAS_BIAS": False, **constants},
-        max_spill_bytes=LARGE_TILE_SPILL_BYTES if constants["BLOCK_T"] == quantized_product.ROW_TILES[-1] else 0,
+        max_spill_bytes=LARGE_TILE_SPILL_BYTES if constants["BLOCK_T"] == dense_gemm.ROW_TILES[-1] else 0,
         architectures=(arch,),
     )
 
@@ -657,7 +657,7 @@ def grouped_product_specs() -> list[BuildSpec]:
     ]
     specs = [
         _grouped_product_spec(*case, rows, arch)
-        for case, rows, arch in product(cases, quantized_product.ROW_TILES, ARCHITECTURES)
+        for case, rows, arch in product(cases, dense_gemm.ROW_TILES, ARCHITECTURES)
         if rows <= grouped_product.most_rows(case[2], _TYPES[case[3]], arch)
     ]
     # Ranks of steps with adapters.
@@ -665,7 +665,7 @@ def grouped_product_specs() -> list[BuildSpec]:
     ranks = {"qwen3_up": (16, 64), **dict.fromkeys(some[1:], (16,))}
     return specs + [
         _grouped_product_spec(*case, rows, arch, rank)
-        for case, rows, arch in product(cases, quantized_product.ROW_TILES, ARCHITECTURES)
+        for case, rows, arch in product(cases, dense_gemm.ROW_TILES, ARCHITECTURES)
         if rows <= grouped_product.most_rows(case[2], _TYPES[case[3]], arch)
         for rank in ranks.get(case[0], ())
     ]
@@ -684,7 +684,7 @@ def expert_adapter_specs() -> list[BuildSpec]:
         )
         for name, layer in (("up", _adapted(1536, 2048, True, 16)), ("down", _adapted(2048, 768, False, 16)))
         for dtype, size in (("bf16", 2), ("fp32", 4))
-        for rows, arch in product(quantized_product.ROW_TILES, ARCHITECTURES)
+        for rows, arch in product(dense_gemm.ROW_TILES, ARCHITECTURES)
     ]
 
 
@@ -719,7 +719,7 @@ def _grouped_product_spec(
         kernel=grouped_product._grouped,
         signature=f"{pointers}, i32, {sizes}, i32, i32:16, i32:16, fp32, fp32, i32, i32:16, i32:16",
         constants={"GATHERED": True, "SCATTERED": True, "HAS_BIAS": "oss" in name, **constants},
-        max_spill_bytes=GROUP_SUM_SPILL_BYTES if summed and rows == quantized_product.ROW_TILES[-1] else 0,
+        max_spill_bytes=GROUP_SUM_SPILL_BYTES if summed and rows == dense_gemm.ROW_TILES[-1] else 0,
         architectures=(arch,),
     )
 

@@ -3,10 +3,9 @@
 $PILLION_CACHE or ~/.cache/pillion
 `-- adapters/
     |-- <digest>/         the ADAPTER_FILES, complete and immutable
-    `-- <random>.tmp/     a draft, locked by the process that writes it, then renamed
+    `-- <random>.tmp/     a temporary folder, locked by the process that writes it, then renamed
 
-A process that begins a draft makes room first: it removes drafts of dead processes, then the least recently used
-copies.
+A process that begins one frees space first: it removes those of dead processes, then the least recently used copies.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ TRANSFER_TIMEOUT_S = 120.0
 MIN_FREE_BYTES = 2**30
 # Time after its last use during which a copy is not evicted.
 KEEP_S = 3600.0
-# Min age at which an unlocked draft is assumed to be abandoned.
-MIN_DRAFT_AGE_S = 60.0
+# Min age at which an unlocked temporary folder (*.tmp) counts as abandoned.
+MIN_TMP_AGE_S = 60.0
 
 
 def cache_root() -> Path:
@@ -51,30 +50,30 @@ def is_adapter_digest(text: str) -> bool:
 
 
 @contextlib.contextmanager
-def adapter_draft(adapters: Path, size_bytes: int, max_bytes: int = STORE_BYTES) -> Iterator[Path]:
+def temporary_folder(adapters: Path, size_bytes: int, max_bytes: int = STORE_BYTES) -> Iterator[Path]:
     """Yield a new folder in ``adapters`` for an adapter's files, and remove it at the end unless it was renamed. Raises
     OSError if there is no room for ``size_bytes``."""
     make_room(adapters, size_bytes, max_bytes)
-    draft = adapters / f"{secrets.token_hex(8)}.tmp"
-    draft.mkdir()
+    folder = adapters / f"{secrets.token_hex(8)}.tmp"
+    folder.mkdir()
     try:
-        with _locked(draft) as locked:
-            assert locked, "the name of a draft is random"
-            yield draft
+        with _locked(folder) as locked:
+            assert locked, "the name of a temporary folder is random"
+            yield folder
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def make_room(adapters: Path, size_bytes: int, max_bytes: int = STORE_BYTES) -> None:
-    """Remove old drafts and copies of adapters until ``size_bytes`` more fit below ``max_bytes`` and on the disk.
-    Raises OSError if that is not enough."""
+    """Remove abandoned temporary folders and copies of adapters until ``size_bytes`` more fit below ``max_bytes`` and
+    on the disk. Raises OSError if that is not enough."""
     now, copies = time.time(), []
     for folder in adapters.iterdir():
         try:
             used = folder.stat().st_mtime
             if folder.suffix != ".tmp":
                 copies.append((used, sum(file.stat().st_size for file in folder.iterdir()), folder))
-            elif now - used > MIN_DRAFT_AGE_S:
+            elif now - used > MIN_TMP_AGE_S:
                 with _locked(folder) as locked:
                     if locked:
                         shutil.rmtree(folder, ignore_errors=True)
@@ -97,9 +96,9 @@ def make_room(adapters: Path, size_bytes: int, max_bytes: int = STORE_BYTES) -> 
 
 
 @contextlib.contextmanager
-def _locked(draft: Path) -> Iterator[bool]:
-    """Lock a draft; yield False if another process has it locked. The lock ends with this process."""
-    descriptor = os.open(draft, os.O_RDONLY)
+def _locked(folder: Path) -> Iterator[bool]:
+    """Lock a temporary folder; yield False if another process has it locked. The lock ends with this process."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         yield try_lock(descriptor)
     finally:

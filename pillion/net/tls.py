@@ -86,7 +86,7 @@ class Identity:
 
 
 def identity_of(cert: str, key: str, ca: str) -> Identity | None:
-    """Return the identity named by three flags, None if all are empty. Raises ConfigError."""
+    """Return the TLS identity of a certificate, key and CA file; None if all paths are empty. Raises ConfigError."""
     return Identity(TlsFiles(cert, key, ca)) if cert or key or ca else None
 
 

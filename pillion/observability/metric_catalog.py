@@ -13,7 +13,7 @@ from pillion.observability.metrics import Metric
 MODEL = "gen_ai.request.model"
 OPERATION = "gen_ai.operation.name"
 
-# Bounds of histograms in seconds, and in tokens. Those of TTFT, TPOT and DURATION are the conventions'.
+# Histogram buckets, in seconds or tokens. TTFT, TPOT and DURATION use those of OpenTelemetry's GenAI conventions.
 TTFT_BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0)
 DURATION_BOUNDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 ITL_BOUNDS = (0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0)

@@ -146,7 +146,8 @@ def producer_of(options: Mapping[str, Any]) -> str:
 
 
 def check_producer(wanted: str, model: str, folder: Path) -> None:
-    """Raise ConfigError if the prepared checkpoint in ``folder`` is not of the producer ``wanted``; "" allows any."""
+    """Raise ConfigError if the checkpoint in ``folder`` is not quantized by the method ``wanted``, e.g. "awq"; ""
+    accepts any."""
     if not wanted:
         return
     from pillion.engine.models.config_parser import read_config

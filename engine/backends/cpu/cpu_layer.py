@@ -124,7 +124,7 @@ class LayerEmitter:
             yield self._gather(None, None)
             self._rows = self._builder.hidden
         for operation, following in zip_longest(layer, layer[1:]):
-            # These are fused into the kernels of attention.
+            # Fused into the kernel that rotates and writes (_rotate_and_write).
             if not isinstance(operation, (NormHeads, NormProjections, NormValues, Rotate, GrowQueries)):
                 yield from _EMIT[type(operation)](self, operation, following) or ()
 
@@ -199,8 +199,8 @@ class LayerEmitter:
     def apply_gate(self, _: Gate, __: LayerOperation | None) -> Iterator[Operation]:
         builder, heads = self._builder, self._builder.config.heads_of(self._index)
         width, gates = builder.config.num_heads * heads.head_dim, self._gate_bytes // 4
-        values = {"x": self._rows, "gates": self._gates, "width": width}
-        yield Operation(GateRows(builder.bf16, builder.rows_of, width // gates), values, builder.when)
+        arguments = {"x": self._rows, "gates": self._gates, "width": width}
+        yield Operation(GateRows(builder.bf16, builder.rows_of, width // gates), arguments, builder.when)
 
     def _after_mixer(self) -> None:
         """Count a mixer as done. After the model's last one, kernels are only needed in steps with sampled rows."""
@@ -233,7 +233,7 @@ class LayerEmitter:
             "slot_bytes": builder.layout.block_bytes,
             "layer_offset": builder.layout.place(self._index).offset,
         }
-        values = {
+        arguments = {
             "absorbed": q_absorbed,
             "projected": projected,
             "latents": rows,
@@ -249,7 +249,7 @@ class LayerEmitter:
             yield from builder.gemm(prefix + operation.index_key.name, self._rows, index_key, "store")
             eps = operation.index_norm.eps
             yield builder.norm(name, index_key, index_key, shape.index, eps, centered=True)
-        values["index_key"] = index_key
+        arguments["index_key"] = index_key
         spec = WriteLatents(
             *(latents.kv_lora_rank, latents.qk_rope_head_dim, latents.qk_nope_head_dim),
             *(heads, shape.block_size, builder.bf16),
@@ -259,7 +259,7 @@ class LayerEmitter:
             index=shape.index,
             indexed=index_key is not None,
         )
-        yield Operation(spec, values)
+        yield Operation(spec, arguments)
         selected = None
         if operation.index is not None:
             selected = builder.buffer("selected", len(builder.ropes[0][0]) // (2 * LANES) + 1, "int32")
@@ -290,7 +290,7 @@ class LayerEmitter:
         yield builder.norm(self._norm_name, rows)
         yield from builder.gemm(prefix + operation.index_weights.name, rows, weights, "store")
         cos, sin = (None, None) if operation.rope is None else builder.ropes[operation.rope]
-        values = {
+        arguments = {
             "queries": queries,
             "weights": weights,
             "selected": selected,
@@ -303,7 +303,7 @@ class LayerEmitter:
         spec = SelectTokens(
             shape, index.heads, index.dim, index.top, latents.qk_rope_head_dim, operation.rope is not None
         )
-        yield Operation(spec, values, "num_samples" if self._last else builder.when)
+        yield Operation(spec, arguments, "num_samples" if self._last else builder.when)
 
     def mlp(self, operation: Mlp, following: LayerOperation | None) -> Iterator[Operation]:
         builder, down = self._builder, operation.down.name
@@ -335,9 +335,9 @@ class LayerEmitter:
         assert inputs is not None
         gate, all_inputs = builder.buffer("input_gate", inputs.width, builder.row_dtype), builder.token_inputs
         yield from builder.gemm(self._prefix + operation.gate.name, self._rows, gate, EPILOGUE[operation.activation])
-        values = {"gate": gate, "inputs": all_inputs, "width": inputs.width}
-        values["layer_bytes"] = self._index * inputs.width * 4
-        yield Operation(WeighByTokenInputs(builder.bf16, builder.rows_of), values, builder.when)
+        arguments = {"gate": gate, "inputs": all_inputs, "width": inputs.width}
+        arguments["layer_bytes"] = self._index * inputs.width * 4
+        yield Operation(WeighByTokenInputs(builder.bf16, builder.rows_of), arguments, builder.when)
         yield from builder.gemm(self._prefix + operation.projection.name, gate, builder.layer_output, "store")
         assert isinstance(following, AddToResidual)
         assert following.norm is not None
@@ -345,12 +345,12 @@ class LayerEmitter:
 
     def scale_residual(self, operation: ScaleResidual, _: LayerOperation | None) -> Iterator[Operation]:
         builder = self._builder
-        values = {
+        arguments = {
             "hidden": builder.hidden,
             "width": builder.config.hidden_size,
             "factor": float(builder.weights.tensors[self._prefix + operation.factor.name][0]),
         }
-        yield Operation(ScaleRows(builder.rows_of), values, builder.when)
+        yield Operation(ScaleRows(builder.rows_of), arguments, builder.when)
 
     def add_to_layer_sum(self, _: AddToLayerSum, following: LayerOperation | None) -> Iterator[Operation]:
         """Yield the kernel that adds the layer's sum to the residual stream, if that follows. The previous operation
@@ -360,10 +360,10 @@ class LayerEmitter:
             assert following.norm is not None
             yield builder.norm_add(self._prefix + following.norm.name, following.scale, x=builder.layer_sum)
 
-    def keep(self, _: SaveRows, __: LayerOperation | None) -> None:
+    def save_rows(self, _: SaveRows, __: LayerOperation | None) -> None:
         self._saved.append(self._rows)
 
-    def again(self, _: RestoreRows, __: LayerOperation | None) -> None:
+    def restore_rows(self, _: RestoreRows, __: LayerOperation | None) -> None:
         self._rows = self._saved.pop()
 
     def experts(self, operation: Experts, following: LayerOperation | None) -> Iterator[Operation]:
@@ -380,6 +380,7 @@ class LayerEmitter:
         outputs = builder.buffer("grouped_outputs", hidden, "float32", chosen)
 
         router_norm = operation.router_norm
+        # The router reads float32 rows, so the norm is computed again, without rounding.
         yield builder.norm(self._norm_name if router_norm is None else prefix + router_norm.name, unrounded)
         yield from builder.gemm(prefix + operation.router.name, unrounded, routing, "store")
         bias, scales = operation.choice_bias, operation.expert_scales
@@ -396,9 +397,11 @@ class LayerEmitter:
             chosen,
             operation.normalize,
             builder.rows_of,
-            operation.sigmoid,
-            bias is not None,
-            *(operation.groups, operation.kept_groups, operation.group_best),
+            sigmoid=operation.sigmoid,
+            biased=bias is not None,
+            groups=operation.groups,
+            kept_groups=operation.kept_groups,
+            group_best=operation.group_best,
         )
         yield Operation(spec, route, builder.when)
         if scales is not None:
@@ -429,7 +432,7 @@ class LayerEmitter:
         yield Operation(Combine(chosen, adds, builder.rows_of, not scaled), combine, builder.when)
         yield from after
 
-    def add(self, _: AddToResidual, __: LayerOperation | None) -> None:
+    def add_to_residual(self, _: AddToResidual, __: LayerOperation | None) -> None:
         """Emit nothing, since the product before is fused with the sum."""
         self._rows = self._builder.hidden
 
@@ -450,14 +453,14 @@ class LayerEmitter:
         yield from builder.gemm(self._prefix + name, x, ungated, "store")
         yield from builder.gemm(self._prefix + gate.name, rows, gates, "store")
         out, adds, after = self._to_residual(operation)
-        values = {
+        arguments = {
             "gates": gates,
             "found": ungated,
             "out": out,
             "width": hidden,
             "factor": operation.scale if adds else 1.0,
         }
-        yield Operation(WeighRows(adds, builder.rows_of), values, builder.when)
+        yield Operation(WeighRows(adds, builder.rows_of), arguments, builder.when)
         yield from after
 
     def _to_residual(self, operation: AddToResidual | AddToLayerSum) -> tuple[Buffer, bool, list[Operation]]:
@@ -490,12 +493,12 @@ class LayerEmitter:
         """Yield the kernel that norms and rotates queries, from the buffer qkv, and writes KV into the pool."""
         builder, qkv, norm, rotation = self._builder, self._rows, self._find(NormHeads), self._find(Rotate)
         config, layout, heads = builder.config, builder.layout, builder.config.heads_of(self._index)
-        kind = "projection" if self._find(NormProjections) else ""
+        norm_kind = "projection" if self._find(NormProjections) else ""
         if norm is not None:
-            kind = "layer_by_head" if norm.weight.by_head else "head"
+            norm_kind = "layer_by_head" if norm.weight.by_head else "head"
         norm_last = norm is not None and rotation in self._layer[: self._layer.index(norm)]
         grows, squares = self._find(GrowQueries) is not None, None
-        if kind == "projection" and builder.collective is not None:
+        if norm_kind == "projection" and builder.collective is not None:
             squares = builder.buffer("squares", 2, "float32")
             yield from builder.collective.squares(qkv, squares, builder.rows_of, builder.when)
         spec = RotateWrite(
@@ -504,18 +507,18 @@ class LayerEmitter:
             heads.kv_heads,
             layout.block_size,
             builder.bf16,
-            rotation is not None,
-            kind,
-            shape.codes,
-            squares is not None,
-            norm_last,
-            grows,
-            self._find(NormValues) is not None,
-            config.kv_source(self._index) != self._index,
+            rope=rotation is not None,
+            qk_norm=norm_kind,
+            codes=shape.codes,
+            summed=squares is not None,
+            norm_last=norm_last,
+            grows=grows,
+            norm_values=self._find(NormValues) is not None,
+            queries_only=config.kv_source(self._index) != self._index,
         )
         cos, sin = (None, None) if rotation is None else builder.ropes[rotation.rope]
-        norms = (builder.weights.tensors[self._prefix + name] if kind else None for name in ("q_norm", "k_norm"))
-        values = {
+        norms = (builder.weights.tensors[self._prefix + name] if norm_kind else None for name in ("q_norm", "k_norm"))
+        arguments = {
             "qkv": Columns(qkv, self._gate_bytes),
             "queries": queries,
             "cos": cos,
@@ -528,7 +531,7 @@ class LayerEmitter:
             "key_width": layout.num_kv_heads * shape.head_dim,
             "eps": config.rms_norm_eps,
         }
-        yield Operation(spec, values, builder.when)
+        yield Operation(spec, arguments, builder.when)
 
     def _attention(
         self, operation: Attend, shape: AttentionShape, queries: Buffer, locations: dict[str, Any]
@@ -536,7 +539,7 @@ class LayerEmitter:
         """Yield the kernels of attention itself, from queries to the buffer attended."""
         builder, config, window = self._builder, self._builder.config, operation.window
         out, kv_heads = self._attended(builder), config.heads_of(self._index).kv_heads
-        # Partial sums are [kv_heads, MAX_PARTIAL_ROWS], whatever the step's size.
+        # [kv_heads, MAX_PARTIAL_ROWS], independent of the step's size.
         name = f"partials{builder.kind_of(self._index)}"
         partials = Buffer(name, shape.sum_bytes // 4, "float32", "steps", kv_heads * MAX_PARTIAL_ROWS)
         shared = {
@@ -547,7 +550,7 @@ class LayerEmitter:
             "window": window,
             "sinks": None if operation.sinks is None else builder.weights.tensors[self._prefix + operation.sinks.name],
         }
-        values = {
+        arguments = {
             **shared,
             "queries": queries,
             "selected": None,
@@ -559,8 +562,8 @@ class LayerEmitter:
         when = "num_samples" if self._last else builder.when
         plan = config.kv_head_counts.index(kv_heads)
         kind = window > 0, operation.sinks is not None, window > 0 and operation.chunked, plan
-        sparse = values["selected"] is not None
-        yield Operation(Attention(shape, config.attention_softcap > 0, *kind, sparse), values, when)
+        sparse = arguments["selected"] is not None
+        yield Operation(Attention(shape, config.attention_softcap > 0, *kind, sparse), arguments, when)
         yield Operation(AttentionMerge(shape, *kind), shared, step_field("num_merges", plan))
 
     def _continue_with(self, rows: BufferOf) -> Iterator[Operation]:
@@ -576,13 +579,13 @@ class LayerEmitter:
         """Return the kernel that gathers the sampled rows of hidden, and of ``rows`` into ``sampled_rows``; later
         kernels are built for sampled rows."""
         builder, self._builder = self._builder, self._sampled
-        values = {
+        arguments = {
             "hidden": builder.hidden,
             "attended": rows,
             "sampled_hidden": self._sampled.hidden,
             "sampled_attended": sampled_rows,
         }
-        return Operation(GatherRows(alone=rows is None), values, "num_samples")
+        return Operation(GatherRows(alone=rows is None), arguments, "num_samples")
 
     def _attended(self, builder: OperationBuilder) -> Buffer:
         """Return the buffer for the output of the layer's attention."""
@@ -603,13 +606,13 @@ _EMIT: dict[type, Callable[[LayerEmitter, Any, LayerOperation | None], Iterator[
     KeepGate: LayerEmitter.keep_gate,
     Gate: LayerEmitter.apply_gate,
     Mlp: LayerEmitter.mlp,
-    SaveRows: LayerEmitter.keep,
-    RestoreRows: LayerEmitter.again,
+    SaveRows: LayerEmitter.save_rows,
+    RestoreRows: LayerEmitter.restore_rows,
     Experts: LayerEmitter.experts,
     AddToLayerSum: LayerEmitter.add_to_layer_sum,
     ApplyTokenInputs: LayerEmitter.apply_token_inputs,
     ScaleResidual: LayerEmitter.scale_residual,
-    AddToResidual: LayerEmitter.add,
+    AddToResidual: LayerEmitter.add_to_residual,
 }
 
 

@@ -38,9 +38,9 @@ from pillion.kernels.gpu.experts.pair_sorting import (
     tile_rows_of,
 )
 from pillion.kernels.gpu.launch import arch_of
+from pillion.kernels.gpu.products.dense_gemm import ROW_TILES
 from pillion.kernels.gpu.products.fp8_product import Fp8Matrix
 from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
-from pillion.kernels.gpu.products.quantized_product import ROW_TILES
 
 
 def route_options(how: Experts) -> RouteOptions:

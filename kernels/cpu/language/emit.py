@@ -502,7 +502,7 @@ class Kernel:
         multiply = self.function(f"llvm.x86.{name}", wide, [halves, halves])
         eight, low = (ir.Constant(WORDS, [value] * (2 * LANES)) for value in (8, 0xFF))
         first, second = b.bitcast(weights.ir, WORDS), b.bitcast(x.ir, WORDS)
-        # As 16-bit numbers: the even codes of each lane first, then the odd ones.
+        # Widened to 16 bits: even bytes first, then odd ones.
         even = b.and_(first, low), b.ashr(b.shl(second, eight), eight)
         odd = b.lshr(first, eight), b.ashr(second, eight)
         for pair in (even, odd):

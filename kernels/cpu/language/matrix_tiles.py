@@ -29,8 +29,8 @@ from pillion.kernels.cpu.language.emit import I8, I32, I64, VECTOR_BYTES, Bool, 
 TILE_ROWS, TILE_STEPS = 16, 16
 STEP_BYTES = 4
 TILES = 8
-# Size of the tile configuration (LDTILECFG): the palette, and for each tile its bytes per row, 16 bits, and its rows, a
-# byte, at the offsets below.
+# Bytes of the tile configuration (operand of LDTILECFG): the palette, then per tile its bytes per row (uint16) and its
+# rows (uint8), at the offsets below.
 _SHAPES_BYTES = 64
 _AT_ROW_BYTES, _AT_ROWS = 16, 48
 _TILE_BYTES = TILE_ROWS * VECTOR_BYTES

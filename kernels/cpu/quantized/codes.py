@@ -109,7 +109,8 @@ def _code_kinds() -> Iterator[CodeKind]:
     int4 = CodeKind("int4", 4, tuple(float(code if code < 8 else code - 16) for code in range(16)))
     yield int4
     yield replace(int4, constant_bytes=2)
-    # uint4 is stored as int4, whose offsets are larger by 8 scales, unless only its own are exact in float16.
+    # uint4 normally packs as int4, with offsets larger by 8 scales. This kind is for offsets that float16 represents
+    # only without that shift.
     yield CodeKind("uint4", 4, tuple(map(float, range(16))), constant_bytes=2)
     for floats in ("nf4", "fp4_e2m1"):
         yield CodeKind(floats, 4, tuple(CODINGS[floats].tolist()))

@@ -36,9 +36,9 @@ from pillion.kernels.gpu.experts.expert_adapters import (
 )
 from pillion.kernels.gpu.experts.pair_sorting import TILE_WORDS
 from pillion.kernels.gpu.launch import FLOAT_DTYPES, arch_of, cdiv, check, check_tensor, processors_of
+from pillion.kernels.gpu.products.dense_gemm import ROW_TILES
 from pillion.kernels.gpu.products.gpu_packing import BITS, PackedKind, PackedMatrix
 from pillion.kernels.gpu.products.packed_tiles import packed_part, tile_constants
-from pillion.kernels.gpu.products.quantized_product import ROW_TILES
 from pillion.kernels.gpu.rows.gated import NAMED, _activated
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.torch.quantized_matrix import CODINGS

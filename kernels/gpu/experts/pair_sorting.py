@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from pillion.kernels.gpu.launch import arch_of, cdiv, check, check_tensor, next_power_of_2
-from pillion.kernels.gpu.products.quantized_product import ROW_TILES
+from pillion.kernels.gpu.products.dense_gemm import ROW_TILES
 from pillion.kernels.gpu.tuned import tuned
 
 # Max pairs sorted by one program.

@@ -129,7 +129,7 @@ def _scaled(zeros, scale, byte):
     lines += ["fma.rn.bf16x2 v, v, f, c;", *_halves_of(*parts, scale == "float16" or zeros or byte, "t")]
     lines.append(f"mov.b32 c, {0x80008000};")
     if scale == "float16":
-        # The sum of both products is rounded; the smaller one is exact.
+        # A float16 scale is the sum t + f of two bfloat16 numbers: v * f is exact, so only the final sum is rounded.
         if zeros:
             lines += [f"and.b32 {to}, {of}, {0xFFE0};" for to, of in (("a", "$3"), ("b", "$4"))]
         lines += [*_halves_of(*(("a", "b") if zeros else parts), False, "f"), "fma.rn.bf16x2 c, v, f, c;"]

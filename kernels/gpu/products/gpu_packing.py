@@ -229,7 +229,7 @@ def _assemble(
 ) -> PackedMatrix:
     """Assemble a packed matrix; codes [outputs, inputs] and factors [outputs] are still to be laid out."""
     if kind.coding == "int8":
-        # Stored from 0 on, like all integers here; the kernel subtracts 128.
+        # Stored unsigned, with a bias of 128, like all integers here; the kernel subtracts it.
         codes = codes ^ 0x80
     factors = None if factors is None else pad(factors, (0, kind.padded - kind.outputs))
     order = None if matrix.order is None else matrix.order.int()

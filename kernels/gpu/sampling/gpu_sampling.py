@@ -89,7 +89,7 @@ def _survey(logits, record, report, maxima, masses, vocab, num_slices, num_group
 
 
 @triton.jit
-def _drawn(
+def _sample_row(
     source,
     fields,
     maxima,
@@ -107,7 +107,8 @@ def _drawn(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Draw the token of one row and write its cut. All pointers point at this row's values."""
+    """Sample one row's token. Store in ``cuts`` the row's logit cutoff by top_k, top_p and min_p. All pointers point at
+    this row's values."""
     groups = tl.arange(0, GROUPS)
     there = groups < num_groups
     largest = tl.load(maxima + groups, mask=there, other=float("-inf"))
@@ -184,7 +185,7 @@ def _settle(
         chosen = tl.where(sound, tl.min(tl.where(tops == top, leaders, NO_TOKEN), axis=0), -1)
         if (temperature > 0.0) & sound:
             own = row * num_groups
-            chosen = _drawn(
+            chosen = _sample_row(
                 logits + row * vocab,
                 fields,
                 maxima + own,

@@ -15,7 +15,7 @@ from lab.benchmarks.gpu.products import ADAPTERS, plain_case, product_case
 from lab.benchmarks.gpu.shapes import BatchEntry, decodes, shape_of
 from lab.benchmarks.gpu.states import CONTEXT, rule_case
 from pillion.kernels.gpu.attention.paged_attention import PlainOrFloat8
-from pillion.kernels.gpu.products.quantized_product import ROW_TILES
+from pillion.kernels.gpu.products.dense_gemm import ROW_TILES
 
 BLOCK_SIZE = 16
 Build = Callable[[], KernelCase]

@@ -99,5 +99,5 @@ def test_only_a_stream_that_may_have_broken_a_worker_is_blamed(scenes: list[Rand
             await check_scene(rng)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(component_calls, "VERDICT_MS", 0)
+        patch.setattr(component_calls, "BLAME_DELAY_MS", 0)
         asyncio.run(check())

@@ -108,7 +108,7 @@ def test_cached_tokens_are_charged_by_tier_and_parallel_samples_as_computed() ->
     driver.finish(2.0)
     follower = AttemptDriver().machine
     assert driver.machine.plan is not None
-    follower.held.follow(driver.machine.plan, 1.0)
+    follower.held.begin_following(driver.machine.plan, 1.0)
     follower.held.end(20 + 6, 0, True, 2.0)
     used = Usage(20, 16, 8, fetched_tokens=4, restored_tokens=4, bucket_tokens=4)
     found = ParallelSamples([driver.machine, follower]).receipt(used)

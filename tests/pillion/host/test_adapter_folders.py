@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pillion.host.adapter_folders import MIN_FREE_BYTES, adapter_draft, make_room
+from pillion.host.adapter_folders import MIN_FREE_BYTES, make_room, temporary_folder
 
 
 def copy(adapters: Path, name: str, *, used: bool) -> Path:
@@ -57,13 +57,13 @@ def test_a_draft_is_removed_once_its_writer_died(tmp_path: Path) -> None:
     code = f"""
 import os
 from pathlib import Path
-from pillion.host.adapter_folders import adapter_draft
-with adapter_draft(Path({str(tmp_path)!r}), 1) as draft:
+from pillion.host.adapter_folders import temporary_folder
+with temporary_folder(Path({str(tmp_path)!r}), 1) as draft:
     os.kill(os.getpid(), 9)
 """
     subprocess.run([sys.executable, "-c", code], check=False)
     (lost,) = tmp_path.iterdir()
-    with adapter_draft(tmp_path, 1) as draft:
+    with temporary_folder(tmp_path, 1) as draft:
         assert names(tmp_path) == {lost.name, draft.name}, "a new draft may be about to be locked"
         for old in (lost, draft):
             os.utime(old, (0, 0))
