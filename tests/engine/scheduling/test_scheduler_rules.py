@@ -19,7 +19,7 @@ from pillion.engine.scheduling.scheduler import MAX_SCORED_ROWS, Scheduler, scor
 from pillion.engine.scheduling.sequence import ParallelSampleSpec, Sequence, SequenceState
 from pillion.engine.scheduling.step_model import MIN_TAIL_TOKENS, StepModel
 from pillion.engine.scheduling.step_plan import Outcome, StepPlan, Update
-from pillion.errors import BrokenGrammar, BrokenModel, Internal, NotFound
+from pillion.errors import BrokenGrammar, BrokenModel, ConfigError, Internal, NotFound
 from pillion.kernels.step import MASK_LATE, NO_TOKEN, Sampled
 from pillion.types import FinishReason, PoolingParams, SamplingParams, TokenLogprob
 from tests.support.scheduler_harness import NumberedAdapter
@@ -119,6 +119,7 @@ class Worker:
         """Add a stream with a prompt of ``length`` tokens; it has ticket number ``seq_id``."""
         chosen = {name: options.pop(name) for name in ("prompt_logprobs", "logprobs") if name in options}
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, stop_token_ids=(9,), **chosen)
+        options = {"sampling": sampling, "max_model_len": 1000} | options
         sequence = Sequence(
             self.ticket(seq_id, length, options.pop("cached", 0)),
             BLOCK,
@@ -127,7 +128,7 @@ class Worker:
             token_ids=np.arange(seq_id, seq_id + length, dtype=np.int32),
             parent_hash=bytes(32),
             prompt_tokens=length,
-            **{"sampling": sampling, "max_model_len": 1000} | options,
+            **options,
         )
         if grammar is not None:
             sequence.follow_grammar(grammar)  # type: ignore[arg-type]
@@ -181,6 +182,38 @@ def test_scored_rows_are_limited_by_number_and_bytes() -> None:
     assert scored_rows(1) == MAX_SCORED_ROWS
     assert (scored_rows(2**17), scored_rows(2**17 + 1)) == (128, 127)
     assert scored_rows(2**40) == 1
+
+
+# Limits and targets.
+
+
+def test_a_step_must_hold_all_decodes_and_an_unchunked_prompt() -> None:
+    for budget, max_num_seqs, longest in ((4, 4, 0), (12, 4, 10), (1, 1, 1)):
+        assert Worker(budget=budget, max_num_seqs=max_num_seqs, max_whole_tokens=longest).scheduler.whole_prompts == (
+            longest > 0
+        )
+    for budget, max_num_seqs, longest in ((4, 0, 0), (4, 5, 0), (11, 4, 10)):
+        with pytest.raises(ConfigError):
+            Worker(budget=budget, max_num_seqs=max_num_seqs, max_whole_tokens=longest)
+
+
+def test_steps_have_targets_only_with_chunked_prefill() -> None:
+    options: dict[str, Any] = {"target_itl_s": 2.0, "target_itl_steps": 3.0, "even_steps": True}
+    for worker, targets in (
+        (Worker(), (0.0, 0.0, False)),
+        (Worker(**options), (2.0, 3.0, True)),
+        (Worker(max_whole_tokens=10, **options), (0.0, 0.0, False)),
+        (Worker(even_steps=False), (0.0, 0.0, False)),
+    ):
+        budget = worker.scheduler.budget
+        assert (budget.target_s, budget.target_steps, budget.even) == targets
+    pair_costs = []
+    for worker in (Worker(), Worker(pair_tokens=0.5)):
+        worker.add(1)
+        worker.plan(1.0)
+        worker.scheduler.budget.end(2.0)
+        pair_costs.append(worker.scheduler.budget.cost.model.pair_s)
+    assert pair_costs[0] < pair_costs[1]
 
 
 # Proposals.
@@ -308,7 +341,8 @@ def test_a_late_mask_only_delays_its_stream_and_parallel_samples() -> None:
     # Each parallel sample has the grammar's start, and its own token.
     assert grammar.taken == [4]
     assert [sample.taken for sample in grammar.samples] == [[5], [6]]
-    assert [worker.scheduler.sequences[seq_id].grammar for seq_id in (11, 12)] == grammar.samples
+    children: list[Any] = [worker.scheduler.sequences[seq_id].grammar for seq_id in (11, 12)]
+    assert children == grammar.samples
 
 
 def test_a_parallel_sample_may_end_with_its_first_token() -> None:
