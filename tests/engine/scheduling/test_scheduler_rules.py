@@ -119,16 +119,17 @@ class Worker:
         """Add a stream with a prompt of ``length`` tokens; it has ticket number ``seq_id``."""
         chosen = {name: options.pop(name) for name in ("prompt_logprobs", "logprobs") if name in options}
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, stop_token_ids=(9,), **chosen)
-        options = {"sampling": sampling, "max_model_len": 1000} | options
+        cached = options.pop("cached", 0)
+        fields: dict[str, Any] = {"sampling": sampling, "max_model_len": 1000} | options
         sequence = Sequence(
-            self.ticket(seq_id, length, options.pop("cached", 0)),
+            self.ticket(seq_id, length, cached),
             BLOCK,
             0.0,
             seq_id=seq_id,
             token_ids=np.arange(seq_id, seq_id + length, dtype=np.int32),
             parent_hash=bytes(32),
             prompt_tokens=length,
-            **options,
+            **fields,
         )
         if grammar is not None:
             sequence.follow_grammar(grammar)  # type: ignore[arg-type]
@@ -355,6 +356,21 @@ def test_a_parallel_sample_may_end_with_its_first_token() -> None:
     assert all(update.progress is not None for update in outcome.updates if update.seq_id > 10)
 
 
+@pytest.mark.parametrize("grammar", [None, FixedGrammar()])
+def test_a_parallel_sample_copies_the_partial_block_of_its_prompt(grammar: FixedGrammar | None) -> None:
+    worker = Worker(max_num_seqs=2)
+    parent = worker.add(1, 6, grammar=grammar, parallel_samples=(ParallelSampleSpec(11, 1),))
+    worker.step(4, 5)
+    worker.answer(parent)
+    child = worker.scheduler.sequences[11]
+    worker.scheduler.resumed(11, worker.ticket(22, 6, cached=1), 0.0)
+    if grammar is not None:
+        grammar.samples[0].ready = False
+    plan = worker.plan()
+    assert plan.copies == ((parent.slots(1, 2)[0], child.slots(1, 2)[0]),)
+    assert (ids(plan), child.decoding) == ([1] if grammar is not None else [1, 11], True)
+
+
 def test_broken_logits_fail_a_stream_with_its_parallel_samples() -> None:
     worker = Worker()
     worker.add(1, parallel_samples=(ParallelSampleSpec(11, 1),))
@@ -452,7 +468,7 @@ def test_forced_tokens_that_complete_an_answer_need_no_step() -> None:
 def test_a_stream_that_is_complete_on_arrival_ends_at_once() -> None:
     worker = Worker()
     worker.add(1, grammar=FixedGrammar(completes=True))
-    worker.add(2, max_tokens=0, grammar=FixedGrammar(completes=True))
+    worker.add(2, max_tokens=0, grammar=FixedGrammar(failure=BrokenGrammar("not asked")))
     assert ending(worker.scheduler.flush(0.0)) == {1: FinishReason.STOP}
     assert ids(worker.plan()) == [2]
 
@@ -660,6 +676,26 @@ def test_only_whole_prompts_end_without_a_step() -> None:
     assert not worker.scheduler.sequences
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_refused_commit_fails_a_range_and_lets_a_stream_go_on(cancelled: bool) -> None:
+    worker = Worker(budget=7, max_num_seqs=2)
+    part = worker.add(1, 8, sampling=None, chunk_ends=(4, 8))
+    stream = worker.add(0, 3)
+    assert orders(worker.step(5)) == [(1, 1)]
+    if cancelled:
+        worker.scheduler.cancel(1, 0.0)
+    worker.scheduler.committed(1, (), "refused", 0.0)
+    outcome = worker.scheduler.flush(0.0)
+    assert [type(error) for error in ending(outcome).values()] == ([] if cancelled else [NotFound])
+    assert outcome.releases == [1]
+    assert part.state is SequenceState.CLOSING
+    assert orders(worker.step(5)) == [(0, 1)]
+    worker.scheduler.committed(0, (), "refused", 0.0)
+    for _ in range(4):
+        assert worker.step(5).commits == []
+    assert stream.state is SequenceState.RUNNING
+
+
 # Failed steps.
 
 
@@ -774,6 +810,9 @@ def test_answers_with_negative_ids_go_to_states_then_drafts(of_state: bool) -> N
     worker.scheduler.chain_opened(-2, None, 2.0)
     assert chains.named("opened") == [("opened", -1, ticket, 2.0), ("opened", -2, None, 2.0)]
     Worker(states=Recorder(committed=False, side_chains=())).scheduler.committed(-1, (), "refused", 0.0)
+    worker = Worker(drafts=drafts)
+    worker.scheduler.committed(-3, (), "refused", 0.0)
+    assert chains.calls[-1] == ("committed", -3, (), "refused")
 
 
 def test_hidden_states_go_to_the_draft_model_if_a_step_returned_them() -> None:
