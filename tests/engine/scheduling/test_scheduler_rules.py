@@ -297,7 +297,8 @@ def test_unchunked_prompts_reserve_the_first_tail() -> None:
 
 def test_no_drafts_in_steps_beyond_the_target() -> None:
     drafts = FixedDrafts()
-    worker = Worker(drafts=drafts, target_itl_s=0.5, expected_cost=StepModel(1.0, 0.01, 0.0, 0.0, 0.0))
+    cost = StepModel(1.0, 0.01, 0.0, 0.0, 0.0)
+    worker = Worker(drafts=drafts, grammars=None, target_itl_s=0.5, expected_cost=cost)
     worker.add(1)
     worker.step(1)
     worker.plan()
@@ -322,6 +323,76 @@ def test_drafts_decide_whether_steps_run_ahead() -> None:
     assert Worker().scheduler.may_run_ahead
     assert Worker(drafts=FixedDrafts(may_run_ahead=True)).scheduler.may_run_ahead
     assert not Worker(drafts=FixedDrafts()).scheduler.may_run_ahead
+
+
+# Prompt tails.
+
+
+def chunks(plan: StepPlan) -> list[tuple[int, int, int]]:
+    """Return (seq_id, tokens, samples) of each chunk."""
+    return [(chunk.sequence.seq_id, chunk.count, chunk.samples) for chunk in plan.scheduled]
+
+
+def test_a_tail_without_a_place_is_skipped_and_the_rest_is_filled() -> None:
+    worker = Worker(max_num_seqs=2, budget=10)
+    worker.add(1, 30, priority=1)
+    worker.step()
+    worker.preempt(worker.add(2, 3))
+    worker.scheduler.resumed(2, worker.ticket(22, 3), 0.0)
+    worker.add(3, 3)
+    plan = worker.plan()
+    assert chunks(plan) == [(2, 3, 1), (1, 7, 0)]
+    assert plan.budget_tokens == 10
+    worker.scheduler.check_integrity()
+
+
+def test_an_unchunked_prompt_waits_for_a_step_with_room() -> None:
+    worker = Worker(budget=12, max_whole_tokens=10, max_scored_rows=4)
+    worker.add(1, 8)
+    worker.add(2, 5)
+    worker.add(3, 2)
+    assert chunks(worker.plan()) == [(1, 8, 1)]
+    # A prompt that is scored is chunked in any case; step ends are ignored.
+    worker = Worker(budget=12, max_whole_tokens=10, max_scored_rows=4)
+    worker.add(1, 8, prompt_logprobs=0)
+    worker.add(2, 8).step_ends = [4]
+    assert chunks(worker.plan()) == [(1, 4, 0), (2, 8, 1)]
+
+
+def test_a_chunk_ends_where_the_state_is_kept() -> None:
+    worker = Worker()
+    worker.add(1, 8).step_ends = [4]
+    worker.add(2, 8)
+    assert chunks(worker.plan()) == [(1, 4, 0), (2, 8, 1)]
+
+
+def test_a_prompts_grammar_is_asked_when_its_last_token_fits() -> None:
+    worker = Worker(budget=4)
+    failure = BrokenGrammar("it broke")
+    worker.add(1, 5, grammar=FixedGrammar(ready=False)).grammar.failure = failure  # type: ignore[union-attr]
+    worker.scheduler.sequences[1].grammar.ready = True  # type: ignore[union-attr]
+    worker.add(2, 2)
+    worker.step()
+    assert worker.scheduler.sequences[1].num_computed == 4
+    assert chunks(worker.plan()) == [(2, 2, 1)]
+    assert ending(worker.scheduler.flush(0.0)) == {1: failure}
+
+
+def test_only_a_streams_last_chunk_chooses_a_token() -> None:
+    worker = Worker(budget=20, max_num_seqs=5)
+    worker.add(1, 5, sampling=None, chunk_ends=(4,))
+    worker.add(2, 4, 0)
+    worker.add(3, 6, 0, pooling=PoolingParams(rows=range(2, 4)))
+    worker.add(4, 6, parallel_samples=(ParallelSampleSpec(11, 7),))
+    plan = worker.plan(2.0)
+    assert chunks(plan) == [(1, 5, 0), (2, 4, 0), (3, 6, 0), (4, 5, 0)]
+    assert [(chunk.pools, chunk.parallel_seeds) for chunk in plan.scheduled[2:]] == [(2, ()), (0, ())]
+    rows = (np.zeros(2, np.float32),) * 2
+    worker.scheduler.commit(plan, Sampled(pooled=rows), 3.0)
+    plan = worker.plan(4.0)
+    assert [(chunk.sequence.seq_id, chunk.parallel_seeds) for chunk in plan.scheduled] == [(4, (7,))]
+    progress = plan.scheduled[0].sequence.progress
+    assert (progress.first_step_s, progress.tail_steps) == (2.0, 2)
 
 
 # Results of a step.
@@ -358,17 +429,19 @@ def test_a_parallel_sample_may_end_with_its_first_token() -> None:
 
 @pytest.mark.parametrize("grammar", [None, FixedGrammar()])
 def test_a_parallel_sample_copies_the_partial_block_of_its_prompt(grammar: FixedGrammar | None) -> None:
-    worker = Worker(max_num_seqs=2)
+    worker = Worker(max_num_seqs=3)
     parent = worker.add(1, 6, grammar=grammar, parallel_samples=(ParallelSampleSpec(11, 1),))
     worker.step(4, 5)
     worker.answer(parent)
+    worker.preempt(worker.add(3, 2))
+    worker.scheduler.resumed(3, worker.ticket(33, 2), 0.0)
     child = worker.scheduler.sequences[11]
     worker.scheduler.resumed(11, worker.ticket(22, 6, cached=1), 0.0)
     if grammar is not None:
         grammar.samples[0].ready = False
     plan = worker.plan()
     assert plan.copies == ((parent.slots(1, 2)[0], child.slots(1, 2)[0]),)
-    assert (ids(plan), child.decoding) == ([1] if grammar is not None else [1, 11], True)
+    assert (ids(plan), child.decoding) == ([1, 3] if grammar is not None else [1, 11, 3], True)
 
 
 def test_broken_logits_fail_a_stream_with_its_parallel_samples() -> None:
