@@ -147,7 +147,7 @@ class Scheduler:
         blocks.leased(len(sequence.owned_slots()))
         blocks.out.chunks += sequence.take_chunks(sequence.num_committed)
         if sequence.left_to_compute == 0:
-            self._close(sequence, now, commit_rest=True)
+            self._close(sequence, now)
         else:
             sequence.wait_for(self._work_s(sequence))
             self._join(sequence, now)
@@ -336,7 +336,6 @@ class Scheduler:
         """Fail the sequences of a step that failed in the backend, and those of adapters that it was to place."""
         self.budget.end(now, ok=False)
         for chunk in self.in_flight.retire(plan, Sampled())[0]:
-            chunk.sequence.drop_proposed()
             self.fail(chunk.sequence.seq_id, error, now)
         for sequence in self.adapters.drop_placements(plan.placements) if self.adapters is not None else ():
             self.fail(sequence.seq_id, error, now)

@@ -466,10 +466,6 @@ class Sequence(BlockChain):
         """Return the proposed tokens as a view, int32 [num_proposed]."""
         return self.tokens(self.num_tokens, self.num_tokens + self.num_proposed)
 
-    def drop_proposed(self) -> None:
-        """Drop the proposed tokens of a step that failed."""
-        self.num_proposed = 0
-
     def follow_grammar(self, grammar: GrammarState) -> None:
         """Constrain the answer by a grammar that has consumed the tokens generated so far."""
         self.grammar, self.reads_history = grammar, True

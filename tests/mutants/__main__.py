@@ -40,13 +40,19 @@ FILES = (
 # Quick sans-IO tests of folders in which others are slow or start servers; elsewhere all tests of the folder run.
 TESTS = {
     "engine/scheduling": (
+        "test_adapter_slots.py",
+        "test_ahead.py",
         "test_free_slots.py",
         "test_order.py",
         "test_parallel_samples.py",
+        "test_partial_blocks.py",
+        "test_properties.py",
         "test_queue_rules.py",
         "test_scheduler.py",
+        "test_scheduler_rules.py",
         "test_scores.py",
         "test_slots.py",
+        "test_states.py",
     ),
     "gateway/admission": (
         "test_answer_times.py",

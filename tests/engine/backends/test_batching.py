@@ -163,7 +163,6 @@ def test_draft_tokens_are_sampled_like_their_verifying_rows() -> None:
     # Penalties ignore draft tokens, and nothing is reported.
     assert [edit.answered.tolist() for edit in drafting.edits] == [[4], [4]]
     assert drafting.logprobs.tolist() == [-1, -1, -1]
-    stream.drop_proposed()
     biased = sequence(3, [1], logit_bias={63: 1.0})
     assert build_draft_sampling([(biased, 0)], 64).edits
     assert not build_draft_sampling([(biased, 0)], 63).edits

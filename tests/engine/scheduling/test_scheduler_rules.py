@@ -244,12 +244,18 @@ def test_a_plain_step_judges_no_draft() -> None:
     outcome = worker.step(2)
     assert not outcome.judged_draft_tokens
     assert not drafts.named("judged")
+    # The first step had no decode to draft for.
+    assert len(drafts.named("draft")) == 1
+    worker = Worker(grammars=None)
+    worker.add(1)
+    worker.step(1)
+    assert tokens(worker.step(2), 1) == [2]
 
 
 @pytest.mark.parametrize("logprobs", [None, 0])
 def test_forced_tokens_are_counted_up_to_the_end(logprobs: int | None) -> None:
     drafts = FixedDrafts()
-    worker = Worker(drafts=drafts)
+    worker = Worker(drafts=drafts if logprobs is None else None)
     # Rows for forced tokens exist only if their log probabilities are reported.
     whole, stopped = FixedGrammar(), FixedGrammar()
     worker.add(1, 4, grammar=whole, logprobs=logprobs)
@@ -886,6 +892,24 @@ def test_answers_with_negative_ids_go_to_states_then_drafts(of_state: bool) -> N
     worker = Worker(drafts=drafts)
     worker.scheduler.committed(-3, (), "refused", 0.0)
     assert chains.calls[-1] == ("committed", -3, (), "refused")
+
+
+def test_only_steps_with_tokens_have_states_and_adapters() -> None:
+    states = Recorder(begin="states", take_orders=(), side_chains=())
+    adapters = Recorder(place=lambda scheduled: ("placements", "slots"), take_orders=["a"], take_evicted=2)
+    worker = Worker(states=states, adapters=adapters)
+    plan = worker.plan()
+    assert (plan.states, plan.placements, plan.adapters) == (None, (), None)
+    assert not states.named("begin")
+    assert not adapters.named("place")
+    worker.add(1)
+    plan = worker.plan()
+    assert (plan.states, plan.placements, plan.adapters) == ("states", "placements", "slots")
+    assert [call[0] for call in adapters.calls] == ["assign", "join", "assign", "place"]
+    outcome = worker.scheduler.flush(0.0)
+    assert (outcome.adapter_orders, outcome.evicted_adapters) == (["a"], 2)
+    assert outcome.load.keys() >= {"adapters", "adapter_waits", "running_requests"}
+    assert not Worker().scheduler.flush(0.0).load
 
 
 def test_hidden_states_go_to_the_draft_model_if_a_step_returned_them() -> None:
