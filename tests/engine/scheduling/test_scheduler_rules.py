@@ -28,6 +28,7 @@ BLOCK = 4
 SCORE = TokenLogprob(1, -0.5)
 NAN = TokenLogprob(1, math.nan)
 BROKEN = Internal("it broke")
+BROKEN_GRAMMAR = BrokenGrammar("it broke")
 
 
 class Recorder:
@@ -374,7 +375,7 @@ def test_a_chunk_ends_where_the_state_is_kept() -> None:
 
 def test_a_prompts_grammar_is_asked_when_its_last_token_fits() -> None:
     worker = Worker(budget=4)
-    failure = BrokenGrammar("it broke")
+    failure = BROKEN_GRAMMAR
     worker.add(1, 5, grammar=FixedGrammar(ready=False)).grammar.failure = failure  # type: ignore[union-attr]
     worker.scheduler.sequences[1].grammar.ready = True  # type: ignore[union-attr]
     worker.add(2, 2)
@@ -507,6 +508,23 @@ def test_a_prompt_that_generates_nothing_ends_with_its_vector() -> None:
     assert outcome.releases == [2]
 
 
+def test_a_prompt_ends_with_its_last_step() -> None:
+    worker = Worker(budget=6, max_num_seqs=1)
+    worker.add(1, 8, sampling=None, chunk_ends=(4, 8))
+    worker.add(2, 8, 0)
+    outcome = worker.step()
+    assert (orders(outcome), outcome.commits[0].may_wait, outcome.lease_blocks) == ([(1, 1)], False, 0)
+    assert worker.scheduler.sequences[1].state is SequenceState.RUNNING
+    worker.step()
+    assert worker.scheduler.sequences[1].state is SequenceState.CLOSING
+    # Its end is reported with the node's last answer.
+    assert not ending(worker.answer(worker.scheduler.sequences[1]))
+    assert list(ending(worker.answer(worker.scheduler.sequences[1]))) == [1]
+    outcome = worker.step()
+    assert (orders(outcome), outcome.commits[0].may_wait, ending(outcome)) == ([(2, 1)], True, {})
+    assert ending(worker.step()) == {2: FinishReason.LENGTH}
+
+
 # Grammars.
 
 
@@ -522,7 +540,7 @@ def test_a_grammar_blocks_only_its_own_stream() -> None:
     assert not worker.scheduler.flush(0.0).updates
     grammar.ready = True
     assert ids(worker.plan()) == [1, 2]
-    grammar.failure = BrokenGrammar("it broke")
+    grammar.failure = BROKEN_GRAMMAR
     assert ids(worker.plan()) == [2]
     assert ending(worker.scheduler.flush(0.0)) == {1: grammar.failure}
 
@@ -607,6 +625,8 @@ def test_side_users_free_slots_before_a_stream_is_preempted() -> None:
 def test_a_preempted_stream_commits_its_full_blocks_first() -> None:
     worker = Worker()
     first, second = full(worker, 1, 2)
+    # Its grammar is not asked once it is preempted.
+    second.follow_grammar(FixedGrammar(failure=BROKEN_GRAMMAR, taken=[1, 2]))  # type: ignore[arg-type]
     worker.exhaust(1.0)
     # The node has no slots, and no stream waits for one yet.
     assert not worker.scheduler.flush(1.0).lease_blocks
@@ -615,12 +635,23 @@ def test_a_preempted_stream_commits_its_full_blocks_first() -> None:
     assert not ids(worker.plan(1.01))
     outcome = worker.scheduler.flush(1.01)
     assert (outcome.preemptions, outcome.hurry, outcome.lease_blocks > 0) == (1, True, True)
+    assert not outcome.updates
     assert (first.state, second.state) == (SequenceState.RUNNING, SequenceState.CLOSING)
     outcome = worker.answer(second)
     assert (orders(outcome), outcome.releases) == ([(2, 1)], [])
     outcome = worker.answer(second)
     assert (outcome.releases, [order.seq_id for order in outcome.resumes]) == ([2], [2])
     assert second.state is SequenceState.RESUMING
+    # With a slot, no stream waits for one.
+    worker.scheduler.granted([100], 1.1)
+    assert worker.step(3, now=1.1).lease_blocks == 0
+
+
+def test_no_stream_is_preempted_during_a_lease_call() -> None:
+    worker = Worker()
+    full(worker, 1, 2)
+    assert not ids(worker.plan())
+    assert worker.scheduler.flush(0.0).preemptions == 0
 
 
 def test_a_closing_stream_that_ends_delays_no_preemption() -> None:
@@ -646,6 +677,9 @@ def test_no_preemption_while_released_memory_waits_for_a_launched_step() -> None
     worker.scheduler.cancel(3, 0.0)
     worker.scheduler.flush(0.0)
     assert worker.scheduler.in_flight.holding_back
+    # The first answer may be older than the release.
+    worker.exhaust(1.0)
+    worker.scheduler.flush(1.0)
     worker.exhaust(1.0)
     assert ids(worker.plan(1.0)) == [1]
     assert worker.scheduler.flush(1.0).preemptions == 0
@@ -895,7 +929,7 @@ def test_answers_with_negative_ids_go_to_states_then_drafts(of_state: bool) -> N
 
 
 def test_only_steps_with_tokens_have_states_and_adapters() -> None:
-    states = Recorder(begin="states", take_orders=(), side_chains=())
+    states = Recorder(begin="states", take_orders=["order"], side_chains=())
     adapters = Recorder(place=lambda scheduled: ("placements", "slots"), take_orders=["a"], take_evicted=2)
     worker = Worker(states=states, adapters=adapters)
     plan = worker.plan()
@@ -907,7 +941,7 @@ def test_only_steps_with_tokens_have_states_and_adapters() -> None:
     assert (plan.states, plan.placements, plan.adapters) == ("states", "placements", "slots")
     assert [call[0] for call in adapters.calls] == ["assign", "join", "assign", "place"]
     outcome = worker.scheduler.flush(0.0)
-    assert (outcome.adapter_orders, outcome.evicted_adapters) == (["a"], 2)
+    assert (outcome.adapter_orders, outcome.evicted_adapters, outcome.commits) == (["a"], 2, ["order"])
     assert outcome.load.keys() >= {"adapters", "adapter_waits", "running_requests"}
     assert not Worker().scheduler.flush(0.0).load
 
