@@ -643,7 +643,11 @@ def test_a_preempted_stream_commits_its_full_blocks_first() -> None:
     assert (outcome.releases, [order.seq_id for order in outcome.resumes]) == ([2], [2])
     assert second.state is SequenceState.RESUMING
     # With a slot, no stream waits for one.
-    worker.scheduler.granted([100], 1.1)
+    worker.exhaust(1.1)
+    worker.scheduler.flush(1.1)
+    worker.exhaust(1.1)
+    worker.blocks.leased(1)
+    worker.scheduler.free_slots.free([100])
     assert worker.step(3, now=1.1).lease_blocks == 0
 
 
