@@ -340,6 +340,15 @@ def chunks(plan: StepPlan) -> list[tuple[int, int, int]]:
     return [(chunk.sequence.seq_id, chunk.count, chunk.samples) for chunk in plan.scheduled]
 
 
+@pytest.mark.parametrize("budget", [6, 7])
+def test_tails_are_packed_up_to_the_last_token(budget: int) -> None:
+    worker = Worker(budget=budget)
+    worker.add(1, 6)
+    worker.add(2, 6)
+    worker.add(3, 6)
+    assert chunks(worker.plan()) == [(1, 6, 1), (2, 1, 0)][: budget - 5]
+
+
 def test_a_tail_without_a_place_is_skipped_and_the_rest_is_filled() -> None:
     worker = Worker(max_num_seqs=2, budget=10)
     worker.add(1, 30, priority=1)
@@ -649,6 +658,20 @@ def test_a_preempted_stream_commits_its_full_blocks_first() -> None:
     worker.blocks.leased(1)
     worker.scheduler.free_slots.free([100])
     assert worker.step(3, now=1.1).lease_blocks == 0
+
+
+def test_a_preempted_stream_leaves_the_step() -> None:
+    """Short prompts go first, and the newest stream is preempted."""
+    worker = Worker(expected_cost=StepModel(0.0, 1.0, 0.0, 0.0, 0.0))
+    worker.add(1, 1, 20)
+    worker.add(2, 7, 20)
+    newest = worker.add(3, 2, 20)
+    worker.step(1, 1, 1)
+    worker.step(2, 2, 2)
+    worker.exhaust(1.0)
+    assert ids(worker.plan(1.0)) == [1, 2]
+    assert newest.state is SequenceState.RESUMING
+    worker.scheduler.check_integrity()
 
 
 def test_no_stream_is_preempted_during_a_lease_call() -> None:
