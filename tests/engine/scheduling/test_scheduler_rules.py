@@ -384,14 +384,42 @@ def test_a_chunk_ends_where_the_state_is_kept() -> None:
 
 def test_a_prompts_grammar_is_asked_when_its_last_token_fits() -> None:
     worker = Worker(budget=4)
-    failure = BROKEN_GRAMMAR
-    worker.add(1, 5, grammar=FixedGrammar(ready=False)).grammar.failure = failure  # type: ignore[union-attr]
-    worker.scheduler.sequences[1].grammar.ready = True  # type: ignore[union-attr]
+    grammar = FixedGrammar()
+    worker.add(1, 5, grammar=grammar)
     worker.add(2, 2)
+    grammar.failure = BROKEN_GRAMMAR
     worker.step()
     assert worker.scheduler.sequences[1].num_computed == 4
     assert chunks(worker.plan()) == [(2, 2, 1)]
-    assert ending(worker.scheduler.flush(0.0)) == {1: failure}
+    assert ending(worker.scheduler.flush(0.0)) == {1: BROKEN_GRAMMAR}
+    worker = Worker(budget=5)
+    grammar = FixedGrammar(ready=False)
+    worker.add(1, 5, grammar=grammar)
+    assert chunks(worker.plan()) == [(1, 4, 0)]
+    worker = Worker(budget=5)
+    grammar = FixedGrammar()
+    worker.add(1, 5, grammar=grammar)
+    grammar.failure = BROKEN_GRAMMAR
+    assert not ids(worker.plan())
+
+
+def test_scored_rows_limit_only_scored_tokens() -> None:
+    worker = Worker(max_scored_rows=2)
+    worker.add(1, 6, prompt_logprobs=0, scored_tokens=3)
+    # The rows of a vector have no logits.
+    worker.add(2, 6, 0, pooling=PoolingParams(rows=range(1, 5)))
+    plan = worker.plan()
+    assert [(chunk.count, chunk.scores, chunk.pools) for chunk in plan.scheduled] == [(5, 2, 0), (6, 0, 4)]
+    # Rows of launched steps do not count again.
+    worker = Worker(max_scored_rows=3)
+    worker.add(1, 7, prompt_logprobs=0)
+    for expected in ((0, 3, 3), (3, 3, 3), (6, 1, 0)):
+        plan = worker.plan()
+        assert [(chunk.start, chunk.count, chunk.scores) for chunk in plan.scheduled] == [expected]
+        worker.scheduler.launched(plan)
+    worker = Worker()
+    worker.add(1, 6, prompt_logprobs=0)
+    assert chunks(worker.plan()) == [(1, 6, 1)]
 
 
 def test_only_a_streams_last_chunk_chooses_a_token() -> None:
