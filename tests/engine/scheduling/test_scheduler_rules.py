@@ -410,6 +410,13 @@ def test_scored_rows_limit_only_scored_tokens() -> None:
     worker.add(2, 6, 0, pooling=PoolingParams(rows=range(1, 5)))
     plan = worker.plan()
     assert [(chunk.count, chunk.scores, chunk.pools) for chunk in plan.scheduled] == [(5, 2, 0), (6, 0, 4)]
+    # A chunk that ends before the row with logits uses none.
+    worker = Worker(max_scored_rows=1)
+    pooling = PoolingParams(rows=range(5, 6), logits_of=(7,))
+    worker.add(1, 6, 0, pooling=pooling).step_ends = [4]
+    worker.add(2, 6, 0, pooling=pooling)
+    worker.add(3, 6, 0, pooling=pooling)
+    assert [(chunk.count, chunk.pools) for chunk in worker.plan().scheduled] == [(4, 0), (6, 1)]
     # Rows of launched steps do not count again.
     worker = Worker(max_scored_rows=3)
     worker.add(1, 7, prompt_logprobs=0)
