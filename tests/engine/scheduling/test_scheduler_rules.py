@@ -550,6 +550,7 @@ def test_a_prompt_that_generates_nothing_ends_with_its_vector() -> None:
     # Whole blocks of good texts are committed; nothing of the broken one is.
     assert orders(outcome) == [(1, 1), (3, 1)]
     assert outcome.releases == [2]
+    assert [sequence.state for sequence in worker.scheduler.sequences.values()] == [SequenceState.CLOSING] * 2
 
 
 def test_a_prompt_ends_with_its_last_step() -> None:
@@ -594,7 +595,6 @@ def test_forced_tokens_that_complete_an_answer_need_no_step() -> None:
     grammar = FixedGrammar()
     stream = worker.add(1, 7, grammar=grammar)
     worker.step(1)
-    worker.answer(stream)
     worker.step(2)
     grammar.forced, grammar.completes = (3, 4), True
     assert not ids(worker.plan())
@@ -603,7 +603,9 @@ def test_forced_tokens_that_complete_an_answer_need_no_step() -> None:
     assert ending(outcome) == {1: FinishReason.STOP}
     assert outcome.forced_tokens == 2
     assert grammar.taken == [1, 2, 3, 4]
+    # Its full blocks are still committed.
     assert stream.state is SequenceState.CLOSING
+    assert orders(worker.answer(stream)) == [(1, 1)]
 
 
 def test_a_stream_that_is_complete_on_arrival_ends_at_once() -> None:
