@@ -21,6 +21,7 @@ from pillion.engine.scheduling.step_model import MIN_TAIL_TOKENS, StepModel
 from pillion.engine.scheduling.step_plan import Outcome, StepPlan, Update
 from pillion.errors import BrokenGrammar, BrokenModel, ConfigError, Internal, NotFound
 from pillion.kernels.step import MASK_LATE, NO_TOKEN, Sampled
+from pillion.rules.priority import Flow
 from pillion.types import FinishReason, PoolingParams, SamplingParams, TokenLogprob
 from tests.support.scheduler_harness import NumberedAdapter
 
@@ -470,7 +471,9 @@ def test_a_late_mask_only_delays_its_stream_and_parallel_samples() -> None:
 
 def test_a_parallel_sample_may_end_with_its_first_token() -> None:
     worker = Worker()
-    worker.add(1, parallel_samples=(ParallelSampleSpec(11, 1), ParallelSampleSpec(12, 2)))
+    worker.add(1, parallel_samples=tuple(ParallelSampleSpec(seq_id, 1) for seq_id in (11, 12, 13)))
+    # One that has not started is dropped.
+    worker.scheduler.cancel(13, 0.0)
     outcome = worker.step(4, 9, 5)
     assert ending(outcome) == {11: FinishReason.STOP}
     assert sorted(worker.scheduler.sequences) == [1, 12]
@@ -774,6 +777,21 @@ def test_a_recall_is_passed_to_side_users_unless_it_is_zero() -> None:
     worker.scheduler.recall(2, 3.0)
     assert side.named("yield_slots") == [("yield_slots", 2, 3.0)]
     assert len(worker.scheduler.flush(3.0).returned_slots) == 2
+
+
+def test_a_stream_frees_its_place_for_a_waiting_tenant() -> None:
+    for launched in (False, True):
+        worker = Worker(max_num_seqs=2)
+        second = [worker.add(seq_id, flow=Flow(b"a")) for seq_id in (1, 2)][1]
+        worker.step(1, 1)
+        if launched:
+            worker.scheduler.launched(worker.plan())
+        worker.add(3, flow=Flow(b"b"))
+        assert ids(worker.plan()) == [1, 3]
+        # It runs until the launched step has ended, and goes on if the tenant leaves before.
+        assert second.state is (SequenceState.RUNNING if launched else SequenceState.PREEMPTED)
+        worker.scheduler.cancel(3, 0.0)
+        assert ids(worker.plan()) == [1, 2]
 
 
 # Ends.
