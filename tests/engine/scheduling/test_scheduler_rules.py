@@ -733,6 +733,20 @@ def test_a_closing_stream_that_ends_delays_no_preemption() -> None:
     assert worker.scheduler.flush(1.0).preemptions == 1
 
 
+def test_a_resuming_stream_delays_no_preemption() -> None:
+    worker = Worker()
+    _, second = full(worker, 1, 2)
+    worker.preempt(worker.add(3, 2))
+    assert worker.scheduler.sequences[3].state is SequenceState.RESUMING
+    # The first answer may be older than the release.
+    for _ in range(2):
+        worker.exhaust(1.0)
+        worker.scheduler.flush(1.0)
+        worker.plan(1.0)
+    assert second.state is SequenceState.CLOSING
+    assert worker.scheduler.flush(1.0).preemptions == 1
+
+
 def test_no_preemption_while_released_memory_waits_for_a_launched_step() -> None:
     worker = Worker()
     worker.add(1, 7, 20)
