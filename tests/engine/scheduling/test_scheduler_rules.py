@@ -902,7 +902,7 @@ def test_a_refused_commit_fails_a_range_and_lets_a_stream_go_on(cancelled: bool)
     worker.scheduler.committed(0, (), "refused", 0.0)
     for _ in range(4):
         assert worker.step(5).commits == []
-    assert stream.state is SequenceState.RUNNING
+    assert (stream.state, stream.may_commit) == (SequenceState.RUNNING, False)
 
 
 # Failed steps.
