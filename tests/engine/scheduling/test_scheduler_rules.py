@@ -559,9 +559,9 @@ def test_a_prompt_that_generates_nothing_ends_with_its_vector() -> None:
 def test_a_prompt_ends_with_its_last_step() -> None:
     worker = Worker(budget=6, max_num_seqs=1)
     worker.add(1, 8, sampling=None, chunk_ends=(4, 8))
-    worker.add(2, 8, 0)
+    worker.add(2, 7, 0)
     outcome = worker.step()
-    assert (orders(outcome), outcome.commits[0].may_wait, outcome.lease_blocks) == ([(1, 1)], False, 0)
+    assert (orders(outcome), outcome.commits[0].may_wait) == ([(1, 1)], False)
     assert worker.scheduler.sequences[1].state is SequenceState.RUNNING
     worker.step()
     assert worker.scheduler.sequences[1].state is SequenceState.CLOSING
@@ -570,6 +570,8 @@ def test_a_prompt_ends_with_its_last_step() -> None:
     assert list(ending(worker.answer(worker.scheduler.sequences[1]))) == [1]
     outcome = worker.step()
     assert (orders(outcome), outcome.commits[0].may_wait, ending(outcome)) == ([(2, 1)], True, {})
+    # Only streams need slots for further tokens.
+    assert outcome.lease_blocks == 0
     assert ending(worker.step()) == {2: FinishReason.LENGTH}
 
 
