@@ -122,7 +122,7 @@ class Worker:
         chosen = {name: options.pop(name) for name in ("prompt_logprobs", "logprobs") if name in options}
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, stop_token_ids=(9,), **chosen)
         cached = options.pop("cached", 0)
-        fields: dict[str, Any] = {"sampling": sampling, "max_model_len": 1000} | options
+        fields: dict[str, Any] = {"sampling": sampling, "max_model_len": 30_000} | options
         sequence = Sequence(
             self.ticket(seq_id, length, cached),
             BLOCK,
@@ -374,6 +374,18 @@ def test_an_unchunked_prompt_waits_for_a_step_with_room() -> None:
     worker.add(1, 8, prompt_logprobs=0)
     worker.add(2, 8).step_ends = [4]
     assert chunks(worker.plan()) == [(1, 4, 0), (2, 8, 1)]
+
+
+def test_a_blocked_stream_limits_the_room_of_tails() -> None:
+    cost = StepModel(1.0, 0.01, 0.0, 0.0, 0.0)
+    worker = Worker(target_itl_s=0.5, expected_cost=cost)
+    grammar = FixedGrammar()
+    worker.add(1, grammar=grammar)
+    worker.step(1)
+    # A stream that waits for its grammar still has a reader.
+    grammar.ready = False
+    worker.add(2, 60)
+    assert chunks(worker.plan()) == [(2, MIN_TAIL_TOKENS, 0)]
 
 
 def test_a_chunk_ends_where_the_state_is_kept() -> None:
