@@ -18,7 +18,7 @@ from pillion.engine.scheduling.in_flight import InFlightSteps, _LaunchedStep
 from pillion.engine.scheduling.parallel_samples import ParallelSampling
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Sequence
-from pillion.engine.scheduling.step_cost import TokenBudget
+from pillion.engine.scheduling.step_cost import TailRoom
 from pillion.engine.scheduling.step_plan import Outcome
 from pillion.engine.worker.heartbeat import EpochTerm
 from pillion.gateway.admission.admission import Admission
@@ -91,12 +91,9 @@ def _release_at_submit(start_compute: Any) -> Any:
 
 def _seed_of_attempt(submit: Any) -> Any:
     def mutant(self: Any, action: Any, followers: Any) -> Any:
-        before = self._seed
-        self._seed = before + action.attempt - 1
-        try:
+        seed = ComponentCalls._seed
+        with mock.patch.object(ComponentCalls, "_seed", lambda calls: seed(calls) + action.attempt - 1):
             return submit(self, action, followers)
-        finally:
-            self._seed = before
 
     return mutant
 
@@ -128,8 +125,8 @@ def _lost_silently(_: Any) -> Any:
     return mutant
 
 
-def _one_more_token(left: Any) -> Any:
-    return lambda self, *args, **more: left(self, *args, **more) + 1
+def _one_more_token(at: Any) -> Any:
+    return lambda self, start: at(self, start) + 1
 
 
 def _proposals_are_right(accept: Any) -> Any:
@@ -223,9 +220,9 @@ def _reports_turned(report: Any) -> Any:
 
 
 def _commit_twice(seal: Any) -> Any:
-    def mutant(self: Any, holder: Any, ticket: Any, slot: int, block_hash: bytes) -> int:
+    def mutant(self: Any, holder: Any, ticket: Any, slot: int, block_hash: bytes, page: bool = False) -> int:
         known = self.tree.by_hash.get(block_hash)
-        stays: int = seal(self, holder, ticket, slot, block_hash)
+        stays: int = seal(self, holder, ticket, slot, block_hash, page)
         if known is not None:
             self._free(holder, [slot])
         return stays
@@ -276,7 +273,7 @@ MUTATIONS: dict[str, Mutation] = {
     "releases are forgotten": _instead(NodeLink, "release", _nothing),
     "an abandoned ticket stays": _instead(NodeClient, "_abandon", _nothing),
     "what an abandoned call has leased stays leased": _instead(Ledger, "release", _released_by_number),
-    "a step has one token too many": _instead(TokenBudget, "left", _one_more_token),
+    "a step has one token too many": _instead(TailRoom, "at", _one_more_token),
     "all draft tokens are right": _instead(Sequence, "accept", _proposals_are_right),
     "the hand-off waits for nothing": _instead(Pool, "await_chain", _awaits_nothing),
     "fetched blocks land in each other's slots, and are not verified": _slots_crossed,

@@ -99,6 +99,12 @@ def test_a_mutant_is_found(name: str, first: int) -> None:
     assert finding
 
 
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutant_replaces_what_exists(name: str) -> None:
+    with MUTATIONS[name]():
+        pass
+
+
 @pytest.mark.long
 def test_a_failing_schedule_is_minimized() -> None:
     schedule = draw(11)
