@@ -309,8 +309,8 @@ def slots(*rows: Sequence[int]) -> np.ndarray:
     [
         (None, "no slots for"),
         (StateSlots(slots([-1, -1]), slots([7, 8])), "written is outside of the pool of 8 slots"),
-        (StateSlots(slots([-1, -1]), slots([-1, 3])), "written leaves the pool"),
-        (StateSlots(slots([8, 1]), slots([2, 3])), "read leaves the pool"),
+        (StateSlots(slots([-1, -1]), slots([-1, 3])), "written is outside of the pool"),
+        (StateSlots(slots([8, 1]), slots([2, 3])), "read is outside of the pool"),
         (StateSlots(slots([0, 1]).astype(np.int64), slots([2, 3])), "int64"),
         (StateSlots(slots([0, 1], [4, 5]), slots([2, 3])), r"not int32 \[1, 2\]"),
     ],

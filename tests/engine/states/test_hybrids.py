@@ -328,7 +328,7 @@ KDA = {"full_attn_layers": [2], "kda_layers": [1]}
         ({"model_type": "lfm2", "layer_types": ["conv", "mamba"]}, "'mamba' for layer 1"),
         ({"model_type": "lfm2", "full_attn_idxs": "all"}, "full_attn_idxs"),
         ({"model_type": "qwen3_next", "linear_num_key_heads": 3}, "linear_num_key_heads = 3"),
-        ({"model_type": "qwen3_next", "layer_types": [LINEAR]}, "all 2 layers"),
+        ({"model_type": "qwen3_next", "layer_types": [LINEAR]}, "each of the 2 layers"),
         ({"model_type": "qwen3_5_text", "attn_output_gate": False}, "attn_output_gate"),
         ({"model_type": "granitemoehybrid", "mamba_n_heads": 7}, "mamba_n_heads = 7"),
         ({"model_type": "kimi_linear", "linear_attn_config": [1]}, "linear_attn_config must be an object"),
