@@ -32,7 +32,7 @@ BROKEN = Internal("it broke")
 BROKEN_GRAMMAR = BrokenGrammar("it broke")
 
 
-class Recorder:
+class CallRecorder:
     """A collaborator that records its calls and returns fixed answers, by method."""
 
     lacking_blocks = 0
@@ -54,7 +54,7 @@ class Recorder:
         return [call for call in self.calls if call[0] in names]
 
 
-class FixedDrafts(Recorder):
+class FixedDrafts(CallRecorder):
     """Proposes ``tokens[seq_id]`` in each step, and reports 3 s of drafting."""
 
     draft_chains: Any = None
@@ -100,7 +100,7 @@ class FixedGrammar:
         return self.samples[-1]
 
 
-class Worker:
+class RuleWorker:
     """A scheduler whose steps return the given tokens."""
 
     def __init__(self, *, budget: int = 64, max_num_seqs: int = 4, **options: Any) -> None:
@@ -192,26 +192,26 @@ def test_scored_rows_are_limited_by_number_and_bytes() -> None:
 
 def test_a_step_must_hold_all_decodes_and_an_unchunked_prompt() -> None:
     for budget, max_num_seqs, longest in ((4, 4, 0), (12, 4, 10), (1, 1, 1)):
-        assert Worker(budget=budget, max_num_seqs=max_num_seqs, max_whole_tokens=longest).scheduler.whole_prompts == (
-            longest > 0
-        )
+        assert RuleWorker(
+            budget=budget, max_num_seqs=max_num_seqs, max_whole_tokens=longest
+        ).scheduler.whole_prompts == (longest > 0)
     for budget, max_num_seqs, longest in ((4, 0, 0), (4, 5, 0), (11, 4, 10)):
         with pytest.raises(ConfigError):
-            Worker(budget=budget, max_num_seqs=max_num_seqs, max_whole_tokens=longest)
+            RuleWorker(budget=budget, max_num_seqs=max_num_seqs, max_whole_tokens=longest)
 
 
 def test_steps_have_targets_only_with_chunked_prefill() -> None:
     options: dict[str, Any] = {"target_itl_s": 2.0, "target_itl_steps": 3.0, "even_steps": True}
     for worker, targets in (
-        (Worker(), (0.0, 0.0, False)),
-        (Worker(**options), (2.0, 3.0, True)),
-        (Worker(max_whole_tokens=10, **options), (0.0, 0.0, False)),
-        (Worker(even_steps=False), (0.0, 0.0, False)),
+        (RuleWorker(), (0.0, 0.0, False)),
+        (RuleWorker(**options), (2.0, 3.0, True)),
+        (RuleWorker(max_whole_tokens=10, **options), (0.0, 0.0, False)),
+        (RuleWorker(even_steps=False), (0.0, 0.0, False)),
     ):
         budget = worker.scheduler.budget
         assert (budget.target_s, budget.target_steps, budget.even) == targets
     pair_costs = []
-    for worker in (Worker(), Worker(pair_tokens=0.5)):
+    for worker in (RuleWorker(), RuleWorker(pair_tokens=0.5)):
         worker.add(1)
         worker.plan(1.0)
         worker.scheduler.budget.end(2.0)
@@ -224,7 +224,7 @@ def test_steps_have_targets_only_with_chunked_prefill() -> None:
 
 def test_accepted_drafts_end_at_the_first_wrong_one() -> None:
     drafts = FixedDrafts({1: [5, 6], 2: [5], 3: [5, 6], 4: [5, 9, 7]})
-    worker = Worker(drafts=drafts)
+    worker = RuleWorker(drafts=drafts)
     for seq_id in (1, 2, 3):
         worker.add(seq_id)
     worker.add(4, grammar=FixedGrammar())
@@ -240,7 +240,7 @@ def test_accepted_drafts_end_at_the_first_wrong_one() -> None:
 
 def test_a_plain_step_judges_no_draft() -> None:
     drafts = FixedDrafts()
-    worker = Worker(drafts=drafts)
+    worker = RuleWorker(drafts=drafts)
     worker.add(1)
     worker.step(1)
     outcome = worker.step(2)
@@ -248,7 +248,7 @@ def test_a_plain_step_judges_no_draft() -> None:
     assert not drafts.named("judged")
     # The first step had no decode to draft for.
     assert len(drafts.named("draft")) == 1
-    worker = Worker(grammars=None)
+    worker = RuleWorker(grammars=None)
     worker.add(1)
     worker.step(1)
     assert tokens(worker.step(2), 1) == [2]
@@ -257,7 +257,7 @@ def test_a_plain_step_judges_no_draft() -> None:
 @pytest.mark.parametrize("logprobs", [None, 0])
 def test_forced_tokens_are_counted_up_to_the_end(logprobs: int | None) -> None:
     drafts = FixedDrafts()
-    worker = Worker(drafts=drafts if logprobs is None else None)
+    worker = RuleWorker(drafts=drafts if logprobs is None else None)
     # Rows for forced tokens exist only if their log probabilities are reported.
     whole, stopped = FixedGrammar(), FixedGrammar()
     worker.add(1, 4, grammar=whole, logprobs=logprobs)
@@ -276,7 +276,7 @@ def test_forced_tokens_are_counted_up_to_the_end(logprobs: int | None) -> None:
 
 def test_room_of_drafts_is_what_tails_and_forced_tokens_leave() -> None:
     drafts, grammar = FixedDrafts(), FixedGrammar()
-    worker = Worker(drafts=drafts, budget=64)
+    worker = RuleWorker(drafts=drafts, budget=64)
     worker.add(1, grammar=grammar)
     worker.add(2)
     worker.step(1, 1)
@@ -294,7 +294,7 @@ def test_room_of_drafts_is_what_tails_and_forced_tokens_leave() -> None:
 
 def test_unchunked_prompts_reserve_the_first_tail() -> None:
     drafts = FixedDrafts()
-    worker = Worker(drafts=drafts, budget=64, max_whole_tokens=30)
+    worker = RuleWorker(drafts=drafts, budget=64, max_whole_tokens=30)
     worker.add(1)
     worker.step(1)
     worker.add(2, 10)
@@ -306,7 +306,7 @@ def test_unchunked_prompts_reserve_the_first_tail() -> None:
 def test_no_drafts_in_steps_beyond_the_target() -> None:
     drafts = FixedDrafts()
     cost = StepModel(1.0, 0.01, 0.0, 0.0, 0.0)
-    worker = Worker(drafts=drafts, grammars=None, target_itl_s=0.5, expected_cost=cost)
+    worker = RuleWorker(drafts=drafts, grammars=None, target_itl_s=0.5, expected_cost=cost)
     worker.add(1)
     worker.step(1)
     worker.plan()
@@ -314,12 +314,12 @@ def test_no_drafts_in_steps_beyond_the_target() -> None:
 
 
 def test_a_measured_step_begins_after_drafting() -> None:
-    worker = Worker(drafts=FixedDrafts())
+    worker = RuleWorker(drafts=FixedDrafts())
     worker.add(1)
     worker.step(1)
     worker.plan(5.0)
     assert worker.scheduler.budget.end(10.0) == 2.0
-    worker = Worker()
+    worker = RuleWorker()
     worker.add(1, grammar=FixedGrammar())
     worker.step(1)
     worker.scheduler.sequences[1].grammar.forced = (3,)  # type: ignore[union-attr]
@@ -328,9 +328,9 @@ def test_a_measured_step_begins_after_drafting() -> None:
 
 
 def test_drafts_decide_whether_steps_run_ahead() -> None:
-    assert Worker().scheduler.may_run_ahead
-    assert Worker(drafts=FixedDrafts(may_run_ahead=True)).scheduler.may_run_ahead
-    assert not Worker(drafts=FixedDrafts()).scheduler.may_run_ahead
+    assert RuleWorker().scheduler.may_run_ahead
+    assert RuleWorker(drafts=FixedDrafts(may_run_ahead=True)).scheduler.may_run_ahead
+    assert not RuleWorker(drafts=FixedDrafts()).scheduler.may_run_ahead
 
 
 # Prompt tails.
@@ -343,7 +343,7 @@ def chunks(plan: StepPlan) -> list[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("budget", [6, 7])
 def test_tails_are_packed_up_to_the_last_token(budget: int) -> None:
-    worker = Worker(budget=budget)
+    worker = RuleWorker(budget=budget)
     worker.add(1, 6)
     worker.add(2, 6)
     worker.add(3, 6)
@@ -351,7 +351,7 @@ def test_tails_are_packed_up_to_the_last_token(budget: int) -> None:
 
 
 def test_a_tail_without_a_place_is_skipped_and_the_rest_is_filled() -> None:
-    worker = Worker(max_num_seqs=2, budget=10)
+    worker = RuleWorker(max_num_seqs=2, budget=10)
     worker.add(1, 30, priority=1)
     worker.step()
     worker.preempt(worker.add(2, 3))
@@ -364,13 +364,13 @@ def test_a_tail_without_a_place_is_skipped_and_the_rest_is_filled() -> None:
 
 
 def test_an_unchunked_prompt_waits_for_a_step_with_room() -> None:
-    worker = Worker(budget=12, max_whole_tokens=10, max_scored_rows=4)
+    worker = RuleWorker(budget=12, max_whole_tokens=10, max_scored_rows=4)
     worker.add(1, 8)
     worker.add(2, 5)
     worker.add(3, 2)
     assert chunks(worker.plan()) == [(1, 8, 1)]
     # A prompt that is scored is chunked in any case; step ends are ignored.
-    worker = Worker(budget=12, max_whole_tokens=10, max_scored_rows=4)
+    worker = RuleWorker(budget=12, max_whole_tokens=10, max_scored_rows=4)
     worker.add(1, 8, prompt_logprobs=0)
     worker.add(2, 8).step_ends = [4]
     assert chunks(worker.plan()) == [(1, 4, 0), (2, 8, 1)]
@@ -378,7 +378,7 @@ def test_an_unchunked_prompt_waits_for_a_step_with_room() -> None:
 
 def test_a_blocked_stream_limits_the_room_of_tails() -> None:
     cost = StepModel(1.0, 0.01, 0.0, 0.0, 0.0)
-    worker = Worker(target_itl_s=0.5, expected_cost=cost)
+    worker = RuleWorker(target_itl_s=0.5, expected_cost=cost)
     grammar = FixedGrammar()
     worker.add(1, grammar=grammar)
     worker.step(1)
@@ -389,14 +389,14 @@ def test_a_blocked_stream_limits_the_room_of_tails() -> None:
 
 
 def test_a_chunk_ends_where_the_state_is_kept() -> None:
-    worker = Worker()
+    worker = RuleWorker()
     worker.add(1, 8).step_ends = [4]
     worker.add(2, 8)
     assert chunks(worker.plan()) == [(1, 4, 0), (2, 8, 1)]
 
 
 def test_a_prompts_grammar_is_asked_when_its_last_token_fits() -> None:
-    worker = Worker(budget=4)
+    worker = RuleWorker(budget=4)
     grammar = FixedGrammar()
     worker.add(1, 5, grammar=grammar)
     worker.add(2, 2)
@@ -405,11 +405,11 @@ def test_a_prompts_grammar_is_asked_when_its_last_token_fits() -> None:
     assert worker.scheduler.sequences[1].num_computed == 4
     assert chunks(worker.plan()) == [(2, 2, 1)]
     assert ending(worker.scheduler.flush(0.0)) == {1: BROKEN_GRAMMAR}
-    worker = Worker(budget=5)
+    worker = RuleWorker(budget=5)
     grammar = FixedGrammar(ready=False)
     worker.add(1, 5, grammar=grammar)
     assert chunks(worker.plan()) == [(1, 4, 0)]
-    worker = Worker(budget=5)
+    worker = RuleWorker(budget=5)
     grammar = FixedGrammar()
     worker.add(1, 5, grammar=grammar)
     grammar.failure = BROKEN_GRAMMAR
@@ -417,33 +417,33 @@ def test_a_prompts_grammar_is_asked_when_its_last_token_fits() -> None:
 
 
 def test_scored_rows_limit_only_scored_tokens() -> None:
-    worker = Worker(max_scored_rows=2)
+    worker = RuleWorker(max_scored_rows=2)
     worker.add(1, 6, prompt_logprobs=0, scored_tokens=3)
     # The rows of a vector have no logits.
     worker.add(2, 6, 0, pooling=PoolingParams(rows=range(1, 5)))
     plan = worker.plan()
     assert [(chunk.count, chunk.scores, chunk.pools) for chunk in plan.scheduled] == [(5, 2, 0), (6, 0, 4)]
     # A chunk that ends before the row with logits uses none.
-    worker = Worker(max_scored_rows=1)
+    worker = RuleWorker(max_scored_rows=1)
     pooling = PoolingParams(rows=range(5, 6), logits_of=(7,))
     worker.add(1, 6, 0, pooling=pooling).step_ends = [4]
     worker.add(2, 6, 0, pooling=pooling)
     worker.add(3, 6, 0, pooling=pooling)
     assert [(chunk.count, chunk.pools) for chunk in worker.plan().scheduled] == [(4, 0), (6, 1)]
     # Rows of launched steps do not count again.
-    worker = Worker(max_scored_rows=3)
+    worker = RuleWorker(max_scored_rows=3)
     worker.add(1, 7, prompt_logprobs=0)
     for expected in ((0, 3, 3), (3, 3, 3), (6, 1, 0)):
         plan = worker.plan()
         assert [(chunk.start, chunk.count, chunk.scores) for chunk in plan.scheduled] == [expected]
         worker.scheduler.launched(plan)
-    worker = Worker()
+    worker = RuleWorker()
     worker.add(1, 6, prompt_logprobs=0)
     assert chunks(worker.plan()) == [(1, 6, 1)]
 
 
 def test_only_a_streams_last_chunk_chooses_a_token() -> None:
-    worker = Worker(budget=20, max_num_seqs=5)
+    worker = RuleWorker(budget=20, max_num_seqs=5)
     worker.add(1, 5, sampling=None, chunk_ends=(4,))
     worker.add(2, 4, 0)
     worker.add(3, 6, 0, pooling=PoolingParams(rows=range(2, 4)))
@@ -463,7 +463,7 @@ def test_only_a_streams_last_chunk_chooses_a_token() -> None:
 
 
 def test_a_late_mask_only_delays_its_stream_and_parallel_samples() -> None:
-    worker = Worker()
+    worker = RuleWorker()
     grammar = FixedGrammar()
     worker.add(1, grammar=grammar, parallel_samples=(ParallelSampleSpec(11, 1), ParallelSampleSpec(12, 2)))
     worker.add(2)
@@ -482,7 +482,7 @@ def test_a_late_mask_only_delays_its_stream_and_parallel_samples() -> None:
 
 
 def test_a_parallel_sample_may_end_with_its_first_token() -> None:
-    worker = Worker()
+    worker = RuleWorker()
     worker.add(1, parallel_samples=tuple(ParallelSampleSpec(seq_id, 1) for seq_id in (11, 12, 13)))
     # One that has not started is dropped.
     worker.scheduler.cancel(13, 0.0)
@@ -495,7 +495,7 @@ def test_a_parallel_sample_may_end_with_its_first_token() -> None:
 
 @pytest.mark.parametrize("grammar", [None, FixedGrammar()])
 def test_a_parallel_sample_copies_the_partial_block_of_its_prompt(grammar: FixedGrammar | None) -> None:
-    worker = Worker(max_num_seqs=3)
+    worker = RuleWorker(max_num_seqs=3)
     parent = worker.add(1, 6, grammar=grammar, parallel_samples=(ParallelSampleSpec(11, 1),))
     worker.step(4, 5)
     worker.answer(parent)
@@ -511,7 +511,7 @@ def test_a_parallel_sample_copies_the_partial_block_of_its_prompt(grammar: Fixed
 
 
 def test_broken_logits_fail_a_stream_with_its_parallel_samples() -> None:
-    worker = Worker()
+    worker = RuleWorker()
     worker.add(1, parallel_samples=(ParallelSampleSpec(11, 1),))
     worker.add(2)
     outcome = worker.step(NO_TOKEN, 7, 3)
@@ -527,7 +527,7 @@ def test_broken_logits_fail_a_stream_with_its_parallel_samples() -> None:
 @pytest.mark.parametrize("whole", [False, True])
 def test_broken_scores_fail_a_stream_and_shift_no_other_row(whole: bool) -> None:
     """Rows of parallel samples are skipped only if the chunk has them."""
-    worker = Worker(max_scored_rows=9 if whole else 3)
+    worker = RuleWorker(max_scored_rows=9 if whole else 3)
     worker.add(1, prompt_logprobs=0, parallel_samples=(ParallelSampleSpec(11, 1),))
     worker.add(2)
     rows, scored = ((7, 7), 5) if whole else ((), 3)
@@ -539,7 +539,7 @@ def test_broken_scores_fail_a_stream_and_shift_no_other_row(whole: bool) -> None
 
 
 def test_scores_are_reported_before_tokens() -> None:
-    worker = Worker(max_scored_rows=3)
+    worker = RuleWorker(max_scored_rows=3)
     worker.add(1, prompt_logprobs=0)
     outcome = worker.step(scored=(SCORE,) * 3)
     assert outcome.updates == [Update(seq_id=1, prompt_logprobs=(SCORE,) * 3)]
@@ -548,7 +548,7 @@ def test_scores_are_reported_before_tokens() -> None:
 
 
 def test_a_prompt_that_generates_nothing_ends_with_its_vector() -> None:
-    worker = Worker()
+    worker = RuleWorker()
     pooling = PoolingParams(rows=range(2, 4))
     for seq_id in (1, 2):
         worker.add(seq_id, 6, 0, pooling=pooling)
@@ -569,7 +569,7 @@ def test_a_prompt_that_generates_nothing_ends_with_its_vector() -> None:
 
 
 def test_a_prompt_ends_with_its_last_step() -> None:
-    worker = Worker(budget=6, max_num_seqs=1)
+    worker = RuleWorker(budget=6, max_num_seqs=1)
     worker.add(1, 8, sampling=None, chunk_ends=(4, 8))
     worker.add(2, 7, 0)
     outcome = worker.step()
@@ -591,7 +591,7 @@ def test_a_prompt_ends_with_its_last_step() -> None:
 
 
 def test_a_grammar_blocks_only_its_own_stream() -> None:
-    worker = Worker()
+    worker = RuleWorker()
     grammar = FixedGrammar()
     worker.add(1, grammar=grammar)
     worker.add(2)
@@ -608,7 +608,7 @@ def test_a_grammar_blocks_only_its_own_stream() -> None:
 
 
 def test_forced_tokens_that_complete_an_answer_need_no_step() -> None:
-    worker = Worker()
+    worker = RuleWorker()
     grammar = FixedGrammar()
     stream = worker.add(1, 7, grammar=grammar)
     worker.step(1)
@@ -626,7 +626,7 @@ def test_forced_tokens_that_complete_an_answer_need_no_step() -> None:
 
 
 def test_a_stream_that_is_complete_on_arrival_ends_at_once() -> None:
-    worker = Worker()
+    worker = RuleWorker()
     worker.add(1, grammar=FixedGrammar(completes=True))
     worker.add(2, max_tokens=0, grammar=FixedGrammar(failure=BrokenGrammar("not asked")))
     assert ending(worker.scheduler.flush(0.0)) == {1: FinishReason.STOP}
@@ -634,7 +634,7 @@ def test_a_stream_that_is_complete_on_arrival_ends_at_once() -> None:
 
 
 def test_a_blocked_prompt_is_computed_up_to_its_last_token() -> None:
-    worker = Worker()
+    worker = RuleWorker()
     worker.add(1, 6, grammar=FixedGrammar(ready=False))
     worker.add(2, 1, grammar=FixedGrammar(ready=False))
     worker.add(3, 6)
@@ -643,7 +643,7 @@ def test_a_blocked_prompt_is_computed_up_to_its_last_token() -> None:
 
 
 def test_a_step_follows_a_launched_one_only_if_the_grammar_allows_it() -> None:
-    worker = Worker(max_num_seqs=5)
+    worker = RuleWorker(max_num_seqs=5)
     patient = FixedGrammar(may_run_ahead=False)
     worker.add(1)
     worker.add(2, grammar=FixedGrammar())
@@ -660,7 +660,7 @@ def test_a_step_follows_a_launched_one_only_if_the_grammar_allows_it() -> None:
 # Memory.
 
 
-def full(worker: Worker, *seq_ids: int) -> list[Sequence]:
+def full(worker: RuleWorker, *seq_ids: int) -> list[Sequence]:
     """Add streams that have filled both of their blocks; only the first block is sent to the node."""
     streams = [worker.add(seq_id, 7, 20) for seq_id in seq_ids]
     worker.step(*[1] * len(streams))
@@ -669,14 +669,14 @@ def full(worker: Worker, *seq_ids: int) -> list[Sequence]:
 
 
 def test_side_users_free_slots_before_a_stream_is_preempted() -> None:
-    worker = Worker()
+    worker = RuleWorker()
 
     def free(blocks: int, now: float) -> bool:
         worker.blocks.leased(1)
         worker.scheduler.free_slots.free([100])
         return True
 
-    side = Recorder(yield_slots=free, side_chains=())
+    side = CallRecorder(yield_slots=free, side_chains=())
     worker.scheduler._side_users.append(side)
     full(worker, 1, 2)
     worker.exhaust(1.0)
@@ -686,7 +686,7 @@ def test_side_users_free_slots_before_a_stream_is_preempted() -> None:
 
 
 def test_a_preempted_stream_commits_its_full_blocks_first() -> None:
-    worker = Worker()
+    worker = RuleWorker()
     first, second = full(worker, 1, 2)
     # Its grammar is not asked once it is preempted.
     second.follow_grammar(FixedGrammar(failure=BROKEN_GRAMMAR, taken=[1, 2]))  # type: ignore[arg-type]
@@ -716,7 +716,7 @@ def test_a_preempted_stream_commits_its_full_blocks_first() -> None:
 
 def test_a_preempted_stream_leaves_the_step() -> None:
     """Short prompts go first, and the newest stream is preempted."""
-    worker = Worker(expected_cost=StepModel(0.0, 1.0, 0.0, 0.0, 0.0))
+    worker = RuleWorker(expected_cost=StepModel(0.0, 1.0, 0.0, 0.0, 0.0))
     worker.add(1, 1, 20)
     worker.add(2, 7, 20)
     newest = worker.add(3, 2, 20)
@@ -729,14 +729,14 @@ def test_a_preempted_stream_leaves_the_step() -> None:
 
 
 def test_no_stream_is_preempted_during_a_lease_call() -> None:
-    worker = Worker()
+    worker = RuleWorker()
     full(worker, 1, 2)
     assert not ids(worker.plan())
     assert worker.scheduler.flush(0.0).preemptions == 0
 
 
 def test_a_closing_stream_that_ends_delays_no_preemption() -> None:
-    worker = Worker()
+    worker = RuleWorker()
     first, second, third = full(worker, 1, 2, 3)
     worker.scheduler.cancel(3, 0.0)
     assert third.state is SequenceState.CLOSING
@@ -748,7 +748,7 @@ def test_a_closing_stream_that_ends_delays_no_preemption() -> None:
 
 
 def test_a_resuming_stream_delays_no_preemption() -> None:
-    worker = Worker()
+    worker = RuleWorker()
     _, second = full(worker, 1, 2)
     worker.preempt(worker.add(3, 2))
     assert worker.scheduler.sequences[3].state is SequenceState.RESUMING
@@ -762,7 +762,7 @@ def test_a_resuming_stream_delays_no_preemption() -> None:
 
 
 def test_no_preemption_while_released_memory_waits_for_a_launched_step() -> None:
-    worker = Worker()
+    worker = RuleWorker()
     worker.add(1, 7, 20)
     worker.add(2, 7, 20)
     # Its one slot is reused at once, but its ticket is released later.
@@ -781,7 +781,7 @@ def test_no_preemption_while_released_memory_waits_for_a_launched_step() -> None
 
 
 def test_a_stream_that_preempts_itself_gets_no_slot() -> None:
-    worker = Worker()
+    worker = RuleWorker()
     (stream,) = full(worker, 1)
     worker.scheduler.committed(1, (), "refused", 0.0)
     worker.exhaust(1.0)
@@ -794,8 +794,8 @@ def test_a_stream_that_preempts_itself_gets_no_slot() -> None:
 
 
 def test_a_recall_is_passed_to_side_users_unless_it_is_zero() -> None:
-    side = Recorder(side_chains=())
-    worker = Worker(partial_blocks=side)
+    side = CallRecorder(side_chains=())
+    worker = RuleWorker(partial_blocks=side)
     worker.add(1, 2, 20)
     worker.step(1)
     worker.scheduler.granted([100, 101, 102], 0.0)
@@ -809,7 +809,7 @@ def test_a_recall_is_passed_to_side_users_unless_it_is_zero() -> None:
 
 def test_a_stream_frees_its_place_for_a_waiting_tenant() -> None:
     for launched in (False, True):
-        worker = Worker(max_num_seqs=2)
+        worker = RuleWorker(max_num_seqs=2)
         second = [worker.add(seq_id, flow=Flow(b"a")) for seq_id in (1, 2)][1]
         worker.step(1, 1)
         if launched:
@@ -828,7 +828,7 @@ def test_a_stream_frees_its_place_for_a_waiting_tenant() -> None:
 def test_a_reported_end_is_final() -> None:
     """A cancel or failure while the last blocks are committed changes nothing."""
     for end in ("cancel", "fail"):
-        worker = Worker()
+        worker = RuleWorker()
         stream = worker.add(1, 7)
         worker.step(1)
         worker.step(9)
@@ -846,7 +846,7 @@ def test_a_reported_end_is_final() -> None:
 
 
 def test_a_cancelled_stream_commits_nothing_more() -> None:
-    worker = Worker()
+    worker = RuleWorker()
     stream = worker.add(1, 7)
     worker.step(1)
     worker.step(2)
@@ -857,7 +857,7 @@ def test_a_cancelled_stream_commits_nothing_more() -> None:
 
 
 def test_a_resuming_stream_is_only_removed() -> None:
-    worker = Worker(max_num_seqs=1)
+    worker = RuleWorker(max_num_seqs=1)
     for seq_id in (1, 2, 3):
         worker.add(seq_id, 3)
     worker.step(1)
@@ -874,7 +874,7 @@ def test_a_resuming_stream_is_only_removed() -> None:
 
 
 def test_a_resumed_prompt_is_queued_by_the_work_that_is_left() -> None:
-    worker = Worker(max_num_seqs=1, expected_cost=StepModel(0.0, 1.0, 0.0, 0.0, 0.0))
+    worker = RuleWorker(max_num_seqs=1, expected_cost=StepModel(0.0, 1.0, 0.0, 0.0, 0.0))
     worker.add(1, 3)
     long = worker.add(2, 13)
     before = long.prompt_order
@@ -886,7 +886,7 @@ def test_a_resumed_prompt_is_queued_by_the_work_that_is_left() -> None:
 
 
 def test_only_whole_prompts_end_without_a_step() -> None:
-    worker = Worker()
+    worker = RuleWorker()
     worker.add(1, 8, cached=2, sampling=None, chunk_ends=(4, 8))
     worker.add(2, 8, cached=1, sampling=None, chunk_ends=(4, 8))
     outcome = worker.scheduler.flush(0.0)
@@ -901,7 +901,7 @@ def test_only_whole_prompts_end_without_a_step() -> None:
 
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_a_refused_commit_fails_a_range_and_lets_a_stream_go_on(cancelled: bool) -> None:
-    worker = Worker(budget=7, max_num_seqs=2)
+    worker = RuleWorker(budget=7, max_num_seqs=2)
     part = worker.add(1, 8, sampling=None, chunk_ends=(4, 8))
     stream = worker.add(0, 3)
     assert orders(worker.step(5)) == [(1, 1)]
@@ -924,7 +924,7 @@ def test_a_refused_commit_fails_a_range_and_lets_a_stream_go_on(cancelled: bool)
 
 def test_a_failed_step_is_not_measured_and_ends_its_sequences() -> None:
     drafts = FixedDrafts()
-    worker = Worker(drafts=drafts, max_num_seqs=2)
+    worker = RuleWorker(drafts=drafts, max_num_seqs=2)
     for seq_id in (1, 2, 3):
         worker.add(seq_id)
     first = worker.plan(1.0)
@@ -939,7 +939,7 @@ def test_a_failed_step_is_not_measured_and_ends_its_sequences() -> None:
 
 def test_time_of_a_step_begins_with_the_failure_of_the_one_before() -> None:
     drafts = FixedDrafts()
-    worker = Worker(drafts=drafts, budget=6, max_num_seqs=1)
+    worker = RuleWorker(drafts=drafts, budget=6, max_num_seqs=1)
     worker.add(1, 12)
     first = worker.plan(1.0)
     worker.scheduler.launched(first)
@@ -952,7 +952,7 @@ def test_time_of_a_step_begins_with_the_failure_of_the_one_before() -> None:
 
 
 def test_a_failed_placement_fails_all_users_of_the_adapter() -> None:
-    worker = Worker(max_num_seqs=1)
+    worker = RuleWorker(max_num_seqs=1)
     worker.scheduler.adapters = AdapterSlots(1, worker.blocks.in_flight)
     for seq_id in (1, 2):
         worker.add(seq_id, adapter="a")
@@ -970,7 +970,7 @@ def test_a_failed_placement_fails_all_users_of_the_adapter() -> None:
 
 
 def test_an_adapter_that_cannot_be_loaded_fails_its_sequences() -> None:
-    worker = Worker()
+    worker = RuleWorker()
     worker.scheduler.expect_adapter("a", 0.0)
     worker.scheduler.adapters = AdapterSlots(1, worker.blocks.in_flight)
     worker.scheduler.expect_adapter("a", 0.0)
@@ -982,7 +982,7 @@ def test_an_adapter_that_cannot_be_loaded_fails_its_sequences() -> None:
     assert ending(worker.scheduler.flush(0.0)) == {1: error}
 
 
-def lives(worker: Worker, *collaborators: Recorder) -> list[list[str]]:
+def lives(worker: RuleWorker, *collaborators: CallRecorder) -> list[list[str]]:
     """Return the calls of each collaborator so far that concern the life of a sequence, and forget them."""
     found = []
     for one in collaborators:
@@ -992,10 +992,10 @@ def lives(worker: Worker, *collaborators: Recorder) -> list[list[str]]:
 
 
 def test_collaborators_see_each_sequence_join_end_and_leave() -> None:
-    states = Recorder(take_orders=(), side_chains=())
-    partial, drafts = Recorder(side_chains=()), FixedDrafts()
-    adapters: Any = Recorder(take_orders=[], take_evicted=0, place=lambda scheduled: ((), None))
-    worker = Worker(max_num_seqs=1, states=states, partial_blocks=partial, drafts=drafts, adapters=adapters)
+    states = CallRecorder(take_orders=(), side_chains=())
+    partial, drafts = CallRecorder(side_chains=()), FixedDrafts()
+    adapters: Any = CallRecorder(take_orders=[], take_evicted=0, place=lambda scheduled: ((), None))
+    worker = RuleWorker(max_num_seqs=1, states=states, partial_blocks=partial, drafts=drafts, adapters=adapters)
     everybody = (states, drafts, adapters, partial)
     worker.add(1, 2)
     assert lives(worker, *everybody) == [["join"], ["join"], ["join"], ["share"]]
@@ -1022,26 +1022,26 @@ def test_collaborators_see_each_sequence_join_end_and_leave() -> None:
 
 @pytest.mark.parametrize("of_state", [True, False])
 def test_answers_with_negative_ids_go_to_states_then_drafts(of_state: bool) -> None:
-    chains = Recorder(side_chains=())
+    chains = CallRecorder(side_chains=())
     drafts = FixedDrafts()
     drafts.draft_chains = chains
-    worker = Worker(states=Recorder(committed=of_state, side_chains=()), drafts=drafts)
+    worker = RuleWorker(states=CallRecorder(committed=of_state, side_chains=()), drafts=drafts)
     worker.scheduler.committed(-1, (5,), "", 0.0)
     assert chains.calls == ([] if of_state else [("committed", -1, (5,), "")])
     ticket = worker.ticket(5, 4)
     worker.scheduler.chain_opened(-1, ticket, 2.0)
     worker.scheduler.chain_opened(-2, None, 2.0)
     assert chains.named("opened") == [("opened", -1, ticket, 2.0), ("opened", -2, None, 2.0)]
-    Worker(states=Recorder(committed=False, side_chains=())).scheduler.committed(-1, (), "refused", 0.0)
-    worker = Worker(drafts=drafts)
+    RuleWorker(states=CallRecorder(committed=False, side_chains=())).scheduler.committed(-1, (), "refused", 0.0)
+    worker = RuleWorker(drafts=drafts)
     worker.scheduler.committed(-3, (), "refused", 0.0)
     assert chains.calls[-1] == ("committed", -3, (), "refused")
 
 
 def test_only_steps_with_tokens_have_states_and_adapters() -> None:
-    states = Recorder(begin="states", take_orders=["order"], side_chains=())
-    adapters = Recorder(place=lambda scheduled: ("placements", "slots"), take_orders=["a"], take_evicted=2)
-    worker = Worker(states=states, adapters=adapters)
+    states = CallRecorder(begin="states", take_orders=["order"], side_chains=())
+    adapters = CallRecorder(place=lambda scheduled: ("placements", "slots"), take_orders=["a"], take_evicted=2)
+    worker = RuleWorker(states=states, adapters=adapters)
     plan = worker.plan()
     assert (plan.states, plan.placements, plan.adapters) == (None, (), None)
     assert not states.named("begin")
@@ -1053,14 +1053,14 @@ def test_only_steps_with_tokens_have_states_and_adapters() -> None:
     outcome = worker.scheduler.flush(0.0)
     assert (outcome.adapter_orders, outcome.evicted_adapters, outcome.commits) == (["a"], 2, ["order"])
     assert outcome.load.keys() >= {"adapters", "adapter_waits", "running_requests"}
-    assert not Worker().scheduler.flush(0.0).load
+    assert not RuleWorker().scheduler.flush(0.0).load
 
 
 def test_hidden_states_go_to_the_draft_model_if_a_step_returned_them() -> None:
     drafts = FixedDrafts()
-    drafts.draft_chains = Recorder(side_chains=())
-    states = Recorder(take_orders=(), side_chains=())
-    worker = Worker(drafts=drafts, states=states)
+    drafts.draft_chains = CallRecorder(side_chains=())
+    states = CallRecorder(take_orders=(), side_chains=())
+    worker = RuleWorker(drafts=drafts, states=states)
     worker.add(1)
     worker.step(1)
     assert not drafts.draft_chains.named("store_states")
