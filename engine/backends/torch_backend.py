@@ -1,4 +1,4 @@
-"""The backend for any CPU and model: plain torch."""
+"""Backend in plain torch, for any CPU and model."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pillion.engine.models.families import FAMILY_KEYS
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
 
-# Encoders with learned positions -> head of their classifiers (``EncoderConfig.head``).
+# Classifier head (``EncoderConfig.head``) by model type, for encoders with learned positions.
 _LEARNED = {"bert": "pooler", "roberta": "dense", "xlm-roberta": "dense"}
 _ACTIVATIONS = {
     **dict.fromkeys(("gelu", "gelu_python"), "gelu"),

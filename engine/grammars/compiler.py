@@ -44,8 +44,8 @@ MAX_COMPILED_BYTES = 64 * 2**20
 COMPILE_THREADS = 2
 # Max answers with a compilation of their own, made when the shared one has met a limit.
 MAX_OWN_GRAMMARS = 8
-# An answer is replayed in parts of this many tokens. In between, the grammar's lock and the GIL are released for
-# REPLAY_PAUSE_S; Python itself would release the GIL only after 5 ms.
+# Tokens of an answer to replay between pauses of REPLAY_PAUSE_S, which release the grammar's lock and the GIL. Python
+# itself would release the GIL only after 5 ms.
 REPLAYED_TOKENS = 32
 REPLAY_PAUSE_S = 1e-4
 

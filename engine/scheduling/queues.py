@@ -172,7 +172,7 @@ class Flows:
             heapq.heapify(heap)
         ordered: list[Sequence] = []
         while any(heaps):
-            # Of the flows with the smallest counter per rank, the one whose next sequence is first in order.
+            # A heap has one rank's flows, smallest counter first. Of the heads, the one first in service order wins.
             heap = min((heap for heap in heaps if heap), key=lambda heap: heap[0][2])
             counter, running, _, key = heapq.heappop(heap)
             queue, weight = queues[key], self.accounts[key].weight

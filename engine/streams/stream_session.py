@@ -66,7 +66,7 @@ log = logging.getLogger("pillion.decode")
 
 # Max streams, over all connections, that wait for memory or prefilled blocks, and have no sequence on the worker yet.
 MAX_AWAITING = 4096
-# A refusal with this many pending deltas pauses the reading of submits until they are sent.
+# Pending deltas at which a refusal pauses reading submits until they are sent.
 MAX_PENDING_DELTAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_POOLED_IDS = 16

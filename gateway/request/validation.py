@@ -54,7 +54,7 @@ MAX_REQUEST_BYTES = 8 * 2**20
 # Max ids in a list before it is parsed; the limits of the model and of the field are checked later.
 MAX_PROMPT_IDS = 2**20
 MAX_ROLE_CHARS = 32
-# As in OpenAI's API.
+# OpenAI's limit.
 MAX_TOOLS = 128
 # Names, descriptions and schemas of all tools.
 MAX_TOOLS_BYTES = 512 * 2**10

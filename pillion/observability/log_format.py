@@ -47,7 +47,7 @@ def in_one_line(record: logging.LogRecord) -> bool:
     """Logging filter: reduce a library's record about a call with a dead peer to a warning of one line. Return whether
     to write the record."""
     error = record.exc_info[1] if record.exc_info else None
-    # gRPC's exceptions for calls whose peer is gone or has refused; by name, to not import gRPC.
+    # gRPC's exceptions for failed calls, compared by name to avoid importing gRPC.
     if error is not None and any(kind.__name__ in ("AioRpcError", "ExecuteBatchError") for kind in type(error).__mro__):
         reason = error.details() if hasattr(error, "details") else str(error)
         record.msg, record.args = "%s: %s", (_first_line(record.getMessage()), _first_line(reason or ""))

@@ -334,7 +334,7 @@ class GpuDecoder:
         """Add the rows to the residual stream, fused with the operations after ``place`` that scale and norm it;
         ``step`` continues with the result."""
         operations = layer.operations
-        # These are complete on every rank already.
+        # The layer sum and token inputs are complete on every rank; other rows are partial sums.
         if not isinstance(operations[place - 1], AddToLayerSum | ApplyTokenInputs):
             self._sum(step.rows)
         later, factor = operations[place + 1 :], None

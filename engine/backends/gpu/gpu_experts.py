@@ -100,7 +100,7 @@ class GpuExperts:
             scores=buffer(pairs, torch.float32),
             chosen=buffer(pairs, torch.int32),
             order=buffer(pairs, torch.int32),
-            # The smallest tiles need the most words.
+            # Sized for the smallest tiles, of which there are most.
             tiles=buffer(TILE_WORDS * most_tiles(experts, pairs, ROW_TILES[0]), torch.int32),
             count=buffer(1, torch.int32),
             inner=buffer(pairs * max(how.down.shape[1] for how in mixtures), model.dtype),

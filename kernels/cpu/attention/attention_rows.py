@@ -34,8 +34,8 @@ HIDDEN_SCORE = -1e30
 MAXIMUM_FLOOR = -1e29
 # Bytes of a row of scores, or of the weights that replace them. A spare line keeps rows from sharing cache sets.
 SCORE_BYTES = PARTITION_TOKENS * 4 + VECTOR_BYTES
-# Groups that are read interleaved, a few lines of each per turn, which is faster than one by one. The groups after them
-# are prefetched, into L2, because L1 has too few fill buffers.
+# Groups to read interleaved, a few lines of each per turn, which is faster than one after the other. The next groups
+# are prefetched into L2, since L1 has too few fill buffers.
 SIDE_GROUPS = 4
 # Tokens of V, and lines of K, that are read of a group per turn.
 TURN_TOKENS, TURN_LINES = 8, 8

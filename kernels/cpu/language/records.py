@@ -94,7 +94,7 @@ STEP = RecordLayout(
         # Attention's work, int32 [num_items, ITEM_WORDS] (pillion.kernels.cpu.attention.cpu_attention_plan).
         "items",
         "merges",  # int32 [num_merges, ITEM_WORDS]: queries whose context is split over several items
-        # The same, for layers with another number of KV heads.
+        # Items and merges for layers with a different number of KV heads.
         "items_2",
         "merges_2",
         "pool",  # the paged cache

@@ -79,8 +79,8 @@ LAYOUT = RecordLayout(
 
 GATED = ("gated_silu", "gated_gelu", "gated_clamped")
 ACTIVATED = ("act_none", "act_silu", "act_gelu", "act_erf_gelu", "act_relu", "act_relu2", "act_xielu")
-# Ranges that each thread draws, if there are enough panels: so many that threads end at about the same time, so few
-# that a range takes many microseconds.
+# Ranges per thread, if there are enough panels. More let threads end at about the same time; fewer keep a range well
+# above the cost of drawing it.
 RANGES_PER_THREAD = 16
 GROUP_RANGES_PER_THREAD = 4
 # Work items per thread, if enough rows allow dividing a panel's work into blocks of rows.

@@ -135,8 +135,8 @@ class CodeInputs(KernelSpec):
             total = k.variable(Quads(k, ir.Constant(VI, [0] * LANES)))
             with k.range(vectors) as i:
                 value = k.load_float(source + i * (LANES * size), self.bf16)
-                # The same bits as value / scale (Markstein 1990). The last bit matters: a row's largest value is always
-                # near the middle between two codes.
+                # Correctly rounded value / scale (Markstein 1990). The last bit matters: the largest value of a row is
+                # always near the midpoint of two codes.
                 near = value * inverse
                 quotient = k.fma(k.fma(near * -1.0, scale, value), inverse, near)
                 code = _bounded(k, k.rounded(quotient))
